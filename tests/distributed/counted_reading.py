@@ -1,4 +1,4 @@
-"""What a rank of test_init_from_mesh.py does: starts from weights, and counts what it reads of them."""
+"""The rank program of test_init_from_mesh.py: load initial weights, counting the elements read."""
 
 import gc
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,7 @@ from tests.support.sharded import build_sharded
 
 
 class Counted:
-    """A safetensors file as it is, that counts the bytes taken out of it; it gives out slices only, no whole
-    tensors."""
+    """A safetensors file that counts the elements read from it. Slices only: full tensors cannot be read."""
 
     open, taken = safetensors.safe_open, dict[str, list[int]]()
 
@@ -53,7 +52,8 @@ class _Slice:
 
 
 def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
-    """Weights, what was read of them, and the loss of the first step on tokens[sequence, T + 1]."""
+    """Return the weights, the elements read of each, and the loss of the first step on tokens[sequence, T +
+    1]."""
     run = build_sharded(arguments)
     weights, model = find_weights(run.config.checkpoint.init_from, run.config.model, None), run.model
     assert weights
@@ -66,19 +66,19 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
         weights.names[name]: (p.to_local() if isinstance(p, DTensor) else p).numel()
         for name, p in model.named_parameters()
     }
-    whole = {
+    full = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
     }
     shape = run.shape
-    mine = tokens.chunk(shape.data_parallel)[shape.data_rank]
-    batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+    own = tokens.chunk(shape.data_parallel)[shape.data_rank]
+    batch = Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous())
     result = train_step(model, run.optimizer, [batch], 0.0, run.group)
-    return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": whole}
+    return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": full}
 
 
 def run_cases(cases: Mapping[str, Sequence[str]], tokens: Tensor) -> dict[str, dict[str, Any]]:
-    # what torch's reader of slices takes them from; this process ends with the test
+    # torch's reader opens files with it; this process ends with the test
     safetensors.safe_open = Counted
     results = {}
     for name, arguments in cases.items():

@@ -1,4 +1,5 @@
-"""What a rank of test_nonfinite_mesh.py does: trains with faults put in, under the guard of the loop."""
+"""The rank program of test_nonfinite_mesh.py: train with an injected fault under the loop's non-finite
+guard."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ Now = dict[str, int]
 
 @dataclass(frozen=True)
 class Case:
-    """Config overrides, and which fault is put in."""
+    """Config overrides and the injected fault."""
 
     arguments: Sequence[str]
     fault: str
@@ -36,12 +37,12 @@ def faulty(now: Now) -> bool:
 
 
 def nan_output(model: nn.Module, now: Now) -> None:
-    """NaN in what layers.1 hands on."""
+    """Put NaN into the output of layers.1."""
     model.layers[1].register_forward_hook(lambda _m, _i, x: x + math.nan if faulty(now) else None)
 
 
 def nan_once(model: nn.Module, now: Now) -> None:
-    """The same, which does not come again."""
+    """Put NaN into the output of layers.1 once."""
 
     def hook(_module: nn.Module, _inputs: object, x: Tensor) -> Tensor | None:
         now["times"] = now.get("times", 0) + faulty(now)
@@ -51,7 +52,7 @@ def nan_once(model: nn.Module, now: Now) -> None:
 
 
 def inf_gradient(model: nn.Module, now: Now) -> None:
-    """Inf in the gradient of layers.1's input, with a loss that is finite."""
+    """Put Inf into the gradient of layers.1's input; the loss stays finite."""
 
     def hook(_module: nn.Module, grads: tuple[Tensor | None, ...], _of_output: object) -> Any:
         return (grads[0] + math.inf, *grads[1:]) if faulty(now) and grads[0] is not None else None
@@ -60,17 +61,17 @@ def inf_gradient(model: nn.Module, now: Now) -> None:
 
 
 def inf_loss(model: nn.Module, now: Now) -> None:
-    """A loss of Inf whose gradients are all finite."""
+    """Make the loss Inf; all gradients stay finite."""
     model.head.loss.register_forward_hook(lambda _m, _i, x: x + math.inf if faulty(now) else None)
 
 
 def huge_gradient(model: nn.Module, now: Now) -> None:
-    """A finite loss and finite gradients, whose squares are beyond float32."""
+    """Scale the loss so that it and the gradients are finite, but the squares exceed float32."""
     model.head.loss.register_forward_hook(lambda _m, _i, x: x * 1e25 if faulty(now) else None)
 
 
 def nan_parameter(model: nn.Module, now: Now) -> None:
-    """NaN in one rank's part of a weight, before the faulty step."""
+    """Put NaN into one rank's shard of a weight before the faulty step."""
 
     def hook(_module: nn.Module, _inputs: object) -> None:
         if faulty(now):
@@ -95,7 +96,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Everything that this rank holds, bit for bit: NaN is equal to itself."""
+    """Return the bits of this rank's parameters and optimizer state, so that NaN compares equal to itself."""
     tensors = [
         *model.parameters(),
         *(value for state in optimizer.state.values() for value in state.values()),
@@ -108,7 +109,7 @@ def count_hooks(model: nn.Module) -> int:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """Steps with the guard as the loop has it, until it stops them."""
+    """Train with the guard as the loop does, until it raises."""
     torch._dynamo.reset()
     run, fault = build_sharded(case.arguments), case.fault
     config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
@@ -128,7 +129,7 @@ def train(case: Case) -> dict[str, Any]:
             now["step"] = step
             data = loader.next()
             seen["tokens"] = torch.cat([batch.tokens for batch in data.micro_batches]).tolist()
-            damaged = fault == "nan_parameter" and step == FAULTY_STEP  # by the fault itself, in the forward
+            damaged = fault == "nan_parameter" and step == FAULTY_STEP  # the fault itself changes the weight
             before = bits(model, optimizer)
             result = train_step(model, optimizer, data.micro_batches, config.train.grad_clip, group)
             after = bits(model, optimizer)
@@ -149,5 +150,5 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def train_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
-    """What this rank saw of each case."""
+    """Return this rank's results of each case."""
     return {name: train(case) for name, case in cases.items()}

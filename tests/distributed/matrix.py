@@ -1,5 +1,5 @@
-"""The parity matrix: what a run can vary in, which combinations are legal, and the cases that stand for all
-of them."""
+"""The parity matrix: the factors of a run, the rules for legal combinations, and the cases that cover
+them."""
 
 import os
 import random
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from tests.distributed.pairwise import Case, Rule, cover_pairs
 
 T = TypeVar("T")
-STEPS = 5  # an evaluation, a warm-up and an uneven last batch are among them, and the data is learnt
-# Every degree up to 4 divides its sizes; 16 sequences are one for each of 8 ranks even with accumulation 2.
+STEPS = 5  # including an evaluation, warm-up and an uneven last batch; enough to learn the data
+# Degrees up to 4 divide all sizes; 16 sequences are one per rank for 8 ranks with accumulation 2.
 SHAPE = [
     "--model.dim=32",
     "--model.n_layers=3",
@@ -23,7 +23,7 @@ SHAPE = [
     "--optim.warmup_steps=2",
     "--optim.lr=1e-2",
 ]
-# For what is not exact: so the data is learnt too, and no step is so long that it blows roundings up.
+# For inexact comparisons: the data is still learned, and no step is so large that it amplifies roundings.
 GENTLE = ["--optim.lr=5e-3", "--optim.warmup_steps=1"]
 PARTS = {
     "all": ("embedding", "attention", "feed_forward", "head"),
@@ -31,7 +31,7 @@ PARTS = {
     "ffn+head": ("feed_forward", "head"),
     "emb+att+head": ("embedding", "attention", "head"),
 }
-# The first value is the cheapest or the plainest: it is taken where the others are not needed.
+# The first value is the cheapest or simplest: it is used unless a pair needs another.
 FACTORS: dict[str, list[Any]] = {
     "ranks": [4, 2, 1, 8],
     "tp": [1, 2, 4],
@@ -55,21 +55,21 @@ RULES = [
         ("ranks", "tp", "dp_shard", "dp_replicate"),
         lambda ranks, *degrees: ranks == degrees[0] * degrees[1] * degrees[2],
     ),
-    # A budget is the compiler's. aot_eager has no partitioner that knows one: aot_eager_decomp_partition
-    # stands for it.
+    # A budget needs the compiler. aot_eager has no partitioner with budgets: aot_eager_decomp_partition
+    # replaces it.
     Rule(("recompute", "backend"), lambda recompute, backend: recompute != "budget" or backend != "eager"),
-    # Groups of 2 need more than 2 shards. Beside tp torch itself mixes them up: test_torch_faults.py; such a
-    # plan is refused.
+    # Groups of 2 need more than 2 shards. Together with tp they hang in torch (test_torch_faults.py), and
+    # such a plan is refused.
     Rule(
         ("reshard", "dp_shard", "tp"),
         lambda reshard, shard, tp: isinstance(reshard, bool) or (shard > reshard and tp == 1),
     ),
-    # Without tensor parallelism these mean nothing; without a split head loss_parallel does not.
+    # Without tensor parallelism these have no effect; without a split head loss_parallel has none.
     Rule(("tp", "parts"), lambda tp, parts: tp > 1 or parts == "all"),
     Rule(("tp", "sequence_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("tp", "loss_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("parts", "loss_parallel"), lambda parts, on: on or "head" in PARTS[parts]),
-    # gathered logits are made at once
+    # gathered logits are computed without chunks
     Rule(("loss_chunk", "loss_parallel"), lambda chunk, on: on or not chunk),
     Rule(
         ("parts", "tied"),
@@ -79,15 +79,16 @@ RULES = [
 
 
 def case(ranks: int, degrees: tuple[int, int, int], backend: str, recompute: str, **others: Any) -> Case:
-    """A case by hand: degrees are (dp_replicate, dp_shard, tp); what is not said has its plain value."""
+    """Return a hand-written case: degrees are (dp_replicate, dp_shard, tp); other factors default to their
+    first value."""
     plain = {name: values[0] for name, values in FACTORS.items()}
     mesh = dict(zip(("dp_replicate", "dp_shard", "tp"), degrees, strict=True))
     return {**plain, **mesh, "ranks": ranks, "backend": backend, "recompute": recompute, **others}
 
 
-# By hand, and, but for inductor's, everyday: what is used most, and where faults were met. To compile takes
-# most time, so few ranks do: two for each axis, four where FSDP and tensor parallelism meet; inductor, whose
-# kernels other tests run too, once.
+# Hand-written cases for every test run, except for inductor's: the most used ones, and those that found bugs.
+# Compilation takes most of the time, so few ranks compile: two for each axis, four for FSDP with tensor
+# parallelism; inductor, whose kernels other tests run too, once.
 FAST = [
     case(1, (1, 1, 1), "aot_eager", "none"),
     case(2, (1, 2, 1), "inductor", "budget", documents=True, loss_chunk=64),
@@ -116,20 +117,20 @@ PARITY_PARTS = 16
 def sample(
     cases: Mapping[str, T], parts: int, seed: str = os.environ["MESHWRIGHT_TESTS_SEED"]
 ) -> dict[str, T]:
-    """One of so many parts of the cases: as many seeds in a row take all. The seed "all" takes them at
-    once."""
+    """Return one of `parts` parts of the cases; consecutive seeds cover all of them. The seed "all" selects
+    all cases."""
     if seed == "all":
         return dict(cases)
     names = list(cases)
-    # or those that the cover begins with, which are long, are all in a few parts
+    # shuffled, because the long cases are the first ones and would concentrate in a few parts
     random.Random(0).shuffle(names)
     return {name: cases[name] for name in names[int(seed) % parts :: parts]}
 
 
 def name(case: Case) -> str:
-    """Short and unlike any other case's."""
+    """Return the short, unique name of a case."""
     mesh = "x".join(str(case[axis]) for axis in ("dp_replicate", "dp_shard", "tp"))
-    words = [
+    labels = [
         str(case["ranks"]),
         mesh,
         case["backend"],
@@ -138,14 +139,14 @@ def name(case: Case) -> str:
         f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}",
         f"accumulate:{case['accumulation']}",
     ]
-    words += ["chunked"] * bool(case["loss_chunk"])
-    words += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
-    words += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
-    return "-".join(words)
+    labels += ["chunked"] * bool(case["loss_chunk"])
+    labels += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
+    labels += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
+    return "-".join(labels)
 
 
 def arguments(case: Case) -> list[str]:
-    """The case as config overrides."""
+    """Return the case as config overrides."""
     recompute, backend = case["recompute"], case["backend"]
     if recompute in ("none", "full", "budget"):
         chosen = {"activation_checkpoint": recompute}
@@ -167,18 +168,18 @@ def arguments(case: Case) -> list[str]:
         partitions = recompute == "budget" and backend == "aot_eager"
         chosen["compile.backend"] = "aot_eager_decomp_partition" if partitions else backend
     data_parallel = case["dp_replicate"] * case["dp_shard"]
-    line = [f"--parallel.{key}={_text(value)}" for key, value in chosen.items()]
-    line.append(f"--train.micro_batch_size={16 // data_parallel // case['accumulation']}")
-    line += ["--model.n_layers=2"] * (case["ranks"] == 8)  # of eager tensor parallelism each costs
+    overrides = [f"--parallel.{key}={_text(value)}" for key, value in chosen.items()]
+    overrides.append(f"--train.micro_batch_size={16 // data_parallel // case['accumulation']}")
+    overrides += ["--model.n_layers=2"] * (case["ranks"] == 8)  # layers of eager tensor parallelism are slow
     return (
-        line
+        overrides
         + ["--model.tie_embeddings=true"] * case["tied"]
         + ["--data.document_mask=true"] * case["documents"]
     )
 
 
 def graphs(case: Case) -> int:
-    """Compiled graphs that a case needs: one for each kind of block, one for the head."""
+    """Return the number of compiled graphs of a case: one for each kind of block, one for the head."""
     if case["backend"] == "eager":
         return 0
     return (2 if case["recompute"] == "every:2" else 1) + 1

@@ -1,8 +1,7 @@
-"""Covering arrays: few cases in which every legal pair of values of any two factors occurs.
+"""Covering arrays: a few cases that contain every legal pair of values of any two factors.
 
-Most faults need no more than two settings to meet (Kuhn, Wallace and Gallo, IEEE TSE 30(6), 2004). The greedy
-method is that of AETG (Cohen et al., IEEE TSE 23(7), 1997), without its random numbers: the same factors give
-the same cases.
+Most faults depend on at most two settings (Kuhn, Wallace and Gallo, IEEE TSE 30(6), 2004). The greedy method
+is AETG's (Cohen et al., IEEE TSE 23(7), 1997) without random numbers: the same factors give the same cases.
 """
 
 import itertools
@@ -12,12 +11,12 @@ from typing import Any
 
 Case = dict[str, Any]
 Pair = frozenset[tuple[str, Any]]  # two (factor, value)
-TRIED = 40  # uncovered pairs that each next case is tried to begin with
+TRIED = 40  # uncovered pairs tried as the start of each next case
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a legal case keeps: `holds(value, ...)` of these factors' values."""
+    """A condition for legal cases: `holds(value, ...)` of these factors' values."""
 
     factors: tuple[str, ...]
     holds: Callable[..., bool]
@@ -26,8 +25,8 @@ class Rule:
 def cover_pairs(
     factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], given: Sequence[Case] = ()
 ) -> list[Case]:
-    """Cases that, together with those given, hold every legal pair. What no pair needs is the factor's first
-    value."""
+    """Return cases that, together with `given`, contain every legal pair. A factor that no pair needs has its
+    first value."""
     wanted = legal_pairs(factors, rules) - {pair for case in given for pair in pairs_of(case)}
     cases: list[Case] = []
     while wanted:
@@ -40,12 +39,12 @@ def cover_pairs(
 
 
 def legal_pairs(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> set[Pair]:
-    """Every pair of values that some legal case holds."""
+    """Return every pair of values that some legal case contains."""
     pairs = (
-        frozenset({(one, x), (other, y)})
-        for one, other in itertools.combinations(factors, 2)
-        for x in factors[one]
-        for y in factors[other]
+        frozenset({(a, x), (b, y)})
+        for a, b in itertools.combinations(factors, 2)
+        for x in factors[a]
+        for y in factors[b]
     )
     return {pair for pair in pairs if complete(dict(pair), factors, rules, set())}
 
@@ -55,7 +54,7 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def is_legal(case: Case, rules: Sequence[Rule]) -> bool:
-    """Whether no rule is broken; a rule about a factor that has no value yet is not."""
+    """Return whether the case breaks no rule. Rules about a factor without a value are not checked."""
     return all(
         rule.holds(*(case[f] for f in rule.factors)) for rule in rules if case.keys() >= set(rule.factors)
     )
@@ -64,8 +63,8 @@ def is_legal(case: Case, rules: Sequence[Rule]) -> bool:
 def complete(
     case: Case, factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], wanted: set[Pair]
 ) -> Case | None:
-    """A legal case with these values, the others chosen one by one for the most wanted pairs; None if there
-    is none."""
+    """Return a legal case with these values; other values are chosen one by one to cover the most wanted
+    pairs. None if no case is legal."""
     if not is_legal(case, rules):
         return None
     missing = next((name for name in factors if name not in case), None)
@@ -75,7 +74,7 @@ def complete(
     def gain(value: Any) -> int:
         return sum(frozenset({(missing, value), item}) in wanted for item in case.items())
 
-    for value in sorted(factors[missing], key=gain, reverse=True):  # stable: of equals the first
+    for value in sorted(factors[missing], key=gain, reverse=True):  # stable: the first of equal values
         if full := complete({**case, missing: value}, factors, rules, wanted):
             return full
     return None

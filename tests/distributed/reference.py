@@ -1,4 +1,4 @@
-"""The plain way to train: one process, eager, whole batches, nothing of parallel/ or of the training step."""
+"""Plain training: one process, eager, full batches, without parallel/ and train/step.py."""
 
 import fnmatch
 
@@ -22,19 +22,17 @@ EVALUATE_AFTER = 3  # steps
 
 
 def pad_unevenly(tokens: Tensor, targets: Tensor) -> Tensor:
-    """Targets with an end of each row ignored whose length depends on the row's content alone."""
+    """Ignore the end of each row of targets, of a length that depends only on the row's content."""
     T = tokens.shape[1]
     kept = T - tokens.sum(dim=1) % (T - 1)
     return targets.masked_fill(torch.arange(T) >= kept[:, None], IGNORE_INDEX)
 
 
 def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, object]:
-    """What plain training sees, on the same data: losses, gradient norms, the first step's gradients, initial
-    weights, every step's tokens[step, sequence, token], and the loss on held-out text after step
-    EVALUATE_AFTER.
+    """Train plainly on the config's data. Return losses, gradient norms, the first step's gradients, initial
+    weights, every step's tokens[step, sequence, token], and the held-out loss after step EVALUATE_AFTER.
 
-    The last step's batch is padded unevenly. With another `dtype` forward and backward compute in it, from
-    weights that stay float32.
+    The last step's batch is padded unevenly. Forward and backward compute in `dtype`; weights are float32.
     """
     model = Llama(config.model)
     init_weights(model, config.run.seed)
@@ -77,7 +75,7 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
 
 
 def rows_of(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """rows[B] = (split, index) of the only split."""
+    """Return rows[B] = (split, index) of the only split."""
     return np.stack((np.zeros_like(indices), indices), axis=1)
 
 

@@ -1,5 +1,5 @@
-"""Activations in host memory: training with them is training without, bit by bit, and they are really there
-and not here."""
+"""Activation offload: training is bitwise equal to training without it, and the activations really are in
+host memory instead of device memory."""
 
 import gc
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tests.support.worlds import run_ranks
 
 STEPS = 3
 
-BLOCKS, KEPT_ON_DEVICE = 5, 1  # the last block's, which the backward needs first
+BLOCKS, KEPT_ON_DEVICE = 5, 1  # the last block's activations, which the backward needs first
 SHAPE = [
     "--model.dim=64",
     f"--model.n_layers={BLOCKS}",
@@ -39,12 +39,12 @@ AOT, INDUCTOR, TP = (
     ["--parallel.tp=2"],
 )
 OFFLOAD, THREE = ["--parallel.activation_checkpoint=offload"], ["--parallel.activation_checkpoint_blocks=3"]
-HIDDEN = 2 * 256 * 64 * 4  # bytes of the smallest tensor that is sent: what a block takes in
+HIDDEN = 2 * 256 * 64 * 4  # bytes of the smallest offloaded tensor: a block's input
 
 
 def train_case(arguments: Sequence[str]) -> dict[str, Any]:
-    """Losses, gradient norms and compiled graphs of every step; bytes sent to host memory, and held there,
-    after every step; and what one more forward, and backward, leave allocated."""
+    """Return losses, gradient norms and compiled graphs of every step, bytes sent to and buffered in host
+    memory after every step, and the bytes allocated by another forward and backward."""
     torch._dynamo.reset()
     run = build_sharded(arguments)
     batches = random_batches(run)
@@ -58,25 +58,24 @@ def train_case(arguments: Sequence[str]) -> dict[str, Any]:
         seen["sent"].append(offload.sent_bytes if offload else 0)
         seen["held"].append(offload.host_bytes if offload else 0)
     evaluate(run.model, batches[:1], run.group)
-    assert offload is None or offload.sent_bytes == seen["sent"][-1], "an evaluation sends nothing"
-    assert count_compiled_graphs() == seen["graphs"][-1], "and needs no graph of its own"
+    assert offload is None or offload.sent_bytes == seen["sent"][-1], "an evaluation offloads nothing"
+    assert count_compiled_graphs() == seen["graphs"][-1], "an evaluation compiles no graph"
     return {**seen, **measure(run.model, batches[0].tokens)}
 
 
 def measure(model: Llama, ids: torch.Tensor) -> dict[str, int]:
-    """Bytes allocated and not freed after a forward, and after its backward without the gradients that it
-    leaves."""
+    """Return the bytes allocated and not freed after a forward, and after its backward, without gradients."""
     gc.collect()
-    events = []
+    totals = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
         loss = model(ids, ids)
-    events.append(allocated(forward))
+    totals.append(allocated(forward))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
         loss.backward()
         model.zero_grad(set_to_none=True)
         del loss
         gc.collect()
-    return {"after_forward": events[0], "after_backward": events[0] + allocated(backward)}
+    return {"after_forward": totals[0], "after_backward": totals[0] + allocated(backward)}
 
 
 def allocated(profiled: profile) -> int:
@@ -86,48 +85,55 @@ def allocated(profiled: profile) -> int:
 
 
 def train_cases(cases: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Of the same model on the same tokens, in several ways."""
+    """Train the same model on the same tokens with each case's arguments."""
     return [train_case(case) for case in cases]
 
 
 def train(*cases: Sequence[str]) -> list[dict[str, Any]]:
-    """What rank 0 of two saw of each case."""
+    """Return rank 0's results of each case, on two ranks."""
     return run_ranks(2, train_cases, [[*SHAPE, *case] for case in cases])[0]
 
 
-def check(here: dict[str, Any], there: dict[str, Any], micro_batches: int) -> None:
-    """The same numbers with what was saved here and there, and all of it sent in every step and fetched."""
-    assert (there["losses"], there["norms"]) == (here["losses"], here["norms"])
-    sent = there["sent"][0]
+def check(plain: dict[str, Any], offloaded: dict[str, Any], micro_batches: int) -> None:
+    """Check for equal numbers, and that every step sends all activations and frees all host buffers."""
+    assert (offloaded["losses"], offloaded["norms"]) == (plain["losses"], plain["norms"])
+    sent = offloaded["sent"][0]
     assert sent > micro_batches * (BLOCKS - KEPT_ON_DEVICE - 2) * HIDDEN
-    assert there["sent"] == [sent, 2 * sent, 3 * sent], "every step sends as much"
-    assert there["held"] == [sent // micro_batches] * 3, (
-        "all of it is free again after a step, and taken again by the next"
+    assert offloaded["sent"] == [sent, 2 * sent, 3 * sent], "every step must send the same bytes"
+    assert offloaded["held"] == [sent // micro_batches] * 3, (
+        "all host buffers must be free after a step, and reused by the next"
     )
 
 
-def check_device(here: dict[str, Any], there: dict[str, Any]) -> None:
-    """As much less on the device as is in host memory, and no more left there after a step. To one block's
-    output: now and then a thread of autograd's frees one a moment before or after a profile ends."""
-    assert here["after_forward"] - there["after_forward"] == pytest.approx(
-        there["held"][0], abs=1.25 * HIDDEN
+def check_device(plain: dict[str, Any], offloaded: dict[str, Any]) -> None:
+    """Check that device memory shrinks by the bytes in host memory, and that a step leaves no more allocated.
+    The tolerance is one block's output, which an autograd thread may free just before or after a profile
+    ends."""
+    assert plain["after_forward"] - offloaded["after_forward"] == pytest.approx(
+        offloaded["held"][0], abs=1.25 * HIDDEN
     )
-    assert there["after_backward"] == pytest.approx(here["after_backward"], abs=HIDDEN * BLOCKS)
+    assert offloaded["after_backward"] == pytest.approx(plain["after_backward"], abs=HIDDEN * BLOCKS)
 
 
 def test_the_same_training_with_less_on_the_device() -> None:
-    eager, eager_there, some_there, compiled, compiled_there = train(
+    eager, eager_offloaded, some_offloaded, compiled, compiled_offloaded = train(
         EAGER, [*EAGER, *OFFLOAD], [*EAGER, *OFFLOAD, *THREE], AOT, [*AOT, *OFFLOAD]
     )
-    for here, there in ((eager, eager_there), (eager, some_there), (compiled, compiled_there)):
-        check(here, there, micro_batches=2)
-        check_device(here, there)
-    assert some_there["sent"][0] * 4 == eager_there["sent"][0] * 2, "of three blocks the last one stays, too"
-    graphs = [result["graphs"] for result in (compiled, compiled_there)]
+    for plain, offloaded in (
+        (eager, eager_offloaded),
+        (eager, some_offloaded),
+        (compiled, compiled_offloaded),
+    ):
+        check(plain, offloaded, micro_batches=2)
+        check_device(plain, offloaded)
+    assert some_offloaded["sent"][0] * 4 == eager_offloaded["sent"][0] * 2, (
+        "the last of three offloaded blocks must stay on the device"
+    )
+    graphs = [result["graphs"] for result in (compiled, compiled_offloaded)]
     assert all(len(set(counts)) == 1 for counts in graphs), f"recompiled: {graphs}"
 
 
-# Each run takes one of these (matrix.py).
+# Each test run takes one of these (matrix.py).
 SLOW = matrix.sample(
     {
         "inductor": (INDUCTOR, OFFLOAD),
@@ -143,6 +149,6 @@ SLOW = matrix.sample(
 @pytest.mark.parametrize("name", SLOW)
 def test_the_same_by_inductor_with_split_weights_and_for_some_compiled_blocks(name: str) -> None:
     keys, offload = SLOW[name]
-    here, there = train(keys, [*keys, *offload])
-    check(here, there, micro_batches=4 if name.startswith("tp") else 2)
-    assert len(set(there["graphs"])) == 1, f"recompiled: {there['graphs']}"
+    plain, offloaded = train(keys, [*keys, *offload])
+    check(plain, offloaded, micro_batches=4 if name.startswith("tp") else 2)
+    assert len(set(offloaded["graphs"])) == 1, f"recompiled: {offloaded['graphs']}"

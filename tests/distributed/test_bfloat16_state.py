@@ -1,4 +1,4 @@
-"""What moments, and parameters, in bfloat16 do to the losses of a run of two shards."""
+"""The effect of bfloat16 moments and parameters on the losses of a run with two shards."""
 
 import pytest
 
@@ -30,9 +30,11 @@ def test_switched_off_it_is_the_plain_path(losses):
     assert losses["float32"] == losses["plain"]
 
 
-@pytest.mark.parametrize(("name", "beside", "band"), [("moments", "plain", 0.001), ("stored", "mixed", 0.02)])
-def test_losses_stay_beside_those_of_float32(name, beside, band, losses):
-    """Within a band in nats at every step; and they are not the same, or it would not be bfloat16."""
-    assert losses[beside][-1] < losses[beside][0] - 1
-    assert losses[name] == pytest.approx(losses[beside], abs=band, rel=0)
-    assert losses[name] != losses[beside]
+@pytest.mark.parametrize(
+    ("name", "baseline", "band"), [("moments", "plain", 0.001), ("stored", "mixed", 0.02)]
+)
+def test_losses_stay_beside_those_of_float32(name, baseline, band, losses):
+    """Losses are within a band in nats at every step, and differ, which shows that bfloat16 was used."""
+    assert losses[baseline][-1] < losses[baseline][0] - 1
+    assert losses[name] == pytest.approx(losses[baseline], abs=band, rel=0)
+    assert losses[name] != losses[baseline]

@@ -1,5 +1,4 @@
-"""A checkpoint saved on one mesh is read on any other, equal to the bit: parameters and the optimizer's
-state."""
+"""A checkpoint saved on one mesh loads on any other mesh, bitwise equal: parameters and optimizer state."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,8 +41,7 @@ MESHES = {
 
 
 def save(folder: Path, arguments: Sequence[str]) -> int:
-    """Two steps, saved with and without the training waiting: both times all the tensors, each element
-    once."""
+    """Save two steps, synchronously and asynchronously; each save contains all tensors, each element once."""
     run = build_sharded(arguments)
     model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
     for step, asynchronous in ((1, False), (2, True)):
@@ -58,7 +56,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
             lambda: 2**30,
         )
         saver.save(TrainPosition(step, step * 8, 0, run.config.train.seq_len, dist.get_world_size(), "data"))
-        if asynchronous:  # what training does meanwhile does not reach the checkpoint
+        if asynchronous:  # the next training step must not change the checkpoint
             wanted = {
                 name: whole(tensor).clone() for name, tensor in training_tensors(model, optimizer).items()
             }
@@ -75,7 +73,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
 
 
 def load(folder: Path, meshes: Sequence[Sequence[str]]) -> list[int]:
-    """How many tensors are compared, for each mesh."""
+    """Load the newest checkpoint on each mesh. Return the number of compared tensors for each."""
     newest, compared = list_checkpoints(folder)[-1], []
     for arguments in meshes:
         run = build_sharded(arguments)
@@ -86,7 +84,7 @@ def load(folder: Path, meshes: Sequence[Sequence[str]]) -> list[int]:
 
 
 def compare(folder: Path, wanted: dict[str, torch.Tensor]) -> int:
-    """How many tensors are, bit for bit, what a single process reads: all of them."""
+    """Check that all tensors are bitwise equal to those read by a single process. Return their number."""
     newest = list_checkpoints(folder)[-1]
     manifest = verify_together(newest, "full")
     saved = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
@@ -103,7 +101,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved by two FSDP shards times tensor parallelism of two."""
+    """A checkpoint saved on a mesh of dp_shard 2 and tp 2."""
     folder = tmp_path_factory.mktemp("mesh") / "checkpoints"
     run_ranks(4, save, folder, TP)
     return folder
@@ -113,7 +111,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_is_the_same_on_every_mesh(processes: int, saved: Path) -> None:
     meshes = list(MESHES[processes].values())
     for compared in run_ranks(processes, load, saved, meshes):
-        assert min(compared) > 2 * 7 * 3, "seven weights of two blocks, with two moments each"
+        assert min(compared) > 2 * 7 * 3, "expected seven weights of two blocks, with two moments each"
 
 
 def test_hsdp_writes_each_element_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One norm over gradients on different meshes, which torch's own clipping refuses."""
+"""A gradient norm over gradients on different meshes, which torch's own clipping refuses."""
 
 from typing import Any
 
@@ -25,15 +25,14 @@ LOSSES = ("nan", "inf", "-inf")
 Seen = list[dict[str, Any]]  # of every rank
 
 
-def whole_gradients() -> dict[str, Tensor]:
-    """The same on every rank and in the test."""
+def full_gradients() -> dict[str, Tensor]:
+    """Return the full gradients, the same on every rank and in the test."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def step(max_norm: float, loss_of_rank_2: float = 1.0) -> dict[str, Any]:
-    """The norm that a rank finds for gradients that lie on different meshes, and the first moments that a
-    step leaves."""
+    """Return this rank's norm of gradients on different meshes, and the first moments after a step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     placed = {
         "sharded": (mesh["dp_shard"], [Shard(0)]),
@@ -43,7 +42,7 @@ def step(max_norm: float, loss_of_rank_2: float = 1.0) -> dict[str, Any]:
         "uneven": (mesh["dp_shard"], [Shard(0)]),  # 2 rows and 1
     }
     parameters = {}
-    for name, grad in whole_gradients().items():
+    for name, grad in full_gradients().items():
         if name in placed:
             grad = distribute_tensor(grad, *placed[name], src_data_rank=None)
         parameters[name] = nn.Parameter(torch.zeros_like(grad))
@@ -51,7 +50,7 @@ def step(max_norm: float, loss_of_rank_2: float = 1.0) -> dict[str, Any]:
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     loss = torch.tensor(loss_of_rank_2 if dist.get_rank() == 2 else 1.0)
     norm = gradient_norm([*parameters.values(), frozen], loss)
-    # a group each: a mesh each
+    # a parameter group for each, because fused AdamW needs one mesh per group
     optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters.values()], fused=True)
     optimizer.grad_scale = clip_divisor(norm, max_norm)
     optimizer.step()
@@ -75,7 +74,7 @@ def seen() -> dict[str, Seen]:
 @pytest.mark.parametrize("name", MAX_NORMS)
 def test_gradients_on_mixed_meshes_are_clipped_as_one_process_would(name: str, seen: dict[str, Seen]) -> None:
     plain = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
-    for p, grad in zip(plain, whole_gradients().values(), strict=True):
+    for p, grad in zip(plain, full_gradients().values(), strict=True):
         p.grad = grad
     optimizer = torch.optim.AdamW(plain)
     norm = torch.nn.utils.clip_grad_norm_(plain, MAX_NORMS[name] or float("inf"))

@@ -1,5 +1,5 @@
-"""What a simulation says four processes do is what four real processes do over gloo: every collective of
-every rank, in order, and the bytes that each holds."""
+"""A simulation of four ranks compared with four real ranks over gloo: every collective of every rank, in
+order, and each rank's bytes of parameters and optimizer state."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,12 +34,11 @@ CASES = {
     ],
     UNEVEN: ["--parallel.reshard_after_forward=2", "--model.vocab_size=265"],
 }
-SLOW = ("fsdp-tied-far-prefetch", UNEVEN)  # to simulate them
+SLOW = ("fsdp-tied-far-prefetch", UNEVEN)  # simulating them takes long
 
 
 def step(arguments: Sequence[str]) -> dict[str, Any]:
-    """The collectives of one step of this rank, and the bytes of parameters and optimizer state that it
-    holds."""
+    """Return this rank's collectives of one step, and its bytes of parameters and optimizer state."""
     run = build_sharded(arguments)
     batches = random_batches(run)
     recorder = StepRecorder(ModuleTracker(run.model, run.plan), axes_of_groups(run.mesh), None)
@@ -62,7 +61,7 @@ def steps(cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, dict[str, Any]]]:
-    """By rank and case."""
+    """The results by rank and case."""
     return run_ranks(RANKS, steps, {name: [*TINY, *EAGER, *keys] for name, keys in CASES.items()})
 
 
@@ -70,10 +69,13 @@ def real() -> list[dict[str, dict[str, Any]]]:
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
 )
 def test_real_processes_do_what_the_simulation_says(case: str, real: list[dict[str, dict[str, Any]]]) -> None:
-    """Where all sizes divide, the ranks do alike, and each case has one of them simulated."""
+    """If all sizes divide evenly, the ranks are equal, and one simulated rank per case is enough."""
     for rank in range(RANKS):
-        asked = rank if case == UNEVEN else list(CASES).index(case) % RANKS
-        seen, simulation = real[rank][case], simulated(RANKS, *TINY, *EAGER, *CASES[case], rank=asked)
+        simulated_rank = rank if case == UNEVEN else list(CASES).index(case) % RANKS
+        seen, simulation = (
+            real[rank][case],
+            simulated(RANKS, *TINY, *EAGER, *CASES[case], rank=simulated_rank),
+        )
         assert len(seen["collectives"]) > 5
         assert seen["collectives"] == [
             dataclasses.asdict(collective) for collective in simulation.collectives

@@ -1,8 +1,7 @@
-"""Products in float8, emulated on a CPU: they are made where the plan says, and training stays beside that in
-float32.
+"""Matrix products in float8, emulated on a CPU: the plan's layers use them, and losses stay close to float32.
 
-e4m3 has 3 bits behind the first: rounding is off by at most 2**-4 of a value. Products of many such average
-it out: an output is off by about 5%, and a loss much less, as errors of tokens average.
+e4m3 has 3 mantissa bits: rounding changes a value by at most 2**-4 of it. Sums of many products average these
+errors: an output is off by about 5%, and a loss by much less, because the errors of tokens average too.
 """
 
 import pytest
@@ -16,7 +15,7 @@ from tests.support.sharded import sharded_alone
 pytest.importorskip("torchao")
 
 AOT, EAGER = "--parallel.compile.backend=aot_eager", "--parallel.compile.enabled=false"
-# Each of two ranks has 16 outputs of every linear: the least there is.
+# Each of two ranks has 16 outputs of every linear layer, which is the minimum.
 HEADS = [*matrix.GENTLE, "--model.n_heads=4", "--model.n_kv_heads=4"]
 ON = [*HEADS, "--parallel.float8.recipe=tensorwise", "--parallel.float8.min_dim=16"]
 SENT, TP = "--parallel.float8.all_gather=true", "--parallel.tp=2"
@@ -39,7 +38,7 @@ JOBS = {
     "mesh": Job(4, [EAGER, *ON, SENT, TP, FULL], 0),
     "hsdp": Job(4, [EAGER, *ON, SENT, *HSDP], 0),
 }
-# The same where it is compiled: each run takes one of these (matrix.py).
+# The same, compiled: each test run takes one of these (matrix.py).
 SLOW = matrix.sample(
     {
         "sent-compiled": Job(2, [AOT, *ON, SENT], 2),
@@ -52,9 +51,9 @@ SLOW = matrix.sample(
     },
     parts=7,
 )
-BAND = 0.005  # nats; the largest difference met was 0.0019
-# Of a gradient's norm, of the weight that is furthest off: 6% to 10% were met. In bfloat16 alone it is 2%, in
-# float32 0.01%.
+BAND = 0.005  # nats; the largest observed difference was 0.0019
+# Bounds for the largest relative error of a weight's gradient; 6% to 10% were observed. bfloat16 alone has
+# 2%, float32 0.01%.
 LEAST, MOST = 0.04, 0.2
 
 
@@ -85,9 +84,9 @@ def check(got, plain, graphs):
         float((gradient - plain["grads"][fqn]).norm() / plain["grads"][fqn].norm())
         for fqn, gradient in got["grads"].items()
     ]
-    assert LEAST < max(off) < MOST, "below: nothing was multiplied in float8"
+    assert LEAST < max(off) < MOST, "too small: float8 was not used; too large: a gradient is wrong"
     assert got["graphs"][-1] == graphs
-    assert got["graphs"][0] == got["graphs"][-1], "something was compiled late"
+    assert got["graphs"][0] == got["graphs"][-1], "recompiled after the first step"
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -109,7 +108,7 @@ def test_weights_stay_what_they_were_in_name_dtype_and_value(trained, plain):
 
 
 def test_an_optimizer_of_ones_own_leaves_the_weights_scaled_for_the_next_gather(data):
-    """The model registers that by itself, and only with what changes its weights."""
+    """The hook runs for any optimizer, but only if it changes the model's weights."""
     with sharded_alone([*ON, EAGER, SENT, *data]) as run:
         sent = [
             p._local_tensor for p in run.model.parameters() if hasattr(p._local_tensor, "_precomputed_scale")
@@ -124,7 +123,7 @@ def test_an_optimizer_of_ones_own_leaves_the_weights_scaled_for_the_next_gather(
 
 
 def test_it_is_the_same_compiled_or_not_and_sent_or_not(trained):
-    """The scale of a weight is that of the whole of it, whether it is found before or after sending."""
+    """The scale of a weight is that of the full weight, whether computed before or after the all-gather."""
     assert trained["sent"]["losses"] == pytest.approx(trained["eager"]["losses"], abs=1e-5)
     assert trained["eager"]["losses"] == pytest.approx(trained["compiled"]["losses"], abs=1e-5)
 

@@ -1,5 +1,4 @@
-"""A run whose weights are sent in float8 saves them as any run does, and goes on without float8, on another
-mesh."""
+"""A run with float8 all-gathers saves plain weights, and resumes without float8 on another mesh."""
 
 from pathlib import Path
 

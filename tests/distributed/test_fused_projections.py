@@ -1,5 +1,4 @@
-"""With projections of the same input by one product every mesh still trains the model of one plain eager
-process."""
+"""With fused projections every mesh trains the same model as one plain eager process."""
 
 import pytest
 

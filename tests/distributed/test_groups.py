@@ -1,4 +1,4 @@
-"""How many process groups a plan makes: each has sockets and threads of its own, and on GPUs a communicator's
+"""The number of process groups of a plan: each has its own sockets and threads, and on GPUs a communicator's
 memory."""
 
 import pytest
@@ -12,7 +12,7 @@ from tests.support.worlds import run_ranks
 
 
 def groups_and_losses(layers: int, reshard: str) -> tuple[int, list[float]]:
-    """How many groups there are beside the default one, and some losses."""
+    """Return the number of process groups apart from the default one, and some losses."""
     run = build_sharded(
         [
             *TINY,
@@ -36,6 +36,6 @@ def test_groups_do_not_grow_with_the_units_that_are_resharded_to_smaller_ones() 
         for layers, reshard in ((2, "true"), (2, "2"), (5, "2"))
     )
     assert more[0] == few[0] == plain[0] + 2, (
-        "of the ranks that keep a unit together, and of those that hold the same part"
+        "expected one group of the ranks that share a unit, and one of those with the same shard"
     )
     assert few[1] == pytest.approx(plain[1], rel=1e-6)

@@ -1,5 +1,5 @@
-"""Weights read straight into shards: on a mesh the same model as transformers', and each rank reads its own
-slices only."""
+"""Initial weights are read directly into shards: the model equals transformers', and each rank reads only its
+own slices."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from tests.support.worlds import run_ranks
 
 RANKS, VOCAB = 4, 264  # tp divides it
 MESH = [*EAGER, "--parallel.tp=2", "--parallel.dp_shard=2"]
-# Of every kind of shard: both axes on one dim (wq, wk, wv, w1, w3, embedding, head), one on each (wo, w2),
-# none of tp (norms).
+# All kinds of sharding: both mesh axes on one dimension (wq, wk, wv, w1, w3, embedding, head), one axis on
+# each dimension (wo, w2), without tp (norms).
 CASES = {
     "untied": (False, torch.float32, MESH),
     "tied": (True, torch.float32, MESH),
@@ -73,11 +73,11 @@ def test_each_rank_reads_its_own_slices_and_no_more(
 ) -> None:
     ranks = results[name]
     for result in ranks:
-        held = {parameter: size for parameter, size in result["local"].items() if size}
-        assert {parameter: sum(sizes) for parameter, sizes in result["taken"].items()} == held
+        expected = {parameter: size for parameter, size in result["local"].items() if size}
+        assert {parameter: sum(sizes) for parameter, sizes in result["taken"].items()} == expected
     model = sum(weight.numel() for weight in ranks[0]["weights"].values())
     read = sum(sum(sizes) for result in ranks for sizes in result["taken"].values())
     copies = 2 if name == "replicated" else 1
-    # held by both ranks of a tp group
+    # both ranks of a tp group have them
     norms = 5 * 40 * (2 if "--parallel.tp=2" in CASES[name][2] else 1) * copies
     assert read == copies * (model - 5 * 40) + norms

@@ -1,5 +1,5 @@
-"""In a profile of real processes each all-gather starts where the simulated step says, before the products
-that hide it."""
+"""In a profile of real ranks each all-gather starts where the simulated step starts it, before the matrix
+products that hide it."""
 
 import re
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ CASES = {
 SLOW = ("no-prefetch",)
 EMBEDDING = "tok_embeddings"
 LABEL = re.compile(r"FSDP::(all_gather|all_gather_copy_out|post_backward_reduce) \(([\w.]+)")
-WORDS = {
+EVENTS = {
     "all_gather": "all_gather",
     "all_gather_copy_out": "copy_out",
     "post_backward_reduce": "reduce_scatter",
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
-Word = tuple[str, str]
+Event = tuple[str, str]
 
 
 @pytest.mark.parametrize(
@@ -48,48 +48,48 @@ def test_real_processes_launch_in_the_order_of_the_simulated_step(case: str) -> 
     seen, *_ = run_ranks(processes, profiled_step, arguments)
     assert seen == planned(plan_run(parse_config(arguments).job, processes))
     first_product = seen.index(("product", ""))
-    started = [unit for word, unit in seen[:first_product] if word == "all_gather"]
+    started = [unit for event, unit in seen[:first_product] if event == "all_gather"]
     ahead = {"fsdp": 1, "no-prefetch": 0, "fsdp-tp-two-ahead": 2}[case]
     assert started == [EMBEDDING, "layers.0", "layers.1", "layers.2"][: 2 + ahead]
 
 
-def profiled_step(arguments: Sequence[str]) -> list[Word]:
-    """What the hooks of FSDP2 launch in the second step, and when products run, in the order of this rank's
-    trace."""
+def profiled_step(arguments: Sequence[str]) -> list[Event]:
+    """Return the launches of FSDP2's hooks and the matrix products of the second step, in the order of this
+    rank's trace."""
     run = build_sharded(arguments)
     batches = random_batches(run)[:1]
-    train_step(run.model, run.optimizer, batches, 1.0, run.group)  # FSDP2 sets itself up in the first
+    train_step(run.model, run.optimizer, batches, 1.0, run.group)  # FSDP2 initializes in the first step
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         train_step(run.model, run.optimizer, batches, 1.0, run.group)
-    return words_of(trace)
+    return events_of(trace)
 
 
-def words_of(trace: profile) -> list[Word]:
-    """What happens and to which unit, by when it starts; "product" alone for any number of them in a row."""
-    words: list[Word] = []
+def events_of(trace: profile) -> list[Event]:
+    """Return (event, unit) by start time; consecutive products are one event."""
+    events: list[Event] = []
     for event in sorted(trace.events() or (), key=lambda event: event.time_range.start):
         if match := LABEL.match(event.name):
-            words.append((WORDS[match[1]], match[2]))
-        elif event.name in PRODUCTS and words[-1:] != [("product", "")]:
-            words.append(("product", ""))
-    return words
+            events.append((EVENTS[match[1]], match[2]))
+        elif event.name in PRODUCTS and events[-1:] != [("product", "")]:
+            events.append(("product", ""))
+    return events
 
 
-def planned(plan: Plan) -> list[Word]:
-    """The simulated step in the same words. The embedding has no products."""
+def planned(plan: Plan) -> list[Event]:
+    """Return the simulated step as events. The embedding has no products."""
     unit, module = UnitTimes(1.0, 1.0, 1.0, 1.0, 1.0, 0.0), ModuleTimes(1.0, 0.0, 1.0, 0.0)
     times = StepTimes(
         dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
     )
-    words: list[Word] = []
+    events: list[Event] = []
     for task in launch_tasks(plan, times, start_ahead(plan), [True]):
-        word = _word(task)
-        if word and words[-1:] != [word]:
-            words.append(word)
-    return words
+        event = _event(task)
+        if event and events[-1:] != [event]:
+            events.append(event)
+    return events
 
 
-def _word(task: Task) -> Word | None:
+def _event(task: Task) -> Event | None:
     if task.work in ("all_gather", "copy_out", "reduce_scatter"):
         return task.work, task.unit
     return ("product", "") if task.work in ("forward", "backward") and task.module != EMBEDDING else None

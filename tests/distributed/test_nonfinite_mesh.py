@@ -1,4 +1,5 @@
-"""Steps that are not finite on one rank: skipped by all, counted, and, when there are too many, explained."""
+"""Steps that are not finite on one rank: all ranks skip and count them, and too many end the run with a
+cause."""
 
 import functools
 import math
@@ -17,12 +18,12 @@ from tests.support.worlds import run_ranks
 
 COMPILED = ["--parallel.compile.backend=aot_eager"]
 ONE_SKIP = "--train.max_skipped_steps=1"
-# mesh -> its ranks and arguments; fault -> what is said of the rank with the fault.
+# Mesh -> number of ranks and arguments; fault -> the message about the faulty rank.
 MESHES = {
     "fsdp": (2, []),
     "fsdp x tp": (4, ["--parallel.tp=2", "--parallel.activation_checkpoint=full"]),
 }
-FSDP_ONLY = ("inf_loss", "huge_gradient")  # nothing about them hangs on the mesh
+FSDP_ONLY = ("inf_loss", "huge_gradient")  # they do not depend on the mesh
 SAID = {
     "nan_output": "rank 1: the output of layers.1 is the first value that is not finite",
     "inf_gradient": "rank 1: the gradient of the input of layers.1 is the first value that is not finite",
@@ -38,13 +39,13 @@ Seen = list[dict[str, Any]]  # of every rank
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     arguments = write_text(tmp_path_factory.mktemp("text"))
-    load_corpus(parse_config(arguments).data)  # tokenised once for all
+    load_corpus(parse_config(arguments).data)  # tokenized once for all tests
     return arguments
 
 
 @pytest.fixture(scope="module")
 def on_mesh(text: list[str]) -> Callable[[str], dict[str, Seen]]:
-    """see_faults, of each mesh once."""
+    """A function that returns `see_faults` of a mesh, computed once."""
     return functools.cache(lambda name: see_faults(name, text))
 
 
@@ -54,7 +55,7 @@ def seen(request: pytest.FixtureRequest, on_mesh: Callable[[str], dict[str, Seen
 
 
 def see_faults(name: str, text: list[str]) -> dict[str, Seen]:
-    """What every rank saw of every fault, on one mesh."""
+    """Return every rank's results of every fault on one mesh."""
     ranks, mesh = MESHES[name]
     common = [*TINY, *text, *mesh, ONE_SKIP]
     faults = [fault for on, fault in ON_MESHES if on == name]
@@ -106,12 +107,12 @@ def test_the_message_names_the_rank_and_the_module(fault: str, seen: dict[str, S
     error = seen[fault][0]["error"]
     assert SAID[fault] in error
     for rank in ("rank 0", "rank 2", "rank 3"):
-        assert rank not in error or fault == "nan_parameter", "only the one that has the fault"
+        assert rank not in error or fault == "nan_parameter", "the message must name only the faulty rank"
     assert ("hold" in error) == (fault == "nan_parameter")
     if fault == "nan_parameter":
         assert error.count("holds values") == 1
         assert "the output of layers.1.attention.wq is the first value" in error, (
-            "where it comes into the step"
+            "the message must name where the value enters the step"
         )
 
 

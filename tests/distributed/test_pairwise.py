@@ -1,4 +1,5 @@
-"""The covering array covers, keeps its rules, and is the same every time; the parity matrix is one."""
+"""The covering array covers all legal pairs, obeys its rules and is deterministic; so does the parity
+matrix."""
 
 import itertools
 
@@ -22,7 +23,9 @@ def every_legal_case(factors, rules):
 def test_legal_pairs_are_those_of_all_legal_cases_also_where_two_rules_meet():
     pairs = legal_pairs(FACTORS, RULES)
     assert pairs == set().union(*map(pairs_of, every_legal_case(FACTORS, RULES)))
-    assert frozenset({("gears", 5), ("tank", 0)}) not in pairs, "no rule says so, but two together do"
+    assert frozenset({("gears", 5), ("tank", 0)}) not in pairs, (
+        "two rules together exclude this pair, though neither does alone"
+    )
 
 
 @pytest.mark.parametrize("given", [[], [{"engine": "electric", "gears": 1, "tank": 0, "doors": 5}]])

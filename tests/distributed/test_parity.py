@@ -1,8 +1,8 @@
 """Every mesh trains the same model as one plain eager process: losses, norms, first gradients, initial
 weights, data.
 
-The slow cases are a sample (matrix.py). All of them, about half an hour on two cores, or those of another
-seed:
+A test run takes a sample of the slow cases (matrix.py). All of them, in about half an hour on two cores, or
+those of another seed:
 
     MESHWRIGHT_TESTS_SEED=all pytest -m slow tests/distributed/test_parity.py
 """
@@ -34,23 +34,23 @@ def jobs_of(cases: list[matrix.Case]) -> dict[str, Job]:
     }
 
 
-# What is not a factor of the matrix, by hand. FREEZE has five graphs: block 0 is frozen and its input needs
-# no gradient; nor does that of block 1, which is trained; block 2 has a frozen weight; block 3 is an ordinary
-# one; and the head.
+# Hand-written cases for settings that are not factors of the matrix. FREEZE has five graphs: block 0, which
+# is frozen and whose input needs no gradient; block 1, which is trained, with such an input; block 2, with a
+# frozen weight; block 3; and the head.
 OTHERS = {
     "frozen-tp": Job(4, [EAGER, FOUR, FREEZE, TP, FULL], 0),
     "offload": Job(4, [EAGER, OFFLOAD, TP], 0),
     # A block has 9,280 parameters: two make a unit.
     "joined": Job(4, [EAGER, FOUR, JOINED, TP, FULL], 0),
     "math": Job(2, [EAGER, MATH, "--parallel.loss_chunk_tokens=64"], 0),
-    # What keeps documents apart on a GPU.
+    # The kernel with document masks on a GPU.
     "flex-selective": Job(1, [AOT, DOCUMENTS, "--parallel.activation_checkpoint=selective"], 2, "flex"),
 }
-# The same where more ranks compile, and what differs from one above in little.
+# The same with more compiled ranks, and small variations of the cases above.
 COMPILED = {
     "frozen": Job(1, [AOT, FOUR, FREEZE], 5),
-    # The attention that runs on a GPU. Fully checkpointed it fails on a CPU (test_torch_faults.py), where we
-    # have our own.
+    # torch's attention, which runs on GPUs. Under full recompute it fails on a CPU (test_torch_faults.py),
+    # where we use our own.
     "flash-selective": Job(
         2,
         [
@@ -82,12 +82,12 @@ COMPILED = {
     "flex-full": Job(2, [AOT, DOCUMENTS, FULL], 2, "flex"),
     "hsdp-compiled": Job(4, [AOT, "--parallel.dp_replicate=2", "--parallel.reshard_after_forward=false"], 2),
 }
-# Compared in another way.
+# Compared by other checks.
 BFLOAT16 = Job(4, [EAGER, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 0)
 BFLOAT16_COMPILED = Job(2, [AOT, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 2)
 ASYNC = Job(2, [AOT, TP], 2, "async")
 BY_HAND = jobs_of(matrix.FAST) | OTHERS
-# whose kernels take as long as all the others
+# inductor's kernels take as long as all other cases
 FAST = {name: job for name, job in BY_HAND.items() if "inductor" not in name}
 COMPILED |= {name: job for name, job in BY_HAND.items() if name not in FAST}
 SLOW = matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=7)
@@ -96,7 +96,8 @@ EVERYDAY = FAST | {"bfloat16": BFLOAT16}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    """Lines, a document each, about as long as a sequence: most sequences have the end of one."""
+    """Lines of text, one document each, about as long as a sequence: most sequences contain a document's
+    end."""
     folder = tmp_path_factory.mktemp("text")
     lines = (
         json.dumps({"text": f"line {n} of text {i} squares to {n * n}"})
@@ -113,14 +114,14 @@ def data(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(data):
-    """A function from a job's name, and the jobs it is one of, to its result. Those of as many ranks share
-    processes."""
+    """A function from a job's name, and a set of jobs with it, to its result. Jobs with the same number of
+    ranks share processes."""
     results = {}
 
     def result(name, jobs):
         if name not in results:
             results.update(
-                run_jobs({other: job for other, job in jobs.items() if job.ranks == jobs[name].ranks}, data)
+                run_jobs({key: job for key, job in jobs.items() if job.ranks == jobs[name].ranks}, data)
             )
         return results[name]
 
@@ -140,7 +141,7 @@ def test_a_mesh_trains_the_same_model_as_one_plain_process(name, trained, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW, ids=str)
 def test_every_pair_of_settings_trains_the_same_model_as_one_plain_process(name, trained, data):
-    """One that fails is found again with MESHWRIGHT_TESTS_SEED=all and its name."""
+    """To repeat a failed case, set MESHWRIGHT_TESTS_SEED=all and select its name."""
     check(name, SLOW, trained, data)
 
 
@@ -153,8 +154,8 @@ def test_a_case_that_fails_spoils_none_that_comes_after_it(data):
 
 @pytest.mark.slow
 def test_a_collective_handed_on_unwaited_would_lose_the_gradient_of_the_embedding(data):
-    """What parallel/tensor_parallel.py waits for: with torch's AsyncCollectiveTensor in place of its waiting,
-    no other gradient is wrong, apart from the clipping, and parity must see it."""
+    """Why parallel/tensor_parallel.py waits: with torch's AsyncCollectiveTensor instead, the embedding's
+    gradient is lost, no other gradient is wrong apart from clipping, and the parity check must detect it."""
     got, plain, lost = (
         run_jobs({"async": ASYNC}, data)["async"],
         plain_run(ASYNC, data),
@@ -171,19 +172,19 @@ def test_a_collective_handed_on_unwaited_would_lose_the_gradient_of_the_embeddin
         check_parity(got, plain)
 
 
-# bfloat16 has 8 bits of significand: rounding to nearest is off by at most U = 2**-8 of the value. Roundings
-# that are independent add up by their squares, with a standard deviation of at most U / sqrt(3) each, of the
-# value they are made on.
+# bfloat16 has 8 significant bits: rounding to nearest changes a value by at most U = 2**-8 of it. The
+# variances of independent roundings add up; each has a standard deviation of at most U / sqrt(3) of the
+# rounded value.
 U = 2**-8
-# Roundings one after another: about 13 in a block's forward (norm 2, projection, RoPE 2, attention,
+# Consecutive roundings: about 13 in a block's forward (norm 2, projection, RoPE 2, attention,
 # projection, sum, norm 2, two products of SwiGLU, sum), 4 blocks, 5 in embedding and head; a backward has
 # about twice as many.
 FORWARD = 13 * 4 + 5
-# 2.9% of its norm; and no norm is off by more than that
+# 2.9% of its norm, which also bounds the error of norms
 OF_A_GRADIENT = math.sqrt(3 * FORWARD) * U / math.sqrt(3)
-# A token's loss moves by (p - y) . dz, and |p - y| <= sqrt(2). Logits z of size 1 are off by what a forward
-# gathers, averaged over the 512 tokens of a batch; and by the rounding of the weights, which all tokens
-# share.
+# A token's loss moves by (p - y) . dz, and |p - y| <= sqrt(2). Logits z of size 1 have the accumulated error
+# of a forward, averaged over the 512 tokens of a batch, and the error from rounding the weights, which all
+# tokens share.
 OF_A_TOKEN = math.sqrt(2) * math.sqrt(FORWARD) * U / math.sqrt(3) / math.sqrt(16 * 32)  # 1.1e-3
 OF_THE_WEIGHTS = math.sqrt(2) * U / math.sqrt(3)  # 3.2e-3
 
@@ -197,8 +198,8 @@ def check_rounding(got, other, loss, gradient):
 
 
 def test_bfloat16_is_off_by_its_roundings_and_no_more(trained, data):
-    """Against float32, and against one plain process that computes in bfloat16: then the rounded weights are
-    the same, and two runs differ by what each rounds apart."""
+    """Compared with float32, and with one plain process that computes in bfloat16: that has the same rounded
+    weights, so only the other roundings of both runs differ."""
     check_bfloat16(trained("bfloat16", EVERYDAY), BFLOAT16, data)
 
 

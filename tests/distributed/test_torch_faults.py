@@ -1,7 +1,7 @@
-"""Failures of torch's own that this project goes around, reproduced without it: a test here goes away when
-torch is mended.
+"""Bugs of torch that this project works around, reproduced without the project: remove a test when torch is
+fixed.
 
-Beside each stands the test that our own way is right.
+Each docstring names the test of the workaround.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from tests.support.worlds import RanksError, run_ranks
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
 only_2_13 = pytest.mark.skipif(
-    VERSION != "2.13", reason=f"a fault of torch 2.13 (2.11 does not have it), this is {VERSION}"
+    VERSION != "2.13", reason=f"a bug of torch 2.13 (not of 2.11); installed: {VERSION}"
 )
 VOCAB, DIM, HEAD_DIM, TOKENS = 16, 8, 4, 8
 HANG_S = 10  # eight groups take a second
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        assert isinstance(x, AsyncCollectiveTensor), "torch's style waits for its collective now"
+        assert isinstance(x, AsyncCollectiveTensor), "torch's style now waits for its collective"
         return self.block(wait_tensor(x) if self.wait else x)
 
 
@@ -83,27 +83,27 @@ def split(model: Model, mesh: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the block is compiled ("none": not), if it is recomputed, and if what the embedding hands on is
-    waited for."""
+class Setup:
+    """The block's compile backend ("none": eager), whether it is recomputed, and whether the embedding's
+    output is waited for."""
 
     backend: str
     recompute: bool = False
     wait: bool = False
 
 
-def step(way: Way) -> dict[str, Any]:
-    """One step of an embedding and a block that torch's own styles split over tp: the norm of each
+def step(setup: Setup) -> dict[str, Any]:
+    """Run one step of an embedding and a block split over tp by torch's styles. Return the norm of each
     gradient."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-    model = Model(way.wait)
+    model = Model(setup.wait)
     split(model, mesh)
-    if way.recompute:
+    if setup.recompute:
         model.block = checkpoint_wrapper(model.block, preserve_rng_state=False)
-    if way.backend != "none":
-        model.block.compile(backend=way.backend, fullgraph=True)
+    if setup.backend != "none":
+        model.block.compile(backend=setup.backend, fullgraph=True)
     for module in (model.embedding, model.block, model):
         fully_shard(module, mesh=mesh["dp"])
     model(torch.arange(TOKENS)[None]).square().sum().backward()
@@ -114,20 +114,20 @@ def step(way: Way) -> dict[str, Any]:
     return norms
 
 
-def steps(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    return [step(way) for way in ways]
+def steps(setups: Sequence[Setup]) -> list[dict[str, Any]]:
+    return [step(setup) for setup in setups]
 
 
-def failed_step(way: Way) -> dict[str, Any]:
-    """The error, at once: another rank may wait for this one."""
+def failed_step(setup: Setup) -> dict[str, Any]:
+    """Return the error instead of raising it, because another rank may wait for this one."""
     try:
-        return step(way)
+        return step(setup)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def shard_in_groups(group: int | bool) -> None:
-    """FSDP2 over dp 4 x tp 2, with reshard_after_forward=group."""
+    """Apply FSDP2 over dp 4 x tp 2, with reshard_after_forward=group."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(8):
         fully_shard(nn.Linear(DIM, DIM), mesh=mesh["dp"], reshard_after_forward=group)
@@ -135,41 +135,41 @@ def shard_in_groups(group: int | bool) -> None:
 
 @only_2_13
 def test_torchs_own_styles_lose_the_gradient_of_an_embedding_in_front_of_a_compiled_block():
-    """Ours: test_parity.py, where every tp case that compiles has the embedding's gradient of the plain
-    process."""
+    """Workaround: test_parity.py, where every compiled tp case has the plain process's gradient of the
+    embedding."""
     eager, compiled, waited = run_ranks(
-        2, steps, [Way("none"), Way("aot_eager"), Way("aot_eager", wait=True)]
+        2, steps, [Setup("none"), Setup("aot_eager"), Setup("aot_eager", wait=True)]
     )[0]
     assert eager["embedding.weight"] > 1
     assert compiled.pop("embedding.weight") == 0.0, (
-        "torch is mended: parallel/tensor_parallel.py need not say so any more"
+        "torch is fixed: remove the note in parallel/tensor_parallel.py"
     )
     assert compiled == pytest.approx(
         {name: norm for name, norm in eager.items() if name != "embedding.weight"}
     )
     assert waited == pytest.approx(eager), (
-        "waiting for the collective is what parallel/tensor_parallel.py does"
+        "waiting for the collective, as parallel/tensor_parallel.py does, must give all gradients"
     )
 
 
 @only_2_13
 def test_a_compiled_block_with_dtensor_weights_cannot_recompute_torchs_attention_on_a_cpu():
-    """Ours: 4-1x2x2-aot_eager-full in test_parity.py, with an attention for CPUs that torch does not count as
-    random."""
-    seen = run_ranks(2, failed_step, Way("aot_eager", recompute=True, wait=True))[0]
+    """Workaround: 4-1x2x2-aot_eager-full in test_parity.py, with a CPU attention that torch does not classify
+    as random."""
+    seen = run_ranks(2, failed_step, Setup("aot_eager", recompute=True, wait=True))[0]
     assert "expected all tensors_saved_with_vc_check to be Tensors" in seen["error"]
     assert "DeviceMesh" in seen["error"]
-    eager = run_ranks(2, step, Way("none", recompute=True, wait=True))[0]
+    eager = run_ranks(2, step, Setup("none", recompute=True, wait=True))[0]
     assert eager["embedding.weight"] > 1
 
 
 @pytest.mark.slow
 def test_resharding_to_smaller_groups_beside_tp_hangs():
-    """Ours: such a plan is refused (tests/parallel/plan/test_make.py)."""
+    """Workaround: such a plan is refused (tests/parallel/plan/test_make.py)."""
     if VERSION not in ("2.11", "2.12", "2.13"):
         pytest.skip(
-            f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/plan/rules.py need refuse "
-            "it still"
+            f"a bug of torch 2.11 to 2.13; installed: {VERSION}: check whether parallel/plan/rules.py must "
+            "still refuse it"
         )
     run_ranks(8, shard_in_groups, True)
     with pytest.raises(RanksError, match=r"(?s)no rank failed, but after.*in _new_process_group_helper"):

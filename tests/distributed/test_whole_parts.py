@@ -1,4 +1,4 @@
-"""Parts that tensor parallelism leaves whole: every tp rank has a copy, and the copies stay the same."""
+"""Parts that tensor parallelism does not split: every tp rank has a copy, and the copies stay equal."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from tests.support.worlds import run_ranks
 
 
 def train_with_other_roundings(arguments: list[str]) -> list[str]:
-    """Three steps in which the last rank's gradients of attention are a little off, as by additions in
-    another order: the parameters of which ranks then hold different copies."""
+    """Train three steps in which the last rank's gradients of attention differ slightly, as if summed in
+    another order. Return the parameters whose copies then differ between the tp ranks."""
     run = build_sharded([*TINY, *EAGER, *arguments])
     off = 1.001 if dist.get_rank() == dist.get_world_size() - 1 else 1.0
     for block in run.model.layers:
@@ -25,10 +25,14 @@ def train_with_other_roundings(arguments: list[str]) -> list[str]:
             )
     for _ in range(3):
         train_step(run.model, run.optimizer, random_batches(run), 1.0, run.group)
-    held = {name: p.to_local() for name, p in run.model.named_parameters() if p.placements[-1].is_replicate()}
+    replicated = {
+        name: p.to_local() for name, p in run.model.named_parameters() if p.placements[-1].is_replicate()
+    }
     copies: list[dict[str, torch.Tensor]] = [{}] * run.mesh["tp"].size()
-    dist.all_gather_object(copies, held, group=run.mesh["tp"].get_group())
-    return [name for name in held if not all(torch.equal(copy[name], held[name]) for copy in copies)]
+    dist.all_gather_object(copies, replicated, group=run.mesh["tp"].get_group())
+    return [
+        name for name in replicated if not all(torch.equal(copy[name], replicated[name]) for copy in copies)
+    ]
 
 
 NORMS_ALONE = "--train.freeze=[layers.*.attention.w*, tok_embeddings.weight, head.output.weight]"

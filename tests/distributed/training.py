@@ -1,5 +1,4 @@
-"""What a rank of the parity tests does (parity.py): trains cases one after another, and writes down what it
-sees of each."""
+"""The rank program of the parity tests (parity.py): train cases one after another and save their results."""
 
 import contextlib
 import gc
@@ -34,7 +33,7 @@ from tests.support.sharded import build_sharded
 
 @dataclass(frozen=True)
 class Case:
-    """Config overrides, how many steps, and what `changed` changes."""
+    """Config overrides, number of steps, and the name of a change (see `changed`)."""
 
     arguments: Sequence[str]
     steps: int
@@ -46,8 +45,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
-    """The journey of train.main, with a look at everything on the way. Every rank's result; rank 0's
-    counts."""
+    """Train as train.main does, recording results on every rank; the tests use rank 0's."""
     run, device = build_sharded(arguments), torch.device("cpu")
     config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
     weights = {name: whole(p) for name, p in model.named_parameters()}
@@ -92,24 +90,24 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
     }
 
 
-def _tokens_of_all(mine: Tensor, data_rank: int) -> Tensor:
-    """tokens[step, sequence, token] that the data-parallel ranks saw together; the ranks of a tp group must
-    see the same."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (data_rank, mine))
+def _tokens_of_all(own: Tensor, data_rank: int) -> Tensor:
+    """Return tokens[step, sequence, token] of all data-parallel ranks; the ranks of a tp group must have the
+    same."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (data_rank, own))
     parts: dict[int, Tensor] = {}
-    for rank, tokens in every:
+    for rank, tokens in gathered:
         assert torch.equal(parts.setdefault(rank, tokens), tokens), (
-            "the ranks of one tp group saw different data"
+            "the ranks of a tp group got different data"
         )
     return torch.cat([parts[rank] for rank in sorted(parts)], dim=1)
 
 
 @contextlib.contextmanager
 def changed(name: str) -> Iterator[None]:
-    """Our code with things in it replaced: "async" hands on collectives as torch's own styles do, not waited
-    for; "flex" takes FlexAttention, as on a GPU, in place of our own for a CPU (where torch lets nobody
-    differentiate it, though it can)."""
+    """Replace parts of the product's code: "async" returns results of collectives without waiting, as torch's
+    styles do; "flex" uses FlexAttention, as on a GPU, instead of our CPU kernel (and disables torch's check
+    that refuses its backward on a CPU, where it works)."""
     replaced: list[tuple[Any, str, Any]] = {
         "": [],
         "async": [(meshwright.parallel.tensor_parallel, "_wait", _functional_collectives._maybe_wrap_tensor)],
@@ -118,20 +116,20 @@ def changed(name: str) -> Iterator[None]:
             (flex_attention, "_validate_device", lambda *_: None),
         ],
     }[name]
-    before = [getattr(where, what) for where, what, _ in replaced]
-    for where, what, value in replaced:
-        setattr(where, what, value)
+    originals = [getattr(module, attribute) for module, attribute, _ in replaced]
+    for module, attribute, value in replaced:
+        setattr(module, attribute, value)
     try:
         yield
     finally:
-        for (where, what, _), value in zip(replaced, before, strict=True):
-            setattr(where, what, value)
+        for (module, attribute, _), original in zip(replaced, originals, strict=True):
+            setattr(module, attribute, original)
 
 
 def train_cases(folder: Path, cases: Mapping[str, Case]) -> None:
-    """Rank 0 writes what it saw of each case to FOLDER/CASE as soon as all ranks are through with it.
+    """Train each case; when all ranks have finished it, rank 0 saves its result to FOLDER/CASE.
 
-    The first case that fails ends the process group: what state it leaves behind is no ground for another.
+    The first case that fails ends the processes, because their state is undefined afterwards.
     """
     for name, case in cases.items():
         torch._dynamo.reset()

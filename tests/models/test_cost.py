@@ -1,4 +1,4 @@
-"""Cost formulas against the model itself and against published sizes. Everything runs on the meta device."""
+"""Cost formulas, compared with the model on the meta device and with published sizes."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def test_matmul_parameters_are_the_weights_of_the_linear_layers(tied: bool) -> N
 
 
 def counted_flops(config: LlamaConfig, batch: int, seq_len: int) -> dict[str, int]:
-    """Operations of one forward and backward by kind, as torch counts them; attention in full."""
+    """Return the operations of one forward and backward by kind, counted by torch; attention unmasked."""
     tokens = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
     model = build_on_meta(config)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -67,7 +67,7 @@ def counted_flops(config: LlamaConfig, batch: int, seq_len: int) -> dict[str, in
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_flops_are_exactly_those_that_torch_counts(kv_heads: int, tied: bool) -> None:
-    """Exact, not about: norms and RoPE are no matmuls, and the look-up's backward is none either."""
+    """Exact equality: norms, RoPE and the backward of the embedding are not matrix products."""
     config = dataclasses.replace(SMALL, n_kv_heads=kv_heads, tie_embeddings=tied)
     batch, seq_len = 3, 40
     counts = counted_flops(config, batch, seq_len)

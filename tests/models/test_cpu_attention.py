@@ -1,4 +1,4 @@
-"""The CPU attention kernel against torch's plain attention, which is its reference."""
+"""The CPU attention kernel compared with its reference, torch's plain attention."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def make_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> li
         (2, 4, 1, BLOCK, 16),
         (1, 4, 4, BLOCK + 1, 16),
         (3, 6, 2, 3 * BLOCK + 5, 8),
-        (9, 8, 4, 256, 24),  # more sequences than are taken together
+        (9, 8, 4, 256, 24),  # more sequences than one batch of the backward has
     ],
     ids=str,
 )

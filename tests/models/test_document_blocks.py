@@ -1,4 +1,4 @@
-"""Which blocks FlexAttention computes, against torch's own way to find them, and what it then computes."""
+"""Block masks for FlexAttention compared with torch's `create_block_mask`, and attention with them."""
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ def test_the_blocks_are_those_that_torch_finds_by_looking_at_all_pairs(T: int, d
     def same(b, h, q, k):
         return (k <= q) & (k >= first[b, q])
 
-    found, wanted = block_mask(first), create_block_mask(same, 3, None, T, T, device="cpu")
-    assert found.seq_lengths == wanted.seq_lengths == (T, T)
-    assert torch.equal(found.to_dense(), wanted.to_dense())
-    if T % 128 == 0:  # torch counts no block at the end of another length as whole
-        assert torch.equal(found.full_kv_num_blocks, wanted.full_kv_num_blocks)
+    ours, theirs = block_mask(first), create_block_mask(same, 3, None, T, T, device="cpu")
+    assert ours.seq_lengths == theirs.seq_lengths == (T, T)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    if T % 128 == 0:  # for other lengths torch never counts the last block as full
+        assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -1,4 +1,4 @@
-"""On a GPU: the Triton cross entropy and the attention kernels against their references in float64."""
+"""The Triton cross entropy and the attention kernels on a GPU, compared with float64 references."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from meshwright.models.kernels.cross_entropy import read_rows, write_gradient
 from tests.models.test_loss import ROW_CASES, check_rows, make_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.values]
-LLAMA_3 = [(7, 128_256, torch.bfloat16), (3, 128_256, torch.float32)]  # rows of its whole vocabulary
+LLAMA_3 = [(7, 128_256, torch.bfloat16), (3, 128_256, torch.float32)]  # rows of the full vocabulary
 ON_GPU = [name for name, devices in KERNELS.items() if "cuda" in devices and name != "flex"]
 
 
@@ -38,5 +38,5 @@ def test_attention_is_exact_with_every_kernel(kernel: str, kv_heads: int) -> Non
     grad = torch.randn_like(out)
     got = torch.autograd.grad(out, (q, k, v), grad)
     wanted = torch.autograd.grad(reference, exact, grad.double())
-    for mine, other in zip((out, *got), (reference, *wanted), strict=True):
-        assert (mine.double() - other).norm() < 2e-2 * other.norm()
+    for actual, expected in zip((out, *got), (reference, *wanted), strict=True):
+        assert (actual.double() - expected).norm() < 2e-2 * expected.norm()

@@ -1,5 +1,5 @@
-"""The model against Hugging Face's implementation, and what it promises about its weights, loss and
-config."""
+"""The model compared with Hugging Face's implementation; its initial weights, loss, units and config
+checks."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def build(config: LlamaConfig = CONFIG, seed: int = 0) -> Llama:
 
 
 def make_loud(model: Llama) -> Llama:
-    """Weights so large, and norms so uneven, that attention is far from uniform and no part can hide."""
+    """Make weights so large and norms so uneven that attention is far from uniform and every part matters."""
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(len(fqn))
@@ -62,7 +62,7 @@ def hf_name(fqn: str) -> str:
 
 
 def hugging_face_twin(model: Llama) -> LlamaForCausalLM:
-    """Hugging Face's model of the same shape and weights."""
+    """Return Hugging Face's model with the same shape and weights."""
     c = model.config
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_scaling is not None:
@@ -110,7 +110,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(
     model, tokens = make_loud(build(config)), make_tokens()
     twin = hugging_face_twin(model)
     ours, theirs = model(tokens), twin(tokens).logits
-    assert theirs.std() > 0.5, "logits near 0 would prove nothing"
+    assert theirs.std() > 0.5, "the logits are too small for a comparison"
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
     targets = tokens.roll(-1, 1)
     model(tokens, targets).backward()
@@ -150,11 +150,11 @@ def test_a_model_built_on_meta_gets_every_parameter_and_buffer_as_one_built_on_t
 
 
 def test_initial_weights_are_decided_by_the_seed() -> None:
-    one, again, other = (dict(build(seed=seed).named_parameters()) for seed in (5, 5, 6))
-    for fqn, weight in one.items():
-        assert torch.equal(weight, again[fqn]), fqn
-        assert torch.equal(weight, other[fqn]) is (weight.dim() == 1), (
-            f"{fqn}: only norms are the same for any seed"
+    first, same_seed, other_seed = (dict(build(seed=seed).named_parameters()) for seed in (5, 5, 6))
+    for fqn, weight in first.items():
+        assert torch.equal(weight, same_seed[fqn]), fqn
+        assert torch.equal(weight, other_seed[fqn]) is (weight.dim() == 1), (
+            f"{fqn}: exactly the norms are equal for all seeds"
         )
 
 
@@ -169,7 +169,7 @@ def test_no_two_parameters_start_alike() -> None:
     matrices = {fqn: w for fqn, w in build().named_parameters() if w.dim() > 1}
     starts = {fqn: (w / w.std()).flatten()[:8] for fqn, w in matrices.items()}
     for fqn, start in starts.items():
-        assert [other for other, its in starts.items() if torch.allclose(its, start, rtol=0.1)] == [fqn]
+        assert [name for name, values in starts.items() if torch.allclose(values, start, rtol=0.1)] == [fqn]
 
 
 def test_initial_spread_is_that_of_the_docstring() -> None:
@@ -237,11 +237,13 @@ def test_every_weight_has_a_tensor_parallel_style_and_every_style_a_weight() -> 
     names = {fqn.removesuffix(".weight") for fqn, _ in Llama(CONFIG).named_parameters()}
     styled = {pattern for table in SHARDING.values() for pattern, style in table.items() if style != "loss"}
     assert names == {pattern.replace("*", str(i)) for pattern in styled for i in range(CONFIG.n_layers)}
-    assert sum(map(len, SHARDING.values())) == len(styled) + 1, "no weight is in two parts; the loss has none"
+    assert sum(map(len, SHARDING.values())) == len(styled) + 1, (
+        "no weight belongs to two parts, and the loss has no weight"
+    )
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "facts"),
     [
         *(
             ({name: 0}, [f"model.{name}=0", "at least 1"])
@@ -256,8 +258,8 @@ def test_every_weight_has_a_tensor_parallel_style_and_every_style_a_weight() -> 
     ids=str,
 )
 def test_a_shape_that_cannot_be_is_refused_with_key_value_and_rule(
-    change: dict[str, int], words: list[str]
+    change: dict[str, int], facts: list[str]
 ) -> None:
     with pytest.raises(ValueError, match="must") as error:
         dataclasses.replace(CONFIG, **change)
-    assert all(word in str(error.value) for word in words)
+    assert all(fact in str(error.value) for fact in facts)

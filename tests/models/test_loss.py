@@ -1,4 +1,4 @@
-"""The loss from hidden states, chunk by chunk, against float64; and the kernels in Triton's interpreter."""
+"""The chunked loss compared with float64, and the Triton kernels in Triton's interpreter."""
 
 import multiprocessing
 
@@ -17,8 +17,8 @@ from meshwright.parallel.compile.stats import count_compiled_graphs
 BLOCK = 4096  # of models.kernels.cross_entropy_triton
 DIM, VOCABULARY = 32, 301
 B, T = 3, 50
-CHUNKS = [0, 64, 150, 1000]  # all logits at once; a rest of 22; exactly all; more than there are
-# rows, logits of each, dtype: one block and its neighbours, several blocks, one row
+CHUNKS = [0, 64, 150, 1000]  # one chunk; a rest of 22 tokens; exactly all tokens; more than all tokens
+# rows, logits per row, dtype: about one block, several blocks, one row
 ROW_CASES = [
     (5, 17, torch.float32),
     (4, BLOCK, torch.float32),
@@ -28,8 +28,8 @@ ROW_CASES = [
 
 
 def make_rows(n: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logits[n, v] whose rows lie apart; ids, of which the first two are another rank's, if there are so
-    many; and what the gradient needs."""
+    """Return logits[n, v] with padding between rows, ids, of which the first two belong to another rank (with
+    more than two rows), and the inputs of the gradient."""
     generator = torch.Generator().manual_seed(n * v)
     logits = (torch.randn(n, v + 3, generator=generator) * 5).to(dtype)[:, :v]
     ids = torch.randint(0, v, (n,), generator=generator)
@@ -42,8 +42,8 @@ def make_rows(n: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
 def exact_rows(logits: Tensor, ids: Tensor) -> Tensor:
     values = logits.double()
     largest = values.amax(1)
-    mine = (ids >= 0) & (ids < logits.shape[1])
-    target = values.gather(1, ids.where(mine, 0)[:, None])[:, 0].where(mine, 0.0)
+    is_local = (ids >= 0) & (ids < logits.shape[1])
+    target = values.gather(1, ids.where(is_local, 0)[:, None])[:, 0].where(is_local, 0.0)
     return torch.stack((largest, (values - largest[:, None]).exp().sum(1), target))
 
 
@@ -72,7 +72,8 @@ def test_plain_torch_reads_rows_and_writes_their_gradient(case: tuple[int, int, 
 
 
 def run_triton_kernels() -> list[tuple[Tensor, Tensor]]:
-    """Rows and gradients of the cases, by Triton's interpreter, which an environment variable asks for."""
+    """Return rows and gradients of the cases, by Triton's interpreter (enabled by an environment
+    variable)."""
     from meshwright.models.kernels.cross_entropy_triton import BLOCK as BLOCK_OF_KERNEL
     from meshwright.models.kernels.cross_entropy_triton import read_rows, write_gradient
 
@@ -88,8 +89,8 @@ def run_triton_kernels() -> list[tuple[Tensor, Tensor]]:
 
 def test_triton_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read as triton is imported: in a new interpreter
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # which ends its process, also one that hangs
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when triton is imported, so in a new process
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # ends its process even if that hangs
         results = pool.apply_async(run_triton_kernels).get(timeout=240)
     for case, (rows, gradient) in zip(ROW_CASES, results, strict=True):
         check_rows(case, rows, gradient)
@@ -112,7 +113,7 @@ def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def exact(dtype: torch.dtype, z_loss: float) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients in float64, by the textbook."""
+    """Return the loss and its gradients by the textbook formula in float64."""
     head, (x, targets) = build_head(0, dtype=dtype).double(), make_batch(dtype)
     x = x.detach().double().requires_grad_()
     logits = head(x).flatten(0, 1)
@@ -140,24 +141,25 @@ def test_loss_and_gradients_are_exact_however_the_tokens_are_cut(
     assert got.dtype is torch.float32
     assert got.item() == pytest.approx(loss.item(), rel=tolerance)
     (got / 77).backward()
-    for mine, other in zip([x.grad, *(p.grad for p in head.parameters())], gradients, strict=True):
-        assert mine.dtype is dtype
-        assert (mine.double() - other).norm() <= tolerance * other.norm()
-    assert not x.grad[2].any(), "tokens that do not count have no gradient"
+    for actual, expected in zip([x.grad, *(p.grad for p in head.parameters())], gradients, strict=True):
+        assert actual.dtype is dtype
+        assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+    assert not x.grad[2].any(), "ignored tokens have no gradient"
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_no_gradients_are_made_that_nobody_wants(chunk) -> None:
-    """Of a frozen head, of a frozen model below it, and in an evaluation, which has no z-loss either."""
+    """With a frozen head, a frozen model below the head, and in an evaluation, which adds no z-loss
+    either."""
     head, (x, targets) = build_head(chunk, z_loss=0.1), make_batch()
     with torch.no_grad():
         assert head(x, targets).item() == pytest.approx(cross_entropy_sum(head(x), targets).item(), rel=1e-6)
-    whole = torch.autograd.grad(head(x, targets), [x, head.output.weight])
+    both = torch.autograd.grad(head(x, targets), [x, head.output.weight])
     head.output.weight.requires_grad_(False)
-    assert torch.equal(torch.autograd.grad(head(x, targets), x)[0], whole[0])
+    assert torch.equal(torch.autograd.grad(head(x, targets), x)[0], both[0])
     head.output.weight.requires_grad_(True)
     head.norm.weight.requires_grad_(False)
-    assert torch.equal(torch.autograd.grad(head(x.detach(), targets), head.output.weight)[0], whole[1])
+    assert torch.equal(torch.autograd.grad(head(x.detach(), targets), head.output.weight)[0], both[1])
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -191,7 +193,7 @@ def test_a_batch_that_counts_for_nothing_has_no_loss() -> None:
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 def test_the_operator_keeps_torchs_contract(wanted) -> None:
-    """Schema, fake tensors, autograd and dispatch under compilation, as torch itself checks them."""
+    """torch's own checks of schema, fake tensors, autograd and dispatch under compilation."""
     generator = torch.Generator().manual_seed(0)
     h, weight = (torch.randn(n, DIM, generator=generator) for n in (70, 41))
     h.requires_grad_(wanted[0])

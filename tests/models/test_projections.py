@@ -1,5 +1,5 @@
-"""Projections of the same input by one product: the same results and gradients, fewer products, and nothing
-more kept."""
+"""Fused projections: the same results and gradients as separate ones, fewer matrix products, and no
+additional saved activations."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,7 +99,7 @@ def test_in_bfloat16_they_are_off_by_roundings() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused: bool) -> None:
-    """The real thing, sharded by FSDP2, eager: 12 products a block instead of 21, and the head's 3."""
+    """A real eager FSDP2 step: 12 products per block instead of 21, and 3 in the head."""
     run = build_sharded([*TINY, *EAGER, *([FUSED] if fused else [])])
     assert run.plan.fused_projections == fused
     tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
@@ -107,7 +107,7 @@ def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused:
         train_step(run.model, run.optimizer, [Batch(tokens_BT, tokens_BT)], 1.0, run.group)
     assert products.count == run.config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
     assert set(dict(run.model.named_parameters())) == set(dict(Llama(run.config.model).named_parameters())), (
-        "names are as ever"
+        "fused projections changed parameter names"
     )
 
 
@@ -135,15 +135,15 @@ def build_block(fused: bool) -> Callable[[int], TracedModule]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_nothing_more_is_kept_for_the_backward(compiled: bool) -> None:
-    """Neither the joined weights, nor queries and keys beside the values: by the compiler's graphs, or
-    autograd's own."""
+    """Neither the compiler nor autograd saves the concatenated weights, or queries and keys along with the
+    values."""
     separate, fused = (module_workload(build_block(fused), compiled).saved_bytes for fused in (False, True))
     assert fused == separate
 
 
 def test_autograd_holds_no_more_memory() -> None:
-    """Storages of the tensors that a real block saves, those of its weights apart."""
-    held = []
+    """Compares the bytes of storages that autograd saves for a real block, without its weights."""
+    saved_bytes = []
     for fused in (False, True):
         block = make_model(fused).layers[0]
         assert isinstance(block, Block)
@@ -159,6 +159,6 @@ def test_autograd_holds_no_more_memory() -> None:
         x = torch.randn(2, 32, CONFIG.dim, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = block(x, *(torch.ones(32, CONFIG.head_dim) for _ in range(2)))
-        held.append(sum(storages.values()))
+        saved_bytes.append(sum(storages.values()))
         del y
-    assert held[1] <= held[0]
+    assert saved_bytes[1] <= saved_bytes[0]

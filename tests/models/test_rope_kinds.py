@@ -1,4 +1,4 @@
-"""Both kinds of rotary scaling against transformers' own functions, and what cannot be one."""
+"""Both kinds of RoPE scaling compared with transformers' functions, and refused settings."""
 
 import math
 from typing import Any
@@ -34,7 +34,7 @@ def test_frequencies_are_those_of_transformers(scaling: RopeScaling, head_dim: i
 
 
 def test_linear_scaling_puts_the_positions_in_between() -> None:
-    """Position 6 of a context stretched threefold is position 2 of the plain one."""
+    """With factor 3, position 6 has the angles of position 2 without scaling."""
     stretched, plain = (
         rope_tables(16, 12, 10000.0, RopeScaling("linear", 3.0)),
         rope_tables(16, 12, 10000.0, None),

@@ -1,4 +1,4 @@
-"""What passes between a model and its parallelisation is written down, all of it."""
+"""`parallel/shardable.py` documents the complete interface between a model and `parallel/`."""
 
 import ast
 import inspect
@@ -10,11 +10,11 @@ from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.shardable import ATTRIBUTES, ShardableModel
 
 PARALLEL = Path(__file__).parents[2] / "parallel"
-MARKED = ("model", "module")  # what the appliers call what they change
+TARGETS = ("model", "module")  # variable names of changed models and modules
 
 
-def marks_in(source: str) -> set[str]:
-    """Attributes that are set on what is called a model or a module, but torch's own."""
+def attributes_in(source: str) -> set[str]:
+    """Return the attributes set on variables in TARGETS, except for torch's own `forward` and `weight`."""
     targets = [
         target
         for node in ast.walk(ast.parse(source))
@@ -22,23 +22,23 @@ def marks_in(source: str) -> set[str]:
         for target in node.targets
         if isinstance(target, ast.Attribute)
         and isinstance(target.value, ast.Name)
-        and target.value.id in MARKED
+        and target.value.id in TARGETS
     ]
     return {target.attr for target in targets} - {"forward", "weight"}
 
 
 def test_every_mark_on_a_model_is_in_the_table() -> None:
-    found = set[str]().union(*(marks_in(path.read_text("utf-8")) for path in PARALLEL.rglob("*.py")))
+    found = set[str]().union(*(attributes_in(path.read_text("utf-8")) for path in PARALLEL.rglob("*.py")))
     assert found == ATTRIBUTES.keys()
 
 
 def test_a_new_mark_is_found() -> None:
-    assert marks_in("def f(module):\n    module.secret = 1\n    module.forward = g") == {"secret"}
+    assert attributes_in("def f(module):\n    module.secret = 1\n    module.forward = g") == {"secret"}
 
 
 def test_llama_fulfils_the_protocol() -> None:
     with torch.device("meta"):
         model = Llama(LlamaConfig())
     assert isinstance(model, ShardableModel)
-    asked = inspect.signature(ShardableModel.choose_kernels).parameters
-    assert list(inspect.signature(Llama.choose_kernels).parameters) == list(asked)
+    expected = inspect.signature(ShardableModel.choose_kernels).parameters
+    assert list(inspect.signature(Llama.choose_kernels).parameters) == list(expected)

@@ -1,4 +1,4 @@
-"""Plain data becomes the dataclass that declares it, or is refused with all mistakes, each with its place."""
+"""Plain data is converted to a dataclass, or refused with all mistakes, each with its place."""
 
 import math
 from collections.abc import Mapping

@@ -8,19 +8,19 @@ import pytest
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 REFUSED = {
-    "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1"]),
+    "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1", "delete one"]),
     "duplicate of equal value": ("a: 1\na: 1\n", ["line 2", "'a'", "line 1"]),
     "nested duplicate": ("a:\n  b: 1\n  c: 2\n  b: 3\n", ["line 4", "'b'", "line 2"]),
     "duplicate in a list": ("a:\n- {b: 1}\n- {c: 1, c: 2}\n", ["line 3", "'c'"]),
     "duplicate in flow style": ("a: {b: 1, b: 2}\n", ["line 1", "'b'"]),
-    "alias": ("a: &x [1]\nb: *x\n", ["line 2", "*x", "aliases"]),
+    "alias": ("a: &x [1]\nb: *x\n", ["line 2", "*x", "aliases", "repeat the value"]),
     "merge key": ("a: &x {c: 1}\nb:\n  <<: *x\n", ["line 3", "*x"]),
     "list": ("- a\n- b\n", ["mapping", "list"]),
     "scalar": ("3\n", ["mapping", "int"]),
     "unclosed": ("a: [1\nb: 2\n", ["line 2"]),
     "tab": ("a:\n\tb: 1\n", ["line 2"]),
     "two documents": ("a: 1\n---\nb: 2\n", ["line"]),
-    "python object": ("a: !!python/name:os.system\n", ["line 1", "tags"]),
+    "python object": ("a: !!python/name:os.system\n", ["line 1", "tags", "remove the tag"]),
     "merged mapping": ("a:\n  <<: {b: 1}\n", ["line 2", "<<"]),
     "NUL character": ("a: \0\n", []),
     "tag that does not fit": ("a: 1\nb: !!bool x\n", ["line 2", "tags", "bool"]),
@@ -46,17 +46,17 @@ def write(folder: Path, text: str | bytes) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "facts"),
     [*REFUSED.values(), *((text, []) for text in ESCAPES.values())],
     ids=[*REFUSED, *ESCAPES],
 )
 def test_what_hides_a_mistake_is_refused_with_file_and_line(
-    text: str | bytes, words: list[str], tmp_path: Path
+    text: str | bytes, facts: list[str], tmp_path: Path
 ) -> None:
     path = write(tmp_path, text)
     with pytest.raises(YamlError) as error:
         load_mapping(path)
-    assert [word for word in (str(path), *words) if word not in str(error.value)] == [], str(error.value)
+    assert [fact for fact in (str(path), *facts) if fact not in str(error.value)] == [], str(error.value)
     assert len(str(error.value)) < 1000
     assert str(error.value).isprintable()
 
