@@ -19,6 +19,7 @@ class _StrictLoader(yaml.SafeLoader):
     could contain itself; and tags, because PyYAML reports wrong ones without a line."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return the next node. YamlError with the line for an alias or a tag."""
         event = self.peek_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):

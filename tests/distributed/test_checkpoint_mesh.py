@@ -58,7 +58,8 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
         saver.save(TrainPosition(step, step * 8, 0, run.config.train.seq_len, dist.get_world_size(), "data"))
         if asynchronous:  # the next training step must not change the checkpoint
             wanted = {
-                name: whole(tensor).clone() for name, tensor in training_tensors(model, optimizer).items()
+                name: full_tensor(tensor).clone()
+                for name, tensor in training_tensors(model, optimizer).items()
             }
             train_step(model, optimizer, batches, 1.0, run.group)
         saver.wait()
@@ -78,7 +79,9 @@ def load(folder: Path, meshes: Sequence[Sequence[str]]) -> list[int]:
     for arguments in meshes:
         run = build_sharded(arguments)
         load_checkpoint(newest, verify_together(newest, "full"), run.model, run.optimizer)
-        loaded = {name: whole(tensor) for name, tensor in training_tensors(run.model, run.optimizer).items()}
+        loaded = {
+            name: full_tensor(tensor) for name, tensor in training_tensors(run.model, run.optimizer).items()
+        }
         compared.append(compare(folder, loaded))
     return compared
 
@@ -95,7 +98,7 @@ def compare(folder: Path, wanted: dict[str, torch.Tensor]) -> int:
     return len(saved)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

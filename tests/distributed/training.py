@@ -40,7 +40,7 @@ class Case:
     change: str = ""
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -48,7 +48,7 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
     """Train as train.main does, recording results on every rank; the tests use rank 0's."""
     run, device = build_sharded(arguments), torch.device("cpu")
     config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
-    weights = {name: whole(p) for name, p in model.named_parameters()}
+    weights = {name: full_tensor(p) for name, p in model.named_parameters()}
     shape, corpus = run.shape, load_corpus(config.data)
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
@@ -60,7 +60,9 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
 
     def keep_first_gradients(*_: object) -> None:
         if not grads:
-            grads.update({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+            grads.update(
+                {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            )
 
     optimizer.register_step_pre_hook(keep_first_gradients)
     losses, norms, graphs, seen, eval_loss = [], [], [], [], None
