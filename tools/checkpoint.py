@@ -1,5 +1,5 @@
-"""`python -m tools.checkpoint ls|verify|show|diff|consolidate PATH`: what checkpoints are there, what is in
-them, and what differs between two, whatever meshes they were saved on."""
+"""`python -m tools.checkpoint ls|verify|show|diff|consolidate PATH`: list, verify, show, compare and
+consolidate checkpoints, saved on any mesh."""
 
 import argparse
 import difflib
@@ -31,28 +31,28 @@ from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import replacing
 
-EXIT_DIFFERENT = 1  # as of the diff command
-NEWEST = ("CHECKPOINT", "a checkpoint, or a run: then its newest")
-# Subcommand: what it does, and of which folder.
+EXIT_DIFFERENT = 1  # as diff(1)
+NEWEST = ("CHECKPOINT", "a checkpoint, or a run (its newest checkpoint)")
+# Subcommand: its help, and metavar and help of its path.
 COMMANDS = {
     "ls": (
-        "the committed checkpoints of a run",
+        "list the committed checkpoints of a run",
         "RUN_OR_CHECKPOINTS_DIR",
         "a run's folder, or its checkpoints folder",
     ),
     "verify": (
-        "exit code 0 only when every byte is as committed",
+        "compare every byte with the manifest; exit code 0 only if all match",
         "CHECKPOINT_OR_RUN",
-        "a checkpoint, or a run: then all of its checkpoints",
+        "a checkpoint, or a run (all its checkpoints)",
     ),
-    "show": ("tensors of a checkpoint, and totals", *NEWEST),
-    "diff": ("what differs: config, tensors, values; exit code 1 if anything does", *NEWEST),
-    "consolidate": ("the model alone, whole, in one safetensors file", *NEWEST),
+    "show": ("list the tensors of a checkpoint, with totals", *NEWEST),
+    "diff": ("compare config, tensors and values of two; exit code 1 if anything differs", *NEWEST),
+    "consolidate": ("write the full model, without the optimizer, into one safetensors file", *NEWEST),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the subcommand asked for. Raises CheckpointError."""
+    """Run the requested subcommand. Raises CheckpointError."""
     options = make_parser().parse_args(arguments)
     path = Path(options.path)
     if options.command == "ls":
@@ -74,16 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's subcommands and their options."""
+    """Return the parser with the subcommands and their options."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoint", description="Look at the checkpoints of a run.", allow_abbrev=False
+        prog="python -m tools.checkpoint", description="Inspect the checkpoints of a run.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
-    for name, (what, place, words) in COMMANDS.items():
-        command = commands.add_parser(name, help=what, allow_abbrev=False)
-        command.add_argument("path", metavar=place, help=words)
+    for name, (summary, metavar, path_help) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
+        command.add_argument("path", metavar=metavar, help=path_help)
         if name == "diff":
-            command.add_argument("other", metavar="OTHER", help="what to compare it with, of any mesh")
+            command.add_argument("other", metavar="OTHER", help="the second checkpoint, saved on any mesh")
         if name != "consolidate":
             command.add_argument(
                 "--json", action="store_true", help="print one JSON document instead of text"
@@ -92,18 +92,18 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "out",
         metavar="OUT",
-        help="the file to write; without the suffix .safetensors, a folder that gets "
-        "model.safetensors. Float32 tensors by the model's own parameter names, a tied weight once",
+        help="the file to write; without the suffix .safetensors, a folder for model.safetensors. It "
+        "contains float32 tensors under the model's parameter names, a tied weight once",
     )
-    command.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     return parser
 
 
 def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Each committed checkpoint, oldest first: step, samples, processes that saved it, size in bytes, age in
-    seconds.
+    """Describe each committed checkpoint, oldest first: step, samples, processes that saved it, size in
+    bytes, age in seconds.
 
-    What an unreadable manifest would say is None, with the reason under `problem`.
+    Values from a manifest that cannot be read are None, with the reason under `problem`.
     """
     rows = []
     for path in list_checkpoints(folder):
@@ -114,26 +114,26 @@ def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
         except CheckpointError as error:
             row["problem"] = str(error)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        age_s = max(0.0, time.time() - path.lstat().st_mtime)  # of the last file that came into the folder
+        age_s = max(0.0, time.time() - path.lstat().st_mtime)  # since the last file was added
         rows.append({**row, "size_bytes": size, "age_s": age_s, "path": path})
     return rows
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Hash every byte of a checkpoint, or of all those of a run; bytes and seconds. Raises CheckpointError
-    for the first that is not as it was committed, and if there is none."""
-    found = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
-    if not found:
-        raise CheckpointError(f"{path} holds no committed checkpoint")
+    """Hash every byte of a checkpoint, or of all checkpoints of a run; return paths, bytes and seconds.
+    Raises CheckpointError for the first damaged one, and if there is none at all."""
+    checkpoints = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
+    if not checkpoints:
+        raise CheckpointError(f"{path} contains no committed checkpoint")
     start_s = time.perf_counter()
-    manifests = [verify_alone(checkpoint) for checkpoint in found]
+    manifests = [verify_alone(checkpoint) for checkpoint in checkpoints]
     size_bytes = sum(file.size_bytes for manifest in manifests for file in manifest.files.values())
-    return {"verified": found, "size_bytes": size_bytes, "seconds": time.perf_counter() - start_s}
+    return {"verified": checkpoints, "size_bytes": size_bytes, "seconds": time.perf_counter() - start_s}
 
 
 def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """Position, tensors, totals and versions of one checkpoint, as its manifest says them. Totals are by what
-    a name begins with: model, optim, random. Raises CheckpointError."""
+    """Describe a checkpoint from its manifest: position, tensors, totals and versions. Totals are by the
+    first part of a name: model, optim, random. Raises CheckpointError."""
     manifest = read_manifest(checkpoint)
     tensors: list[dict[str, Any]] = []
     totals: dict[str, dict[str, int]] = {}
@@ -143,16 +143,16 @@ def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
         total["tensors"] += 1
         total["elements"] += math.prod(saved.shape)
         total["size_bytes"] += saved.size_bytes
-    place = {"checkpoint": checkpoint, "position": manifest.position, "code": manifest.code}
-    return {**place, "tensors": tensors, "totals": totals}
+    origin = {"checkpoint": checkpoint, "position": manifest.position, "code": manifest.code}
+    return {**origin, "tensors": tensors, "totals": totals}
 
 
 def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
-    """Write the whole model in float32 into one safetensors file, which appears by one rename; returns its
+    """Write the full model in float32 into one safetensors file, which appears by one rename; return its
     path.
 
-    `out` without the suffix .safetensors is a folder. Raises CheckpointError, also where the file exists
-    without `force`.
+    Without the suffix .safetensors, `out` is a folder. Raises CheckpointError, also if the file exists and
+    not `force`.
     """
     target = out if out.suffix == ".safetensors" and not out.is_dir() else out / "model.safetensors"
     if target.exists() and not force:
@@ -163,7 +163,7 @@ def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
         with replacing(target) as partial:
             write_weights(partial, weights)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {target} ({error}): name another place") from None
+        raise CheckpointError(f"cannot write {target} ({error}): name another path") from None
     return target
 
 
@@ -180,7 +180,7 @@ def _list_text(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def _verify_text(verified: dict[str, Any]) -> str:
     rate = verified["size_bytes"] / 1e9 / max(verified["seconds"], 1e-9)
-    lines = [f"{path}: every byte is as committed" for path in verified["verified"]]
+    lines = [f"{path}: every byte matches the manifest" for path in verified["verified"]]
     return "\n".join(
         [*lines, f"{verified['size_bytes'] / GIB:.3f} GiB in {verified['seconds']:.1f} s, {rate:.2f} GB/s"]
     )
@@ -198,8 +198,8 @@ def _show_text(shown: dict[str, Any]) -> str:
             for kind, t in shown["totals"].items()
         ],
     )
-    place = shown["position"]
-    saved_by = f"step {place.step}, {place.samples} samples, saved by {place.world_size} processes"
+    position = shown["position"]
+    saved_by = f"step {position.step}, {position.samples} samples, saved by {position.world_size} processes"
     return f"{shown['checkpoint']}: {saved_by}\n\n{tensors}\n\n{totals}"
 
 
@@ -210,14 +210,14 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-RANDOM = "random."  # states of the processes that saved, which say nothing of the model
+RANDOM = "random."  # states of the saving processes' generators, not compared
 _Opened = tuple[Path, CheckpointManifest, FilesReader]
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both: what each has, and the largest absolute difference of a value
-    where shape and dtype are alike."""
+    """A tensor that differs: its form in each checkpoint, and the largest absolute difference of a value if
+    shape and dtype are the same."""
 
     name: str
     here: str
@@ -228,7 +228,7 @@ class TensorDifference:
 @dataclass(frozen=True)
 class Differences:
     """All differences between two checkpoints. `position`: keys with both values; `config`: lines of a
-    diff."""
+    unified diff; `compared`: number of tensors compared."""
 
     position: Mapping[str, tuple[object, object]]
     config: tuple[str, ...]
@@ -237,30 +237,30 @@ class Differences:
     same: bool
 
 
-def compare_checkpoints(one: Path, other: Path) -> Differences:
-    """Compare two checkpoints, of which every byte is verified first; in memory is one pair of tensors at a
-    time. The number of processes and the random state are not compared. Raises CheckpointError."""
-    here, there = verify_alone(one), verify_alone(other)
+def compare_checkpoints(first: Path, second: Path) -> Differences:
+    """Verify and compare two checkpoints, with one pair of tensors in memory at a time. The number of
+    processes and the random state are not compared. Raises CheckpointError."""
+    manifest_1, manifest_2 = verify_alone(first), verify_alone(second)
     position = {
-        key: (value, getattr(there.position, key))
-        for key, value in vars(here.position).items()
-        if value != getattr(there.position, key) and key != "world_size"
+        key: (value, getattr(manifest_2.position, key))
+        for key, value in vars(manifest_1.position).items()
+        if value != getattr(manifest_2.position, key) and key != "world_size"
     }
-    names = [name for name in {**here.tensors, **there.tensors} if not name.startswith(RANDOM)]
+    names = [name for name in {**manifest_1.tensors, **manifest_2.tensors} if not name.startswith(RANDOM)]
     opened = [
         (checkpoint, manifest, open_reader(checkpoint, manifest))
-        for checkpoint, manifest in ((one, here), (other, there))
+        for checkpoint, manifest in ((first, manifest_1), (second, manifest_2))
     ]
-    found = tuple(each for name in names if (each := _compare(name, *opened)))
+    tensors = tuple(difference for name in names if (difference := _compare(name, *opened)))
     config = tuple(
-        difflib.unified_diff(_lines(one), _lines(other), "config.yaml", "config.yaml", lineterm="", n=0)
+        difflib.unified_diff(_lines(first), _lines(second), "config.yaml", "config.yaml", lineterm="", n=0)
     )
-    return Differences(position, config, found, len(names), not (position or config or found))
+    return Differences(position, config, tensors, len(names), not (position or config or tensors))
 
 
 def difference_text(differences: Differences) -> str:
-    """For people: the position, the config's lines, and the tensors that differ, the first 40 of them."""
-    lines = [f"{key}: {here} | {there}" for key, (here, there) in differences.position.items()]
+    """Format the differences: the position, the config's lines, and the first 40 tensors that differ."""
+    lines = [f"{key}: {value_1} | {value_2}" for key, (value_1, value_2) in differences.position.items()]
     lines += [line for line in differences.config if line[:1] in "+-" and not line.startswith(("+++", "---"))]
     rows = [
         (t.name, t.here, t.there, "" if t.largest is None else f"{t.largest:.3g}")
@@ -272,17 +272,17 @@ def difference_text(differences: Differences) -> str:
     return "\n".join([*lines, table, f"{len(rows)} of {differences.compared} tensors differ"])
 
 
-def _compare(name: str, one: _Opened, other: _Opened) -> TensorDifference | None:
-    here, there = one[1].tensors.get(name), other[1].tensors.get(name)
-    if here is None or there is None or here != there:
-        return TensorDifference(name, str(here or "missing"), str(there or "missing"), None)
+def _compare(name: str, first: _Opened, second: _Opened) -> TensorDifference | None:
+    saved_1, saved_2 = first[1].tensors.get(name), second[1].tensors.get(name)
+    if saved_1 is None or saved_2 is None or saved_1 != saved_2:
+        return TensorDifference(name, str(saved_1 or "missing"), str(saved_2 or "missing"), None)
     a, b = (
         read_whole(checkpoint, manifest, [name], reader)[name]
-        for checkpoint, manifest, reader in (one, other)
+        for checkpoint, manifest, reader in (first, second)
     )
     if torch.equal(a, b):
         return None
-    return TensorDifference(name, str(here), str(there), (a.double() - b.double()).abs().max().item())
+    return TensorDifference(name, str(saved_1), str(saved_2), (a.double() - b.double()).abs().max().item())
 
 
 def _lines(checkpoint: Path) -> list[str]:

@@ -1,1 +1,1 @@
-"""Checkpoints that are whole and verified, or not there."""
+"""Checkpoints: sharded saves, an atomic commit, verification and loading."""

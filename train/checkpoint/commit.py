@@ -1,9 +1,9 @@
-"""Where checkpoints lie and when one counts: the folder's names, the commit, and what is deleted.
+"""Checkpoint folders: their names, the atomic commit, retention, and damaged checkpoints.
 
-`step-00000100` is committed: it has appeared by one rename and nothing writes into it again.
-`.step-00000100.partial` is being written, `.step-00000100.old` is being deleted: neither counts, and the next
-save removes what is left of them. `damaged-step-00000100` was passed over at a resume, and stays until
-somebody deletes it.
+`step-00000100` is committed: one rename created it, and nothing writes into it afterwards.
+`.step-00000100.partial` is being written and `.step-00000100.old` is being deleted: neither counts, and the
+next save removes leftovers of both. `damaged-step-00000100` failed verification at a resume; it stays until
+the user deletes it.
 """
 
 import os
@@ -21,68 +21,73 @@ _STEP = re.compile(r"step-(\d{8,18})")
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Return the step in a checkpoint's folder name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """What counts as a checkpoint of a run, oldest first: by its name alone, so that one that has lost its
-    manifest is found to be damaged, not overlooked. Raises CheckpointError if the folder is there and cannot
-    be read."""
+    """Return the committed checkpoints of a run, oldest first.
+
+    Only folder names count, so that a checkpoint that lost its manifest is reported as damaged and not
+    skipped. Raises CheckpointError if the folder exists but cannot be read.
+    """
     try:
-        found = [folder / name for name in os.listdir(folder) if _STEP.fullmatch(name)]
+        checkpoints = [folder / name for name in os.listdir(folder) if _STEP.fullmatch(name)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be read ({error.strerror}), so nobody knows whether there are checkpoints in "
-            "it: mend it, or use another run.dir"
+            f"{folder} cannot be read ({error.strerror}), so its checkpoints cannot be listed: fix the "
+            "folder, or use another run.dir"
         ) from None
-    return sorted(found, key=step_of)
+    return sorted(checkpoints, key=step_of)
 
 
 def refuse_newer(folder: Path, start_step: int, own: bool) -> None:
-    """CheckpointError if the run's folder holds another training's checkpoints, which the next start would
-    take for this one's, and retention would delete: those beyond where this run starts, and unless it is the
-    folder's own training (`own`: started under auto, or from a checkpoint that lies in the folder) any."""
+    """Raise CheckpointError if the run's folder contains checkpoints of another training.
+
+    The next start would resume from them, and retention would delete them. Checkpoints newer than
+    `start_step` are refused; unless `own` (the run resumes with auto, or from a checkpoint in this folder),
+    all are refused.
+    """
     others = [path.name for path in list_checkpoints(folder) if not own or step_of(path) > start_step]
     if others:
         which = (
-            f"newer than step {start_step} where this run starts"
+            f"newer than this run's start at step {start_step}"
             if own
-            else "from none of which this run goes on"
+            else "which this run does not resume from"
         )
         raise CheckpointError(
-            f"{folder} holds {', '.join(others[-3:])}, {which}: --checkpoint.resume=auto goes on from the "
-            "newest of them, another run.dir leaves them as they are"
+            f"{folder} contains {', '.join(others[-3:])}, {which}: use --checkpoint.resume=auto to resume "
+            "from the newest, or another run.dir to leave them unchanged"
         )
 
 
 def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
-    """An empty folder to write a step's checkpoint into. SaveError if there is no room for `needed_bytes`."""
+    """Create an empty folder for a step's checkpoint and return it. Raises SaveError, also if the disk has
+    less than `needed_bytes` free."""
     final = folder / step_name(step)
     partial = folder / f".{final.name}.partial"
     try:
-        _make_lasting(folder)
-        for leftover in folder.glob(".step-*"):  # of a save or a deletion that was cut short
-            # Only the name that is needed now must be free: there is no harm in others, such as those that
-            # NFS keeps open.
+        _make_durable_folder(folder)
+        for leftover in folder.glob(".step-*"):  # of an interrupted save or deletion
+            # Only `partial` must be removed; other leftovers do no harm, such as files that NFS keeps open.
             with suppress(*(() if leftover == partial else (OSError,))):
                 _remove(leftover)
         disk = shutil.disk_usage(folder)
-        if disk.total and disk.free < needed_bytes:  # some file systems in user space say 0 of everything
+        if disk.total and disk.free < needed_bytes:  # some FUSE file systems report 0 for everything
             raise SaveError(
-                f"the checkpoint of step {step} needs {_size(needed_bytes)}, {folder} has {_size(disk.free)} "
-                "free: make room, or lower checkpoint.keep"
+                f"the checkpoint of step {step} needs {_size(needed_bytes)}, but {folder} has "
+                f"{_size(disk.free)} free: free disk space, or lower checkpoint.keep"
             )
         if final.exists():
             raise SaveError(
-                f"{final} is there already, and nothing writes into a committed checkpoint: move it away"
+                f"{final} already exists, and a committed checkpoint is never overwritten: move it away"
             )
         partial.mkdir()
     except OSError as error:
@@ -93,14 +98,14 @@ def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
 
 
 def commit(partial: Path, manifest: CheckpointManifest) -> Path:
-    """Give what lies in `partial` its manifest, and by one rename the name under which it counts, safe
-    against a loss of power. Raises SaveError, also where a file that the manifest names did not arrive."""
+    """Write the manifest into `partial` and rename the folder to its committed name, safe against a loss of
+    power. Raises SaveError, also if a file in the manifest is missing or incomplete."""
     final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
     absent = [name for name, file in manifest.files.items() if _size_of(partial / name) != file.size_bytes]
     if absent:
         raise SaveError(
-            f"{', '.join(absent[:3])} did not arrive in {partial.parent}: it must be one folder, shared by "
-            "all nodes"
+            f"{', '.join(absent[:3])}: missing or incomplete in {partial.parent}, which must be one folder, "
+            "shared by all nodes"
         )
     try:
         write_synced(partial / MANIFEST, manifest_to_text(manifest))
@@ -113,36 +118,39 @@ def commit(partial: Path, manifest: CheckpointManifest) -> Path:
 
 
 def abandon(folder: Path, step: int) -> None:
-    """Remove what a failed save has written."""
+    """Remove the partial folder of a failed save."""
     shutil.rmtree(folder / f".{step_name(step)}.partial", ignore_errors=True)
 
 
 def make_retained(steps: list[int], keep: int, keep_every: int) -> set[int]:
-    """Which of the committed steps, oldest first, stay: the newest `keep` (0: all), and those that
-    `keep_every` divides."""
+    """Return the steps that retention keeps, of the committed ones (oldest first): the newest `keep` (0:
+    all), and the multiples of `keep_every` (0: none)."""
     newest = steps[-keep:] if keep else steps
     return {*newest, *(step for step in steps if keep_every and step % keep_every == 0)}
 
 
 def delete_others(folder: Path, keep: int, keep_every: int) -> None:
-    """Delete what `make_retained` does not keep; called after a commit, never before. A checkpoint that
-    cannot be deleted stays for the next time: there is no harm in it."""
+    """Delete the checkpoints that `make_retained` does not keep. Called after a commit, never before.
+
+    A checkpoint that cannot be deleted stays until the next call.
+    """
     try:
-        found = {step_of(path): path for path in list_checkpoints(folder)}
+        checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
     except CheckpointError:
         return
-    for step in found.keys() - make_retained(list(found), keep, keep_every):
-        # a name that does not count, should this be cut short
-        hidden = found[step].with_name(f".{found[step].name}.old")
+    for step in checkpoints.keys() - make_retained(list(checkpoints), keep, keep_every):
+        # renamed first: an interrupted deletion must not leave a damaged checkpoint
+        hidden = checkpoints[step].with_name(f".{checkpoints[step].name}.old")
         try:
-            os.rename(found[step], hidden)
+            os.rename(checkpoints[step], hidden)
         except OSError:
             continue
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def put_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that does not verify, so that it no longer counts; nothing of it is deleted."""
+    """Rename a damaged checkpoint so that it no longer counts, and return its new path. Nothing is deleted.
+    Raises CheckpointError."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     for number in range(2, 10_000):
         if not aside.exists():
@@ -158,7 +166,7 @@ def put_aside(checkpoint: Path) -> Path:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a small file and wait until the disk has it."""
+    """Write a small new file and wait until it is on disk."""
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -166,8 +174,8 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def _sync_parent(final: Path, partial: Path) -> None:
-    """Make the rename last. Where the disk refuses that, take it back: a save that has failed leaves nothing
-    that counts."""
+    """Sync the rename to disk. On an error undo the rename, because a failed save must leave no committed
+    checkpoint."""
     try:
         flush_folder(final.parent)
     except OSError:
@@ -175,13 +183,13 @@ def _sync_parent(final: Path, partial: Path) -> None:
         raise
 
 
-def _make_lasting(folder: Path) -> None:
-    """Make a folder that is not there, and have the disk keep its name, and those of the folders above that
-    are as new: the run's, which is made just before, too."""
+def _make_durable_folder(folder: Path) -> None:
+    """Create a folder, and sync to disk the names of all new folders and of the first existing one above them
+    (the run's folder, which was created just before)."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in (*made, made[-1].parent) if made else ():
-        with suppress(PermissionError):  # somebody else's folder, which we may pass through and not open
+        with suppress(PermissionError):  # another user's folder, which we may traverse but not open
             flush_folder(path.parent)
 
 

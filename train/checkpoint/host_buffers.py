@@ -1,5 +1,4 @@
-"""Host memory for the copies that a save is written from: whether all machines have enough for their
-ranks."""
+"""Host memory for the copies that saves are written from: whether every machine has enough for its ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,14 @@ from meshwright.parallel.memory_breakdown import GIB
 
 
 @dataclass(frozen=True)
-class RoomAsked:
-    """What one rank asks for. `machine`: a number that the ranks of a machine share; `left_bytes`: what that
-    machine had left, for all its ranks together, before any of them took its part."""
+class HostMemoryRequest:
+    """The host memory that one rank requests.
+
+    Args:
+        machine: a number shared by the ranks of a machine
+        needed_bytes: bytes of this rank's copies
+        left_bytes: bytes free on the machine, before any of its ranks allocated its copies
+    """
 
     machine: int
     needed_bytes: int
@@ -20,30 +24,30 @@ class RoomAsked:
 
 
 def copy_bytes(tensors: Iterable[Tensor]) -> int:
-    """Host memory that copies take: those of a GPU's tensors are pinned, and torch's allocator of pinned
-    memory rounds each up to a power of two (ATen/core/CachingHostAllocator.h)."""
+    """Return the host memory that copies of the tensors take. Copies of GPU tensors are pinned, and torch's
+    allocator of pinned memory rounds each up to a power of two (ATen/core/CachingHostAllocator.h)."""
     return sum(
         tensor.nbytes if tensor.device.type == "cpu" else round_up(tensor.nbytes) for tensor in tensors
     )
 
 
 def round_up(size_bytes: int) -> int:
-    """To a power of two."""
+    """Return the size rounded up to a power of two; 0 stays 0."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
-def describe_missing(asked: Sequence[RoomAsked]) -> str:
-    """What the machine with the greatest want has and needs, in words; "" where every machine has enough."""
-    machines: dict[int, list[RoomAsked]] = {}
-    for one in asked:
-        machines.setdefault(one.machine, []).append(one)
-    needs = {machine: sum(one.needed_bytes for one in ranks) for machine, ranks in machines.items()}
-    left = {machine: min(one.left_bytes for one in ranks) for machine, ranks in machines.items()}
+def describe_missing(requests: Sequence[HostMemoryRequest]) -> str:
+    """Describe the machine with the largest shortage of host memory; "" if every machine has enough."""
+    machines: dict[int, list[HostMemoryRequest]] = {}
+    for request in requests:
+        machines.setdefault(request.machine, []).append(request)
+    needs = {machine: sum(request.needed_bytes for request in ranks) for machine, ranks in machines.items()}
+    left = {machine: min(request.left_bytes for request in ranks) for machine, ranks in machines.items()}
     worst = max(needs, key=lambda machine: needs[machine] - left[machine])
     if (missing := needs[worst] - left[worst]) <= 0:
         return ""
     return (
         f"copies of the training state need {needs[worst] / GIB:.2f} GiB of host memory on the machine of "
-        f"rank {worst}, for {len(machines[worst])} processes; {left[worst] / GIB:.2f} GiB are left there, "
+        f"rank {worst}, for {len(machines[worst])} processes; {left[worst] / GIB:.2f} GiB are free there, "
         f"{missing / GIB:.2f} GiB are missing"
     )

@@ -1,8 +1,8 @@
-"""`checkpoint.init_from`: a run that starts at step 0 from weights that are already there.
+"""`checkpoint.init_from`: start a run at step 0 from existing weights.
 
-They are a Hugging Face folder or one of our checkpoints, of which the optimizer's state and the position are
-left. Each rank reads the slices of its own shards straight into them, converted to the parameters' dtype: no
-rank holds the model, nor sends any of it to another.
+The weights are a Hugging Face folder or one of our checkpoints, without its optimizer state and position.
+Each rank reads the slices of its own shards directly into its parameters, converted to their dtype: no rank
+holds the full model or sends weights to another.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ from meshwright.train.config_parser import load_config
 from meshwright.train.errors import CheckpointError, ConfigError
 from meshwright.train.files import user_path
 
-PREFIX = "model."  # of the weights, among everything else that a checkpoint of ours holds
+PREFIX = "model."  # of the weights' names in our checkpoints
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a model's weights are: the files, and each parameter's name in them by our fqn; and the
-    checkpoint of ours that they are, if they are one."""
+    """The files that contain a model's weights, each parameter's name in them by our fqn, and our checkpoint
+    if the files belong to one."""
 
     files: tuple[Path, ...]
     names: dict[str, str]
@@ -39,9 +39,11 @@ class Weights:
 
 
 def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | None) -> Weights | None:
-    """The weights that `checkpoint.init_from` means, checked against the model by name and shape; None
-    without it, or where the run goes on from a checkpoint of its own. Raises CheckpointError and
-    ConfigError."""
+    """Return the weights that `checkpoint.init_from` names, checked against the model by name and shape.
+
+    Returns None without init_from, or if the run resumes from its own checkpoint. Raises CheckpointError and
+    ConfigError.
+    """
     if init_from is None or resume_from:
         return None
     path = user_path(init_from, "checkpoint.init_from", CheckpointError)
@@ -58,17 +60,17 @@ def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | 
 
 
 def say_start(init_from: str | None, resume_from: Path | None) -> list[str]:
-    """Which weights the run starts with, if that is a question, in a line."""
+    """Return the log line that names the initial weights; nothing without init_from."""
     if init_from is None:
         return []
     if resume_from:
-        return [f"weights: checkpoint.init_from is not read, since the run goes on from {resume_from}"]
+        return [f"weights: checkpoint.init_from is not read, because the run resumes from {resume_from}"]
     return [f"weights: from {init_from}, with a new optimizer at step 0"]
 
 
 def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:
-    """Read each rank's slices into its parameters, in place, on whatever mesh they are; all ranks call it.
-    Raises CheckpointError if they are of a checkpoint that does not verify."""
+    """Read each rank's slices into its parameters, in place, on any mesh; all ranks call it. Raises
+    CheckpointError if the weights belong to a checkpoint that fails verification."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if weights.checkpoint:
@@ -80,7 +82,8 @@ def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full"
 
 
 def check_folder(folder: HfFolder) -> None:
-    """CheckpointError if the tensors of a Hugging Face folder are not those that its config.json says."""
+    """Raise CheckpointError unless a Hugging Face folder contains exactly the tensors that its config.json
+    implies, in dtypes that we read."""
     saved = {
         name: t.shape
         for name, t in folder.tensors.items()
@@ -88,18 +91,18 @@ def check_folder(folder: HfFolder) -> None:
     }
     names = {hf_name(fqn): shape for fqn, shape in weight_shapes(folder.config).items()}
     _check_tensors(folder.path, names, saved)
-    odd = [
+    unsupported = [
         f"{name} ({folder.tensors[name].dtype})" for name in names if folder.tensors[name].dtype not in DTYPES
     ]
-    if odd:
+    if unsupported:
         raise CheckpointError(
-            f"{folder.path}: {first_of(odd)} is stored in a dtype that we do not read (only "
+            f"{folder.path}: {first_of(unsupported)} is stored in an unsupported dtype (supported: "
             f"{', '.join(DTYPES)}): save the model without quantization"
         )
 
 
 def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter by fqn; a tied weight once. Nothing is allocated."""
+    """Return each parameter's shape by fqn, a tied weight once. Allocates nothing."""
     with torch.device("meta"):
         model = Llama(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -122,7 +125,7 @@ def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
         path, find_damage(path, manifest, "full", [name for name in manifest.files if name == "config.yaml"])
     )
     if not (path / "config.yaml").is_file():
-        raise CheckpointError(f"{path} has no config.yaml, so its model is not known: use another checkpoint")
+        raise CheckpointError(f"{path} has no config.yaml, so its model is unknown: use another checkpoint")
     way_out = f"use the model section of {path}/config.yaml"
     _check_config(f"{path}/config.yaml", load_config(path / "config.yaml").model, model, way_out)
     names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
@@ -137,12 +140,12 @@ def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
 
 
 def _check_config(where: str, theirs: LlamaConfig, ours: LlamaConfig, way_out: str) -> None:
-    """ConfigError with every key of the model that differs. Fewer positions are no difference: the weights do
-    not know."""
+    """Raise ConfigError with every model key that differs. A smaller max_seq_len is allowed, because the
+    weights do not depend on it."""
     different = [
-        f"model.{key}={mine}, there {other}"
-        for key, mine, other in different_keys(ours, theirs)
-        if key != "max_seq_len" or mine > other
+        f"model.{key}={mine} (saved: {saved})"
+        for key, mine, saved in different_keys(ours, theirs)
+        if key != "max_seq_len" or mine > saved
     ]
     if different:
         raise ConfigError(
@@ -153,7 +156,7 @@ def _check_config(where: str, theirs: LlamaConfig, ours: LlamaConfig, way_out: s
 def _check_tensors(
     path: Path, wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """CheckpointError if names or shapes differ."""
+    """Raise CheckpointError if names or shapes differ."""
     shapes = [
         f"{name} is {saved[name]}, not {wanted[name]}"
         for name in wanted.keys() & saved.keys()
@@ -162,8 +165,8 @@ def _check_tensors(
     kinds = {
         "missing": wanted.keys() - saved.keys(),
         "unexpected": saved.keys() - wanted.keys(),
-        "of another shape": shapes,
+        "with another shape": shapes,
     }
     problems = [f"{kind}: {first_of(sorted(names))}" for kind, names in kinds.items() if names]
     if problems:
-        raise CheckpointError(f"{path} does not hold the weights of its config. {'. '.join(problems)}")
+        raise CheckpointError(f"{path} does not contain the weights of its config. {'. '.join(problems)}")

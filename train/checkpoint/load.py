@@ -1,5 +1,5 @@
-"""Where a run resumes: the checkpoint that `checkpoint.resume` means, verified by all ranks, and read into a
-model and its optimizer on whatever mesh they are."""
+"""Resuming: choose the checkpoint that `checkpoint.resume` names, verify it on all ranks, and read it into a
+model and optimizer on any mesh."""
 
 import warnings
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import CheckpointError, UnreadableError
 from meshwright.train.files import user_path
 
-# what torch's reader raises
+# errors that torch's reader raises
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, AssertionError, CheckpointException)
 
 
@@ -35,8 +35,8 @@ def load_checkpoint(
     """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call
     it.
 
-    The random state comes back where as many ranks load as saved. Raises CheckpointError if names, shapes or
-    dtypes differ.
+    The random state is restored only if as many ranks load as saved. Raises CheckpointError if names, shapes
+    or dtypes differ.
     """
     tensors = training_tensors(model, optimizer)
     saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith("random.")}
@@ -44,22 +44,23 @@ def load_checkpoint(
     same_size = manifest.position.world_size == dist.get_world_size()
     random = {name: state for name, state in random_state().items() if same_size and name in manifest.tensors}
     read_tensors(checkpoint, manifest, {**tensors, **random})
-    _count_steps_alike(optimizer)
+    _equalize_step_counts(optimizer)
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
 
 
-def _count_steps_alike(optimizer: torch.optim.Optimizer) -> None:
-    """Every parameter has made as many steps as the others. Checkpoints made before 23 November 2026 with
-    bfloat16 moments or parameters may say fewer for some: what was counted by a rank that had no row of
-    them."""
+def _equalize_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Set every parameter's step count to the largest one. Checkpoints made before 23 November 2026 with
+    bfloat16 moments or parameters may contain smaller counts for some parameters: those of a rank that had no
+    row of them."""
     steps = [state["step"] for state in optimizer.state.values()]
     if steps:
         torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
 
 
 def open_reader(checkpoint: Path, manifest: CheckpointManifest) -> FilesReader:
-    """What reads the files of all ranks; their headers are read now, once. Raises CheckpointError."""
+    """Return a reader for the files of all ranks. Their headers are read now, once. Raises
+    CheckpointError."""
     try:
         return FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
     except UNREADABLE as error:
@@ -73,9 +74,17 @@ def read_tensors(
     alone: bool = False,
     reader: FilesReader | None = None,
 ) -> None:
-    """Read saved tensors by name into tensors of the same shape and dtype, whole or sharded. `alone`: in this
-    process, without the other ranks. `reader`: an open one, for who reads several times. Raises
-    CheckpointError."""
+    """Read saved tensors by name into tensors of the same full shape and dtype, sharded or not.
+
+    Args:
+        checkpoint: the checkpoint's folder
+        manifest: its verified manifest
+        into: the tensors to fill, by saved name
+        alone: read in this process, without the other ranks
+        reader: an open reader, for callers that read several times
+
+    Raises CheckpointError.
+    """
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = reader or open_reader(checkpoint, manifest)
@@ -89,7 +98,7 @@ def read_tensors(
     try:
         with warnings.catch_warnings():
             if alone:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as was asked for
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as requested
             load(dict[str, Any](into), storage_reader=reader, no_dist=alone)
     except UNREADABLE as error:
         raise _unreadable(checkpoint, error) from None
@@ -100,41 +109,41 @@ def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
 
 
 def refuse_different(
-    checkpoint: Path, here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]
+    checkpoint: Path, current: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]
 ) -> None:
-    """CheckpointError with the first differences of names, shapes and dtypes, if there are any."""
+    """Raise CheckpointError with the first differences of names, shapes and dtypes, if there are any."""
     different = [
-        f"{name}: here {here.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
-        for name in sorted(here.keys() | saved.keys())
-        if here.get(name) != saved.get(name)
+        f"{name}: {current.get(name, 'missing')} in this run, saved {saved.get(name, 'missing')}"
+        for name in sorted(current.keys() | saved.keys())
+        if current.get(name) != saved.get(name)
     ]
     if different:
-        what = _dtype_keys(here, saved) or "another model"
+        difference = _dtype_keys(current, saved) or "another model"
         raise CheckpointError(
-            f"{checkpoint} is of {what}: {first_of(different, '; ')}. Use its config, another "
-            "run.dir, or for its weights alone checkpoint.init_from"
+            f"{checkpoint} was saved with {difference}: {first_of(different, '; ')}. Use its config or "
+            "another run.dir; checkpoint.init_from reads only its weights"
         )
 
 
-def _dtype_keys(here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> str:
-    """The keys that make the difference, where it is one of dtypes alone; else nothing."""
-    if {name: tensor.shape for name, tensor in here.items()} != {
+def _dtype_keys(current: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> str:
+    """Return the saved values of the config keys that differ if only dtypes differ, otherwise ""."""
+    if {name: tensor.shape for name, tensor in current.items()} != {
         name: tensor.shape for name, tensor in saved.items()
     }:
         return ""
     keys = {"model.": "parallel.storage_dtype", "optim.": "optim.state_dtype"}
-    found = {
+    settings = {
         f"{key}={saved[name].dtype}"
-        for name in here
+        for name in current
         for prefix, key in keys.items()
-        if name.startswith(prefix) and here[name].dtype != saved[name].dtype
+        if name.startswith(prefix) and current[name].dtype != saved[name].dtype
     }
-    return " and ".join(sorted(found))
+    return " and ".join(sorted(settings))
 
 
 @dataclass(frozen=True)
 class Start:
-    """A verified checkpoint to go on from, and lines that say what was passed over on the way to it."""
+    """The verified checkpoint to resume from, and log lines about the checkpoints that were skipped."""
 
     checkpoint: Path | None = None
     manifest: CheckpointManifest | None = None
@@ -142,16 +151,16 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Steps that are done already."""
+        """The number of steps already done."""
         return self.manifest.position.step if self.manifest else 0
 
 
 def find_start(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
-    """The checkpoint to resume from, none of whose successors in `folder` another training may have written.
-    Every rank calls it, and all find the same.
+    """Return the checkpoint to resume from, and refuse a `folder` with checkpoints of another training. Every
+    rank calls it and gets the same result.
 
-    After a restart by torchrun or Slurm it is what the run has committed itself by then, if anything,
-    whatever `checkpoint.resume` names. Raises CheckpointError, also as `find_checkpoint` does.
+    After a restart by torchrun or Slurm, checkpoints that the run has committed take precedence over
+    `checkpoint.resume`. Raises CheckpointError, also as `find_checkpoint` does.
     """
     resume = config.resume
     if ranks.restarts and broadcast_from_rank0(ranks, lambda: bool(list_checkpoints(folder))):
@@ -163,12 +172,12 @@ def find_start(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start
 
 
 def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
-    """The checkpoint that `checkpoint.resume` means; every rank calls it, and all find the same.
+    """Return the checkpoint that `checkpoint.resume` names; every rank calls it and gets the same result.
 
-    Under `auto` it is the newest in `folder` that verifies; those passed over are renamed, so that they no
-    longer count. Raises CheckpointError if one is named that is not there or does not verify, and if there
-    are some of which none verifies: never a silent start from step 0. UnreadableError if one cannot be read
-    now: it may be whole, and is not passed over.
+    `auto` takes the newest checkpoint in `folder` that verifies, and renames the damaged ones after it, so
+    that they no longer count. Raises CheckpointError if a named checkpoint is missing or damaged, and if
+    checkpoints exist but none verifies: a run never silently starts from step 0. Raises UnreadableError if a
+    checkpoint cannot be read: it may be intact, so it is not skipped.
     """
     if config.resume == "none":
         return Start()
@@ -176,8 +185,8 @@ def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> 
         path = user_path(config.resume, "checkpoint.resume", CheckpointError)
         return Start(path, _verify_named(config, path))
     damaged: list[tuple[Path, str]] = []
-    found = broadcast_from_rank0(ranks, lambda: list_checkpoints(folder))
-    for path in reversed(found):
+    checkpoints = broadcast_from_rank0(ranks, lambda: list_checkpoints(folder))
+    for path in reversed(checkpoints):
         try:
             manifest = verify_together(path, config.verify)
         except UnreadableError:
@@ -185,15 +194,15 @@ def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> 
         except CheckpointError as error:
             damaged.append((path, str(error)))
             continue
-        aside = broadcast_from_rank0(ranks, lambda: [put_aside(one) for one, _ in damaged])
-        said = [
-            f"checkpoint: passed over: {why}. It is now {new}"
-            for (_, why), new in zip(damaged, aside, strict=True)
+        renamed = broadcast_from_rank0(ranks, lambda: [put_aside(skipped) for skipped, _ in damaged])
+        lines = [
+            f"checkpoint: skipped: {why}. Renamed to {new}"
+            for (_, why), new in zip(damaged, renamed, strict=True)
         ]
-        return Start(path, manifest, tuple(said))
+        return Start(path, manifest, tuple(lines))
     if damaged:
         raise CheckpointError(
-            f"none of the {len(damaged)} checkpoints in {folder} verifies: {damaged[0][1]}. Mend or delete "
+            f"none of the {len(damaged)} checkpoints in {folder} verifies: {damaged[0][1]}. Fix or delete "
             "them, or use another run.dir"
         )
     return Start()

@@ -1,7 +1,9 @@
-"""A save: copied while the training waits, written and committed beside it by a thread on every rank.
+"""Asynchronous saves: state is copied to host memory while training waits, then a background thread on each
+rank writes and commits it.
 
-The threads of all ranks agree over a process group of their own: rank 0 makes room, everybody writes and
-hashes a file, rank 0 commits. Either the checkpoint is there on the word of every rank, or nothing of it is.
+The threads agree over a separate process group: rank 0 prepares the folder, every rank writes and hashes its
+file, and rank 0 commits. A checkpoint is committed only if all ranks succeed; otherwise nothing of it
+remains.
 """
 
 import queue
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.checkpoint.commit import abandon, begin_save, commit, delete_others, write_synced
-from meshwright.train.checkpoint.host_buffers import RoomAsked, copy_bytes, describe_missing
+from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_bytes, describe_missing
 from meshwright.train.checkpoint.manifest import (
     CheckpointManifest,
     SavedFile,
@@ -42,13 +44,13 @@ from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import ConfigError, SaveError
 from meshwright.train.memory import free_host_bytes
 
-_MANIFEST_BYTES = 2**20  # of room asked for beyond the ranks' files: manifest, config and plan
+_MANIFEST_BYTES = 2**20  # disk space for manifest, config and plan, in addition to the ranks' files
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save: the checkpoint, or the `error` that left nothing of it; and seconds, those for
-    which the training stood still and those until it was committed."""
+    """The result of a save: the checkpoint's `path`, or the `error` after which nothing of it remains;
+    `stall_s`: seconds that training waited; `total_s`: seconds until the commit or the failure."""
 
     step: int
     path: Path | None
@@ -59,8 +61,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Job:
-    """A save under way. `limits`: least and largest value of each of this rank's parts, in the order of
-    `shards`; `problem`: why there are none."""
+    """A save in progress. `limits`: minimum and maximum of each of this rank's shards, in the order of
+    `shards`; `problem`: why there are no shards."""
 
     position: TrainPosition
     shards: dict[str, TensorShard]
@@ -73,8 +75,8 @@ class _Job:
 
 
 class CheckpointSaver:
-    """Saves a run's model, optimizer and random state into `folder`, with some `texts` beside them, by file
-    name. Every rank makes one, and calls it at the same steps; a save never overlaps the one before."""
+    """Saves a run's model, optimizer and random state into `folder`, together with `texts` by file name.
+    Every rank creates one and calls it at the same steps; saves never overlap."""
 
     def __init__(
         self,
@@ -87,32 +89,33 @@ class CheckpointSaver:
         host_bytes: Callable[[], int] = free_host_bytes,
         machine: int = 0,
     ) -> None:
-        """`host_bytes`: how much host memory this machine has left; `machine`: a number that the ranks on it
-        share."""
+        """`host_bytes` returns the free host memory of this machine; `machine` is a number shared by its
+        ranks."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
         self._host_bytes, self._machine = host_bytes, machine
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
-        # Writing takes its time; a rank that is gone is an error at once, one that is stuck is the
-        # watchdog's.
+        # The timeout is long because writing may be slow. A dead rank is an error immediately, and the
+        # watchdog handles a hang.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        # Of the whole model: what is alike on all ranks, of which one may have nothing to write but its
-        # random state.
+        # Decided by the full model, so that all ranks agree: a rank may have only its random state to write.
         self._on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-        self._room = False  # whether all machines have enough host memory for the copies, as far as was asked
+        self._enough_memory = False  # whether all machines were found to have enough for the copies
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         self._asynchronous = config.asynchronous
-        self.failed = ""  # why the last save has failed
-        self.cut_off = ""  # why the ranks no longer hear each other: nothing is saved from then on
+        self.failed = ""  # why the last save failed
+        self.cut_off = ""  # why the ranks can no longer communicate: all later saves fail
 
     def save(self, position: TrainPosition) -> None:
-        """Start a save; with `checkpoint.asynchronous` training may go on at once, as soon as the copy is
-        made. It fails at once, with the same words, after one that was cut off: who knows which of its
-        messages are still on their way."""
+        """Start a save. With `checkpoint.asynchronous`, training may continue as soon as the copy is made.
+
+        After a save that was cut off every save fails immediately with the same error, because messages of
+        the failed one may still arrive.
+        """
         self.wait()
         if self.cut_off:
-            self._news.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
+            self._results.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
             return
         start_s = time.perf_counter()
         tensors, random = training_tensors(self._model, self._optimizer), random_state()
@@ -121,10 +124,10 @@ class CheckpointSaver:
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
         needed = needed_bytes(tensors, random, dist.get_world_size()) + _MANIFEST_BYTES
         try:
-            problem = self._take_room(shards)
-        except RuntimeError as failed:  # of a call to the other ranks
-            self.failed = self._was_cut_off(position.step, failed)
-            self._news.put(Saved(position.step, None, self.cut_off, 0.0, time.perf_counter() - start_s))
+            problem = self._allocate_copies(shards)
+        except RuntimeError as failed:  # of a collective
+            self.failed = self._cut_off_after(position.step, failed)
+            self._results.put(Saved(position.step, None, self.cut_off, 0.0, time.perf_counter() - start_s))
             return
         copies = {} if problem else self._copy(shards)
         job = _Job(
@@ -136,23 +139,25 @@ class CheckpointSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save under way has been committed, or has failed."""
+        """Wait until the save in progress is committed or has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def poll(self) -> list[Saved]:
-        """What has become of saves since the last call."""
-        return [self._news.get() for _ in range(self._news.qsize())]
+        """Return the results of saves since the last call."""
+        return [self._results.get() for _ in range(self._results.qsize())]
 
     def make_room(self) -> str:
-        """On GPUs take the host memory for the copies, which saves need, already now; every rank calls it.
-        Returns why there is not enough, the same on all ranks, or "". On a CPU nothing is taken ahead:
-        without room the training waits for saves."""
+        """Allocate the host memory for copies of GPU state before the first save; every rank calls it.
+
+        Returns the shortage, the same text on all ranks, or "". On a CPU nothing is allocated in advance:
+        with too little memory, training waits for saves.
+        """
         if self._on_cpu:
             return ""
         shards = self._own_shards(training_tensors(self._model, self._optimizer), random_state())
-        return next(filter(None, gather_from_all(self._take_room(shards), self._group)), "")
+        return next(filter(None, gather_from_all(self._allocate_copies(shards), self._group)), "")
 
     def _own_shards(
         self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
@@ -160,35 +165,37 @@ class CheckpointSaver:
         states = {name: TensorShard(state, (0,) * state.dim()) for name, state in random.items()}
         return own_shards(tensors, self._mesh) | states
 
-    def _take_room(self, shards: Mapping[str, TensorShard]) -> str:
-        """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits
-        instead."""
+    def _allocate_copies(self, shards: Mapping[str, TensorShard]) -> str:
+        """Allocate memory for the copies and keep it for later saves. Returns why that is impossible, or "".
+        On a CPU with too little memory, saves become synchronous instead."""
         if self._on_cpu and not self._config.asynchronous:
             return ""
         values = {name: shard.values for name, shard in shards.items()}
-        if not self._room and (missing := self._ask_room(values.values())):
+        if not self._enough_memory and (missing := self._describe_shortage(values.values())):
             self._asynchronous = self._config.asynchronous and not self._on_cpu
             return "" if self._on_cpu else missing
-        self._room, self._asynchronous = True, self._config.asynchronous
+        self._enough_memory, self._asynchronous = True, self._config.asynchronous
         try:
             self._copies = self._copies or {
                 name: torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
                 for name, value in values.items()
             }
-        except RuntimeError as error:  # as torch says that the system refuses, for whatever reason
+        except RuntimeError as error:  # torch's error if the system refuses the allocation
             return (
-                f"host memory for copies of the training state cannot be taken ({one_line(str(error), 200)})"
+                "host memory for copies of the training state cannot be allocated "
+                f"({one_line(str(error), 200)})"
             )
         return ""
 
-    def _ask_room(self, values: Iterable[Tensor]) -> str:
-        """What is missing for the copies of all ranks, or "": all of them ask, before any takes its part, and
-        hear the same."""
-        mine = RoomAsked(self._machine, copy_bytes(values), self._host_bytes())
-        return describe_missing(gather_from_all(mine, self._group))
+    def _describe_shortage(self, values: Iterable[Tensor]) -> str:
+        """Return the shortage of memory for the copies of all ranks, or "". All ranks report before any
+        allocates, and get the same result."""
+        request = HostMemoryRequest(self._machine, copy_bytes(values), self._host_bytes())
+        return describe_missing(gather_from_all(request, self._group))
 
     def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
-        """The shards in host memory, where the training does not change them, if it goes on."""
+        """Return the shards in host memory, where training cannot change them; the shards themselves if
+        training waits for the save and they are on a CPU."""
         if not self._asynchronous and self._on_cpu:
             return shards
         copied = {
@@ -205,19 +212,23 @@ class CheckpointSaver:
             path = self._write(job)
         except SaveError as failed:
             error = str(failed)
-        except Exception as failed:  # a thread has nobody to raise to: the loop hears of it through `news`
-            error = self._was_cut_off(job.position.step, failed)
+        except Exception as failed:  # the training loop gets it from `poll`
+            error = self._cut_off_after(job.position.step, failed)
         self.failed = error
         stall_s = job.stall_s if self._asynchronous else time.perf_counter() - job.start_s
-        self._news.put(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
+        self._results.put(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
 
-    def _was_cut_off(self, step: int, failed: Exception) -> str:
-        said = one_line(str(failed).strip().rpartition("\n")[2])
-        self.cut_off = f"the save of step {step} was cut off, as by the death of another process ({said})"
+    def _cut_off_after(self, step: int, failed: Exception) -> str:
+        """Set and return `cut_off` after a failed collective."""
+        message = one_line(str(failed).strip().rpartition("\n")[2])
+        self.cut_off = (
+            f"the save of step {step} was cut off, probably by the death of another process ({message})"
+        )
         return self.cut_off
 
     def _write(self, job: _Job) -> Path:
-        """Write this rank's file and take part in the commit. Raises SaveError on all ranks alike."""
+        """Write this rank's file and take part in the commit. Raises SaveError on all ranks if it fails on
+        one."""
         step, main = job.position.step, dist.get_rank() == 0
         partial = self._folder / f".step-{step:08d}.partial"
         try:
@@ -237,7 +248,7 @@ class CheckpointSaver:
             raise
 
     def _write_part(self, partial: Path, job: _Job) -> tuple[str, SavedFile, dict[str, SavedTensor]]:
-        """This rank's file. Raises SaveError if it cannot be written, or a value is not finite."""
+        """Write this rank's file. Raises SaveError if it cannot be written, or if a value is not finite."""
         if job.problem:
             raise SaveError(job.problem)
         rank = dist.get_rank()
@@ -249,7 +260,7 @@ class CheckpointSaver:
         if bad:
             raise SaveError(
                 f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''} is not finite on rank "
-                f"{rank}, and nothing that is not finite is committed"
+                f"{rank}, so the checkpoint is not committed"
             )
         name = f"rank-{rank:05d}.safetensors"
         try:
@@ -276,25 +287,27 @@ class CheckpointSaver:
         return path
 
     def _agree(self, stage: tuple[int, str], outcome: Any) -> Any:
-        """Rank 0's outcome of a stage on every rank: returned, or if it is an error raised."""
+        """Return rank 0's outcome of a stage on every rank, or raise it if it is an error."""
         box = [(stage, outcome)]
         dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        return self._unless_error(stage, *box[0])
+        return self._check_outcome(stage, *box[0])
 
     def _gather(self, stage: tuple[int, str], outcome: Any) -> list[Any]:
-        """Every rank's outcome of a stage on every rank; the first error among them is raised."""
+        """Return every rank's outcome of a stage on every rank; raise the first error among them."""
         outcomes = gather_from_all((stage, outcome), self._group)
-        return [self._unless_error(stage, *each) for each in outcomes]
+        return [self._check_outcome(stage, *each) for each in outcomes]
 
-    def _unless_error(self, stage: tuple[int, str], theirs: tuple[int, str], outcome: Any) -> Any:
-        """What a rank has sent, if it is no error and of this stage: after a call that has failed on one rank
-        alone, the ranks would take one thing for another. That is the end of saving, as if it had been cut
-        off."""
-        if theirs != stage:
-            here, there = f"{stage[1]} of step {stage[0]}", f"{theirs[1]} of step {theirs[0]}"
+    def _check_outcome(self, stage: tuple[int, str], received: tuple[int, str], outcome: Any) -> Any:
+        """Return an outcome, or raise it if it is an error.
+
+        An outcome of another stage means that a call failed on one rank only, and the ranks are out of step.
+        Saving then ends as if it had been cut off.
+        """
+        if received != stage:
+            local, remote = f"{stage[1]} of step {stage[0]}", f"{received[1]} of step {received[0]}"
             self.cut_off = (
-                f"the save of step {stage[0]} was cut off: processes are out of step ({here} here, {there} "
-                "there)"
+                f"the save of step {stage[0]} was cut off: processes are out of step ({local} on this rank, "
+                f"{remote} received)"
             )
             raise SaveError(self.cut_off)
         if isinstance(outcome, SaveError):
@@ -303,7 +316,7 @@ class CheckpointSaver:
 
 
 def _attempt(work: Any) -> Any:
-    """What the work returns, or the error it ends with: the other ranks wait to hear of either."""
+    """Return the result of the work, or the error that ended it: the other ranks wait for one of them."""
     try:
         return work()
     except SaveError as error:
@@ -313,20 +326,20 @@ def _attempt(work: Any) -> Any:
 
 
 def _limits(shards: Iterable[TensorShard]) -> Tensor:
-    """limits[shards, 2]: least and largest value of each, where they lie; both NaN where one is. One pass
-    over the memory."""
+    """Return limits[shards, 2]: minimum and maximum of each shard, on its device; both NaN if the shard
+    contains NaN. One pass over the memory."""
     limits = [limit.float() for shard in shards for limit in shard.values.aminmax()]
     return torch.stack(limits).reshape(-1, 2) if limits else torch.zeros(0, 2)
 
 
 def make_room(saver: CheckpointSaver, config: CheckpointConfig, warn: Callable[[str], None]) -> None:
-    """Have the saver of a run that saves take its host memory, before hours are trained that could not be
-    saved. Raises ConfigError where there is too little."""
+    """Allocate the saver's host memory before the first step, if the run saves. Raises ConfigError if there
+    is too little, or only warns with checkpoint.on_error=warn."""
     if not config.every or not (missing := saver.make_room()):
         return
     if config.on_error == "stop":
         raise ConfigError(
-            f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer processes "
-            "on each or more memory (of a container: its limit), or try with checkpoint.on_error=warn"
+            f"checkpoint.every={config.every}, but {missing}. Use more machines, fewer processes on each, or "
+            "more memory (in a container: a higher limit), or try checkpoint.on_error=warn"
         )
     warn(f"warning: saves will fail unless memory becomes free: {missing}")

@@ -1,9 +1,9 @@
-"""Which part of which tensor a rank writes, and into what file.
+"""The part of each tensor that a rank writes, and the format of its file.
 
-All ranks together write each element once, and nobody has to ask another. A rank's file is safetensors, with
-the offsets of its shards in the words of torch's distributed checkpoint. It is written straight from the
-tensors' memory and hashed by a second thread meanwhile; torch's own writer puts the whole file together in
-memory first. torch.distributed.checkpoint.HuggingFaceStorageReader reads it, onto any mesh.
+All ranks together write each element once, and need no communication for it. A rank's file is safetensors,
+with the offsets of its shards in the format of torch's distributed checkpoint:
+torch.distributed.checkpoint.HuggingFaceStorageReader reads it onto any mesh. It is written directly from the
+tensors' memory while a second thread hashes it; torch's own writer first builds the complete file in memory.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ from meshwright.train.checkpoint.manifest import SavedFile
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rank's part of a tensor: its values, and where in the whole tensor they begin."""
+    """A rank's part of a tensor: its values, and their offsets in the full tensor."""
 
     values: Tensor
     offsets: tuple[int, ...]
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor that training changes, by plain name: `model.FQN` and `optim.FQN.MOMENT`; a tied weight
+    """Return every tensor that training changes, by name: `model.FQN` and `optim.FQN.MOMENT`; a tied weight
     once."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
@@ -45,7 +45,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def random_state() -> dict[str, Tensor]:
-    """The state of this rank's random generators, each under a name of its own."""
+    """Return the states of this rank's random generators, by names that contain the rank."""
     rank = dist.get_rank()
     states = {f"random.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -54,18 +54,18 @@ def random_state() -> dict[str, Tensor]:
 
 
 def own_shards(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, TensorShard]:
-    """What this rank writes of tensors that lie on `mesh`, the run's, or on some of its axes. Those that
-    several ranks hold alike take turns among them, one tensor after the other."""
+    """Return this rank's shards to write, of tensors on `mesh` (the run's) or on some of its axes. Ranks with
+    identical copies take turns, one tensor after the other."""
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
     assert mesh.mesh_dim_names is not None
     shards = {}
     for number, (name, tensor) in enumerate(tensors.items()):
-        copies, mine = 1, 0
+        copies, copy_index = 1, 0
         for axis, size, coordinate in zip(mesh.mesh_dim_names, mesh.shape, coordinates, strict=True):
             if axis not in _sharded_axes(tensor):
-                copies, mine = copies * size, mine * size + coordinate
-        if number % copies != mine:
+                copies, copy_index = copies * size, copy_index * size + coordinate
+        if number % copies != copy_index:
             continue
         shard = _own_shard(tensor)
         if shard.values.numel():
@@ -94,19 +94,19 @@ def _own_shard(tensor: Tensor) -> TensorShard:
     return TensorShard(local, tuple(offsets))
 
 
-# Of a tensor in the header of a rank's file: its name twice, dtype, shape, offsets. Of an 8B model 204 on
-# average, of a 405B 210.
+# Of a tensor in the header of a rank's file: its name twice, dtype, shape, offsets. The average is 204 for an
+# 8B model, 210 for a 405B model.
 _HEADER_BYTES = 256
 
 
 def needed_bytes(tensors: Mapping[str, Tensor], random: Mapping[str, Tensor], world_size: int) -> int:
-    """Bytes of the files of all ranks: the tensors once; of each rank the random state, and the header of its
-    file, which names nearly all tensors: with thousands of ranks that is gigabytes."""
+    """Return the bytes of all ranks' files: the tensors once, and for each rank its random state and file
+    header. A header names nearly all tensors: with thousands of ranks the headers take gigabytes."""
     return count_bytes(tensors) + world_size * (count_bytes(random) + len(tensors) * _HEADER_BYTES)
 
 
 def count_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the whole tensors, over all ranks."""
+    """Return the bytes of the full tensors, over all ranks."""
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
@@ -124,9 +124,9 @@ _PIECE_BYTES = 16 * 2**20  # written and hashed at a time
 
 
 def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> SavedFile:
-    """Write shards that lie in host memory into a new file, and wait until the disk has it. OSError if that
-    fails."""
-    # The largest elements first, so that every tensor begins at a multiple of its element's size.
+    """Write shards in host memory into a new file, wait until it is on disk, and return its size and hash.
+    Raises OSError."""
+    # The largest elements first, so that every tensor is aligned to its element size.
     ordered = dict(sorted(shards.items(), key=lambda item: -item[1].values.itemsize))
     digest, size_bytes = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
@@ -168,5 +168,5 @@ def _header(shards: Mapping[str, TensorShard]) -> bytes:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; not copied if they lie side by side."""
+    """Return the bytes of a tensor in host memory, without a copy if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is as it was committed."""
+"""Verification: compare every file of a checkpoint with its manifest."""
 
 import hashlib
 import os
@@ -27,15 +27,16 @@ from meshwright.train.errors import CheckpointError, UnreadableError
 
 
 def verify_alone(checkpoint: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint of which every file has been compared with it by this process. Raises
-    CheckpointError, UnreadableError where something cannot be read."""
+    """Verify every file of a checkpoint in this process, and return its manifest. Raises CheckpointError, or
+    UnreadableError if something cannot be read."""
     manifest = read_manifest(checkpoint)
     raise_damage(checkpoint, find_damage(checkpoint, manifest, "full", list(manifest.files)))
     return manifest
 
 
 def verify_together(checkpoint: Path, mode: VerifyMode) -> CheckpointManifest:
-    """As verify_alone, but every rank reads its part of the files only; all ranks call it, and end alike."""
+    """Like verify_alone, but every rank reads only its share of the files. All ranks call it and get the same
+    result. Without `mode` full, sizes are compared but not hashes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     manifest, problems = None, list[tuple[str, str]]()
     try:
@@ -55,8 +56,8 @@ def verify_together(checkpoint: Path, mode: VerifyMode) -> CheckpointManifest:
 
 
 def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
-    """CheckpointError if there are any problems."""
-    # of the manifest, and a whole sentence
+    """Raise CheckpointError if there are any problems."""
+    # an error of the manifest is a complete message already
     if len(problems) == 1 and problems[0].startswith(str(checkpoint)):
         raise CheckpointError(problems[0])
     if problems:
@@ -66,12 +67,12 @@ def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
 def find_damage(
     checkpoint: Path, manifest: CheckpointManifest, mode: VerifyMode, names: Sequence[str]
 ) -> list[str]:
-    """What differs from the manifest: of the files called `names`, size and (`full`) every byte; of the
-    folder, its files. Raises UnreadableError where that cannot be told: only what has been found to differ is
-    a difference."""
+    """Return the differences from the manifest: the folder's list of files and, of the files in `names`, the
+    size and (mode full) the hash. Raises UnreadableError if something cannot be read: only a proven
+    difference counts."""
     problems, named = list[str](), re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
     if named and int(named[1]) != manifest.position.step:
-        problems.append(f"its manifest is that of step {manifest.position.step}")
+        problems.append(f"its manifest is of step {manifest.position.step}")
     problems += [
         f"{one_line(name, 100)} is not in the manifest"
         for name in _list(checkpoint)
@@ -97,15 +98,15 @@ def _list(checkpoint: Path) -> list[str]:
 
 
 def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
-    """In which way a file is not the one that was saved; "" if it is. Raises UnreadableError."""
+    """Return how a file differs from the saved one, or "". Raises UnreadableError."""
     try:
-        here = path.lstat()
-        if not stat.S_ISREG(here.st_mode):
-            return "is no plain file"
-        if here.st_size != saved.size_bytes:
-            return f"has {here.st_size} of {saved.size_bytes} bytes"
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a regular file"
+        if status.st_size != saved.size_bytes:
+            return f"has {status.st_size} of {saved.size_bytes} bytes"
         if mode == "full" and hash_file(path).sha256 != saved.sha256:
-            return "has other bytes than were saved"
+            return "does not match its checksum"
     except GONE:
         return "is missing"
     except OSError as error:
@@ -114,7 +115,7 @@ def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
 
 
 def hash_file(path: Path) -> SavedFile:
-    """Size and SHA-256 of a file. Raises OSError."""
+    """Return size and SHA-256 of a file. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256")
         return SavedFile(file.tell(), digest.hexdigest())
