@@ -1,1 +1,1 @@
-"""What a run does about hangs, signals, crashes, values that are not finite, and full memory."""
+"""Fault tolerance: hangs, signals, crashes, values that are not finite, and out of memory."""

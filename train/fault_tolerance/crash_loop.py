@@ -1,5 +1,4 @@
-"""Crash-loop detection: a run that is restarted by itself, and fails again at the same step, is not restarted
-for ever."""
+"""Crash-loop detection: refuse to start after three failed starts in a row without progress."""
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.distributed.ranks import RankInfo
@@ -7,28 +6,31 @@ from meshwright.train.errors import CrashLoopError
 from meshwright.train.fault_tolerance.run_status import FailedStarts, Status
 
 MAX_FAILED_STARTS = 3
-SHOWN = 500  # characters of the last failure's reason
+SHOWN = 500  # characters of the last failure's reason in the message
 
 
 def check_crash_loop(previous: Status | None, ranks: RankInfo, start_step: int) -> FailedStarts:
-    """The starts in a row, up to the previous one, that failed without a new commit and got no further than
-    those before.
+    """Return the number of failed starts in a row that committed no checkpoint and made no progress.
 
-    `previous`: status.json as the start before left it. A state of running there means that it was killed,
-    and counts as failed; a stop that was asked for does not count. `place` says how often the run was started
-    again by itself (0: by hand, which begins the count anew). `start_step`: the checkpoint's step, 0 without
-    one. torchrun never restarts an agreed stop, which exits with 0: after its restarts a state of stopped
-    means that a process died and torchrun's SIGTERM reached rank 0 before the loss did, and counts as failed
-    too.
+    Args:
+        previous: the previous start's status.json. State running means that it was killed, and counts as
+            failed;
+            a requested stop does not count, except after a restart by torchrun. An agreed stop exits
+                with 0 and
+            torchrun does not restart it, so in that case a process died, and torchrun's SIGTERM
+                reached rank 0
+            before the error did.
+        ranks: `restarts` counts automatic restarts; 0 is a start by hand, which resets the count
+        start_step: the step of the checkpoint to resume from, 0 without one
 
-    Raises CrashLoopError when MAX_FAILED_STARTS have failed so. By one process for all: it is about to write
-    status.json, where the others would then read of this start.
+    Raises CrashLoopError after MAX_FAILED_STARTS. Call it on one rank only, which then writes status.json:
+    other ranks might read the new file.
     """
     if previous is None or previous.state == "finished" or ranks.restarts == 0:
         return FailedStarts()
     if previous.state == "stopped" and ranks.torchrun_restarts == 0:
         return FailedStarts()
-    if start_step != (previous.resumed_from or 0):  # a commit was made since, or a damaged one is passed over
+    if start_step != (previous.resumed_from or 0):  # a new commit, or a damaged one was skipped
         return FailedStarts()
     before = previous.failed
     failed = FailedStarts(1, previous.step)
@@ -41,17 +43,15 @@ def check_crash_loop(previous: Status | None, ranks: RankInfo, start_step: int) 
 
 def _diagnose(previous: Status, failed: FailedStarts, start_step: int) -> str:
     origin = f"the checkpoint of step {start_step}" if start_step else "the beginning"
-    killed = "it ended without a word: killed, or its machine went down"
+    killed = "the process was killed or its host went down"
     reason = (
         killed
         if previous.state == "running"
         else one_line(previous.reason, SHOWN) or "status.json gives no reason"
     )
     if previous.state == "stopped":
-        reason = (
-            f"{reason}, which torchrun sends after a process has died: its own words are in torchrun's output"
-        )
+        reason = f"{reason}, which torchrun sends after a process has died: its error is in torchrun's output"
     return (
-        f"{failed.count} starts in a row went no further than step {failed.step} (from {origin}). The last: "
-        f"{reason}. Mend the cause and start the run by hand: that begins the count anew"
+        f"crash loop: {failed.count} starts in a row got no further than step {failed.step} (from {origin}). "
+        f"Last failure: {reason}. Fix the cause and start the run by hand, which resets the count"
     )

@@ -1,16 +1,16 @@
-"""Why a job is stuck: one message, made out of what every rank said about itself."""
+"""Hang diagnosis: one message made from the reports of all ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# as they follow in one step
+# in the order of one step
 SECTION_ORDER = ("set-up", "first step", "step", "evaluation", "checkpoint", "ended")
-# of groups in a message, of ranges in a group, and of groups and numbers of collectives, so that
-# 1,000 ranks fit on a screen
+# limits of a message, so that 1,000 ranks fit on a screen: groups of ranks, ranges in a group, and
+# process groups and numbers of collectives
 MOST_PLACES, MOST_RANGES, MOST_COUNTS = 8, 12, 4
-# how a section and its step are written; of others "X at step N"
+# the text for a section and its step; "X at step N" for the other sections
 _WHEN = {name: name for name in ("set-up", "data", "ended")} | {
     "step": "step {}",
     "first step": "first step ({})",
@@ -19,20 +19,19 @@ _WHEN = {name: name for name in ("set-up", "data", "ended")} | {
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank was doing.
+    """The state of one rank.
 
     Args:
         rank: its rank
-        section: what it was in: set-up, data, first step, step, evaluation, checkpoint; ended once it left
-            the loop
-        step: the step of that
+        section: set-up, data, first step, step, evaluation or checkpoint; ended after the training loop
+        step: the step of that section
         in_section_s: seconds since it entered section and step
-        silent_s: seconds since its last heartbeat; 0 if it answered, inf if there never was one
-        place: its main thread's innermost frame in our own code, such as "train/step.py:70 train_step"
-        waits_in: the collective its main thread waits in, such as "all_reduce"; "" if it is elsewhere
-        inside: its main thread's innermost frame, where that is not our code
-        path: places in our code that led there, outermost first
-        collectives: for each of its process groups, by name, how many collectives it has begun
+        silent_s: seconds since its last heartbeat; 0 if it answered, inf if it never sent one
+        place: its main thread's innermost frame in our code, such as "train/step.py:70 train_step"
+        waits_in: the collective its main thread waits in, such as "all_reduce"; "" otherwise
+        inside: its main thread's innermost frame, if that is not in our code
+        path: its main thread's frames in our code, outermost first
+        collectives: the number of collectives it has started, for each of its process groups by name
     """
 
     rank: int
@@ -49,7 +48,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class TimedOut:
-    """The rank whose section outlasted its time-out, and the number that says so."""
+    """The rank whose section exceeded its timeout, with the elapsed seconds, the config key and its value."""
 
     rank: int
     world_size: int
@@ -61,7 +60,8 @@ class TimedOut:
 
 
 def diagnose(reports: Sequence[RankReport], fired: TimedOut) -> str:
-    """The message, of a few lines: who is to blame and why, where everybody is, which time-out it was."""
+    """Return the message: the suspected ranks and why, where every rank is, and which timeout was
+    exceeded."""
     table = sorted(reports, key=lambda report: report.rank)
     headline, suspects = _judge(table)
     blamed = {report.rank for report in suspects}
@@ -74,34 +74,33 @@ def diagnose(reports: Sequence[RankReport], fired: TimedOut) -> str:
     lines += [f"  {line}" for line in _uneven_collectives(table)]
     first = groups[0][0]
     if first.rank in blamed and len(first.path) > 1:
-        lines.append(f"  how rank {first.rank} came there: {' > '.join(first.path)}")
-    return "\n".join([*lines, f"  {_outlasted(fired)}"])
+        lines.append(f"  call path of rank {first.rank}: {' > '.join(first.path)}")
+    return "\n".join([*lines, f"  {_timeout_line(fired)}"])
 
 
 def diagnose_alone(report: RankReport, world_size: int, fired: TimedOut | None, why_alone: str) -> str:
-    """The message of a rank that cannot ask the others, for a reason that is a clause: the store does not
-    answer.
+    """Return the message of a rank that cannot reach the others; `why_alone` is a clause with the reason.
 
-    `fired` is None where another rank's time-out ran out.
+    `fired` is None if the timeout was exceeded on another rank.
     """
     lines = [
-        f"STUCK: rank {report.rank} of {world_size} can only speak for itself: {why_alone}",
+        f"STUCK: rank {report.rank} of {world_size} has no reports of the other ranks: {why_alone}",
         f"  {_describe([report])}",
     ]
     if report.waits_in == "init_process_group":
         lines.append(
-            f"  it waits for all {world_size} processes to join: is every node started, and can it reach"
-            " MASTER_ADDR at MASTER_PORT?"
+            f"  it waits for all {world_size} processes to join: check that every node has started, and that"
+            " it can reach MASTER_ADDR at MASTER_PORT"
         )
     elif len(report.path) > 1:
-        lines.append(f"  how it came there: {' > '.join(report.path)}")
+        lines.append(f"  call path: {' > '.join(report.path)}")
     return "\n".join(
-        [*lines, f"  {_outlasted(fired)}" if fired else "  another rank's section has outlasted its time-out"]
+        [*lines, f"  {_timeout_line(fired)}" if fired else "  a section of another rank exceeded its timeout"]
     )
 
 
 def as_ranges(ranks: Iterable[int]) -> str:
-    """Ranks as ranges, such as 0-2, 5; of many ranges the first ones and the number of ranks."""
+    """Return ranks as ranges, such as 0-2, 5; of many ranges the first ones and the number of ranks."""
     ranges = list[list[int]]()
     for rank in (ordered := sorted(set(ranks))):
         if ranges and rank == ranges[-1][-1] + 1:
@@ -114,19 +113,19 @@ def as_ranges(ranks: Iterable[int]) -> str:
     return ", ".join(texts)
 
 
-# the headline, and the ranks it blames: none where none stands out
+# the headline, and the suspected ranks, possibly none
 _Verdict = tuple[str, Sequence[RankReport]]
 
 
 def _judge(table: Sequence[RankReport]) -> _Verdict:
-    """Who keeps the others waiting: the silent ranks, those that have left the loop, those that are in no
-    collective; else who is behind, or elsewhere. The first rule that fits is the strongest."""
+    """Return the ranks that block the others: silent ranks, ranks that left the training loop, or ranks in no
+    collective; otherwise ranks that are behind or elsewhere. The first rule that matches is the strongest."""
     if silent := [report for report in table if report.silent_s]:
         return _judge_silent(silent), silent
     ended = [report for report in table if report.section == "ended"]
     if 0 < len(ended) < len(table):
-        who = _ranks(ended, "has", "have")
-        return f"{who} ended, while the others go on: they disagree on the last step", ended
+        subject = _ranks(ended, "has", "have")
+        return f"{subject} ended, but the others continue: the ranks disagree on the last step", ended
     busy = [report for report in table if not report.waits_in]
     if 0 < len(busy) < len(table):
         return _judge_busy(busy, [report for report in table if report.waits_in]), busy
@@ -135,45 +134,45 @@ def _judge(table: Sequence[RankReport]) -> _Verdict:
 
 def _judge_silent(silent: Sequence[RankReport]) -> str:
     never = [report for report in silent if math.isinf(report.silent_s)]
-    gone = [report for report in silent if math.isfinite(report.silent_s)]
-    said = [f"{_ranks(never)} never gave a heartbeat"] if never else []
-    if gone:
-        about = f"about {min(report.silent_s for report in gone):.0f} s"
-        about, what = (f"{about} or more", "processes") if len(gone) > 1 else (about, "process")
-        no_answer = f"{_ranks(gone, 'gives', 'give')} no answer, and no heartbeat for {about}"
-        said.insert(0, f"{no_answer}: {what} stopped or killed, or machine gone")
-    return "; ".join(said)
+    lost = [report for report in silent if math.isfinite(report.silent_s)]
+    parts = [f"{_ranks(never)} never sent a heartbeat"] if never else []
+    if lost:
+        seconds = f"about {min(report.silent_s for report in lost):.0f} s"
+        seconds, noun = (f"{seconds} or more", "processes") if len(lost) > 1 else (seconds, "process")
+        no_answer = f"{_ranks(lost, 'does', 'do')} not answer and sent no heartbeat for {seconds}"
+        parts.insert(0, f"{no_answer}: {noun} stopped or killed, or host down")
+    return "; ".join(parts)
 
 
 def _judge_busy(busy: Sequence[RankReport], waiting: Sequence[RankReport]) -> str:
     first, orders, when = busy[0], [_order(report) for report in waiting], ""
     if not min(orders) <= _order(first) <= max(orders):
         when = f" {'behind' if _order(first) < min(orders) else 'ahead'}, in {_when(first)},"
-    place = first.place or first.inside or "no frame of its main thread"
+    place = first.place or first.inside or "an unknown place (no frame of its main thread)"
     more = "" if len(_by(busy, lambda report: report.place)) == 1 else " and elsewhere"
     others = f"{_ranks(waiting, 'waits', 'wait')} in {_call(waiting[0])}"
     return f"{_ranks(busy, 'is', 'are')}{when} at {place}{more}, while {others}"
 
 
 def _judge_all_waiting(table: Sequence[RankReport]) -> _Verdict:
-    """All ranks wait in collectives: in different ones, or in one that does not end."""
+    """All ranks wait in collectives: in different ones, or in one that does not complete."""
     groups = sorted(_by(table, _call), key=lambda group: (-len(group), group[0].rank))
     if len(groups) > 1:
-        said = [f"{g[0].waits_in} called from {g[0].place} by {_ranks(g)}" for g in groups[:MOST_PLACES]]
+        calls = [f"{g[0].waits_in} called from {g[0].place} by {_ranks(g)}" for g in groups[:MOST_PLACES]]
         odd = groups[-1] if len(groups[-1]) < len(groups[0]) else []
-        return f"a desynchronised collective: {', '.join(said)}", odd
+        return f"desynchronized collectives: {', '.join(calls)}", odd
     call = _call(table[0])
     if late := _late(table):
-        where = f"{_ranks(late)} in {_when(late[0])}, the others further on"
-        return f"a desynchronised collective: all wait in {call}, but {where}", late
+        where = f"{_ranks(late, 'is', 'are')} in {_when(late[0])} and the others are ahead"
+        return f"desynchronized collectives: all ranks wait in {call}, but {where}", late
     if len(table) == 1:
         return f"{_ranks(table)} waits in {call}", []
-    return f"all {len(table)} ranks wait in the same {call}, which does not end: look at the network", []
+    return f"all {len(table)} ranks wait in the same {call}, which does not complete: check the network", []
 
 
 def _judge_all_busy(table: Sequence[RankReport]) -> _Verdict:
-    """No rank waits in a collective that its host could show (on GPUs the host runs ahead): the odd ones are
-    named."""
+    """No rank waits in a collective that its host can show (on GPUs the host runs ahead): name the ranks that
+    differ."""
     if len(table) == 1:
         return f"{_ranks(table)} is at {table[0].place or table[0].inside}", table
     if late := _late(table):
@@ -181,15 +180,15 @@ def _judge_all_busy(table: Sequence[RankReport]) -> _Verdict:
         return f"{_ranks(late, 'is', 'are')} behind the others, {where}", late
     groups = _by(table, lambda report: report.place)
     if len(groups) == 1:
-        return f"all {len(table)} ranks are at {table[0].place}, none is behind", []
+        return f"all {len(table)} ranks are at {table[0].place}, and none is behind", []
     odd = min(groups, key=lambda group: (len(group), group[0].rank))
     if 2 * len(odd) >= len(table):
         return "the ranks are at different places, and none stands out", []
-    return f"{_ranks(odd, 'is', 'are')} elsewhere than the others, at {odd[0].place}", odd
+    return f"{_ranks(odd, 'is', 'are')} at {odd[0].place}, unlike the others", odd
 
 
 def _by(table: Iterable[RankReport], key: Callable[[RankReport], Any]) -> list[list[RankReport]]:
-    """Ranks of which the key is the same, together."""
+    """Group ranks with the same key."""
     groups = dict[Any, list[RankReport]]()
     for report in table:
         groups.setdefault(key(report), []).append(report)
@@ -197,57 +196,57 @@ def _by(table: Iterable[RankReport], key: Callable[[RankReport], Any]) -> list[l
 
 
 def _late(table: Sequence[RankReport]) -> list[RankReport]:
-    """The ranks that are behind the others, or none."""
+    """Return the ranks that are behind the others, or none."""
     late = min(_by(table, _order), key=lambda group: _order(group[0]))
     return late if len(late) < len(table) else []
 
 
 def _situation(report: RankReport) -> tuple[object, ...]:
-    """What ranks that share a line have in common; a silence only about."""
+    """Return what the ranks on one line have in common; a silence is rounded."""
     silence = report.silent_s > 0, round(min(report.silent_s, 1e9) / 10)  # round() takes no infinity
     return report.section, report.step, report.place, report.waits_in, *silence
 
 
 def _describe(group: Sequence[RankReport]) -> str:
-    """One line: ranks, when, where."""
-    first, who = group[0], _ranks(group)
+    """Return one line: ranks, section, place."""
+    first, subject = group[0], _ranks(group)
     if math.isinf(first.silent_s):
-        return f"{who}: never gave a heartbeat"
+        return f"{subject}: never sent a heartbeat"
     if first.silent_s:
-        return f"{who}: {_when(first)}, last heartbeat about {first.silent_s:.0f} s ago"
+        return f"{subject}: {_when(first)}, last heartbeat about {first.silent_s:.0f} s ago"
     if first.section == "ended":
-        return f"{who}: ended after step {first.step}"
+        return f"{subject}: ended after step {first.step}"
     since = f"{_when(first)} for {first.in_section_s:.0f} s"
     if first.waits_in:
-        return f"{who}: {since}, in {first.waits_in} called from {first.place}"
+        return f"{subject}: {since}, in {first.waits_in} called from {first.place}"
     inside = f" (in {first.inside})" if first.inside and first.place else ""
-    return f"{who}: {since}, at {first.place or first.inside}{inside}"
+    return f"{subject}: {since}, at {first.place or first.inside}{inside}"
 
 
 def _uneven_collectives(table: Sequence[RankReport]) -> list[str]:
-    """Lines for the process groups whose members have begun different numbers of collectives."""
-    begun = dict[str, dict[int, list[RankReport]]]()
+    """Return a line for each process group whose members have started different numbers of collectives."""
+    started = dict[str, dict[int, list[RankReport]]]()
     for report in table:
         for name, number in report.collectives:
-            begun.setdefault(name, {}).setdefault(number, []).append(report)
-    uneven = [(name, sorted(numbers.items())) for name, numbers in begun.items() if len(numbers) > 1]
+            started.setdefault(name, {}).setdefault(number, []).append(report)
+    uneven = [(name, sorted(numbers.items())) for name, numbers in started.items() if len(numbers) > 1]
     return [
-        f"collectives begun in {name}: "
+        f"collectives started in {name}: "
         + "; ".join(f"{n:,} by {_ranks(g)}" for n, g in numbers[:MOST_COUNTS])
         for name, numbers in uneven[:MOST_COUNTS]
     ]
 
 
-def _outlasted(fired: TimedOut) -> str:
-    which = _when(RankReport(fired.rank, fired.section, fired.step))
+def _timeout_line(fired: TimedOut) -> str:
+    section = _when(RankReport(fired.rank, fired.section, fired.step))
     return (
-        f"{which} has taken {fired.seconds:.0f} s on rank {fired.rank} of {fired.world_size}, more than "
-        f"run.timeouts.{fired.key}={fired.timeout_s:g}: raise that if it is only slow"
+        f"{section} has taken {fired.seconds:.0f} s on rank {fired.rank} of {fired.world_size}, more than "
+        f"run.timeouts.{fired.key}={fired.timeout_s:g}: raise the timeout if the run is only slow"
     )
 
 
 def _order(report: RankReport) -> tuple[int, int]:
-    section = "set-up" if report.section == "data" else report.section  # which comes amid it
+    section = "set-up" if report.section == "data" else report.section  # data is part of set-up
     return report.step, SECTION_ORDER.index(section)
 
 
@@ -259,8 +258,8 @@ def _call(report: RankReport) -> str:
     return f"{report.waits_in} ({report.place})"
 
 
-def _ranks(reports: Sequence[RankReport], one: str = "", more: str = "") -> str:
-    """The ranks, with the verb for one or for more of them."""
-    verb = more if len(reports) > 1 else one
+def _ranks(reports: Sequence[RankReport], singular: str = "", plural: str = "") -> str:
+    """Return the ranks, with the verb for one or for several."""
+    verb = plural if len(reports) > 1 else singular
     noun = "ranks" if len(reports) > 1 else "rank"
     return f"{noun} {as_ranges(report.rank for report in reports)} {verb}".rstrip()

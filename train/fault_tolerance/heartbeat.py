@@ -1,4 +1,4 @@
-"""What the ranks' watchdogs tell each other, through the store that their processes met at."""
+"""Communication between the ranks' watchdogs, through the store of the rendezvous."""
 
 import json
 import math
@@ -13,38 +13,38 @@ from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport, TimedOut
 
-ANSWERS_S = 2.5  # ranks ask themselves every second whether they are asked; who runs has answered by then
-# for the diagnosis of the rank that asked first: its 2.5 s for answers, the reading of 1,000, its files
-TOLD_S = 6.0
+ANSWERS_S = 2.5  # each rank checks for a request every second, so a running rank has answered by then
+# for the diagnosis of the rank that requested first: 2.5 s for answers, reading 1,000 of them, its files
+DIAGNOSIS_S = 6.0
 
 
 class Heartbeats:
-    """One rank's end. Every method may block for as long as the store's host does not answer, and raises a
-    class of c10d's own (a RuntimeError) once the connection is lost: call them through a `BackgroundThread`.
+    """One rank's connection to the store. Every method may block until the store's host responds, and raises
+    a RuntimeError of c10d once the connection is lost: call them through a `BackgroundThread`.
 
     Args:
-        store: a connection that nobody else uses
-        ranks: this process among the others
+        store: a connection that is used by this object only
+        ranks: this process's rank and the world size
     """
 
     def __init__(self, store: Store, ranks: RankInfo) -> None:
         self._store = PrefixStore("watchdog", store)
         self._rank, self._world_size = ranks.rank, ranks.world_size
-        # All ranks leave init_process_group at nearly the same time: a clock for them all, which needs no
-        # host's clock
+        # All ranks leave init_process_group at nearly the same time, so this clock does not depend on the
+        # hosts' clocks
         self._joined_s = time.monotonic()
         self.address, self.keeper = _find_address(store), ranks.store_keeper
 
     def beat(self, report: RankReport) -> bool:
-        """Leave a heartbeat; True if another rank asks for everybody's stacks."""
+        """Send a heartbeat; return True if another rank has requested everyone's reports."""
         self._store.set(f"heartbeat/{self._rank}", json.dumps([self._age_s(), asdict(report)]))
         return self._store.check(["asked"])
 
     def gather(self, report: RankReport, fired: TimedOut | None) -> list[RankReport] | None:
-        """Answer with this rank's report, and ask for the others' if a time-out has `fired` here.
+        """Send this rank's report, and request the others' if a timeout has `fired` on this rank.
 
-        Returns every rank's report to the first that asked (what is known of a rank that does not answer is
-        its last heartbeat), None to all others.
+        Returns every rank's report on the rank that requested first (the last heartbeat of a rank that does
+        not answer), None on all others.
         """
         first = fired is not None and self._store.add("asked", 1) == 1
         if first:
@@ -58,14 +58,15 @@ class Heartbeats:
             time.sleep(0.1)
         return [self._read(rank) for rank in range(self._world_size)]
 
-    def tell(self) -> None:
-        """The diagnosis is printed: let the others end."""
+    def announce_diagnosis(self) -> None:
+        """Announce that the diagnosis is printed, so that the other ranks exit."""
         self._store.set("told", "1")
 
-    def wait_until_told(self) -> bool:
-        """Wait for `tell`, a few seconds; False if it does not come. All ranks hear it at the same moment."""
+    def wait_for_diagnosis(self) -> bool:
+        """Wait a few seconds for `announce_diagnosis`; return False on a timeout. All ranks receive it at the
+        same time."""
         try:
-            self._store.wait(["told"], timedelta(seconds=TOLD_S))
+            self._store.wait(["told"], timedelta(seconds=DIAGNOSIS_S))
         except DistStoreError:
             return False
         return True
@@ -77,7 +78,7 @@ class Heartbeats:
             return RankReport(rank, "set-up", silent_s=math.inf)
         age_s, last = json.loads(self._store.get(f"heartbeat/{rank}"))
         report = _report(last)
-        # A rank that ended on purpose is not missing
+        # A rank that ended normally is not silent
         return (
             report if report.section == "ended" else replace(report, silent_s=max(0.1, self._age_s() - age_s))
         )
@@ -87,7 +88,7 @@ class Heartbeats:
 
 
 def _report(saved: dict[str, Any]) -> RankReport:
-    """A report as it was before JSON made lists of its tuples."""
+    """Return a report as it was before JSON turned its tuples into lists."""
     collectives = tuple((name, number) for name, number in saved["collectives"])
     return RankReport(**{**saved, "path": tuple(saved["path"]), "collectives": collectives})
 

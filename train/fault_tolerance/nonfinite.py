@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient is not finite: counted, and, when there are too many, explained.
+"""Steps whose loss or gradient is not finite: counted, and diagnosed if there are too many.
 
-`train_step` skips such a step by itself, on the device and on all ranks alike. To find the first value that
-is not finite the step is run again, with every module watched.
+`train_step` skips such a step on the device, and all ranks skip it. To find the first value that is not
+finite, the step is repeated with hooks on every module.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ class BadValue:
     """A value that is not finite.
 
     Args:
-        place: how many values came before it, in the order of execution, which is the same on every rank
-        what: the value in words, as "the output of layers.1"
-        micro_batch: the one it belongs to, counted from 0; None for what is added up over all of them
+        place: its position in the order of execution, which is the same on every rank
+        what: a description, such as "the output of layers.1"
+        micro_batch: its micro batch, from 0; None for a value summed over all micro batches
     """
 
     place: int
@@ -45,11 +45,11 @@ class BadValue:
 def first_bad_value(
     model: nn.Module, micro_batches: Sequence[Batch], data_parallel: dist.ProcessGroup
 ) -> BadValue | None:
-    """Repeat the forward and backward of a step, not compiled; the first value on this rank that is not
-    finite, or None.
+    """Repeat a step's forward and backward without compilation; return the first value on this rank that is
+    not finite, or None.
 
-    Every rank runs all of it, whatever it finds, because the others need its parts of the weights. Leaves no
-    gradients.
+    Every rank repeats the full step whatever it finds, because the others need its shards of the weights.
+    Leaves no gradients.
     """
     global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)
     watch = _Watch()
@@ -58,13 +58,13 @@ def first_bad_value(
             set_last_micro_batch(model, last=i == len(micro_batches) - 1)
             watch.micro_batch, watch.in_forward = i, True
             loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
-            watch.look("the loss", [loss])
+            watch.check("the loss", [loss])
             watch.in_forward = False
             loss.backward()
         watch.micro_batch = None
         for name, p in model.named_parameters():
             if p.grad is not None:
-                watch.look(
+                watch.check(
                     f"the gradient of {name}, summed over the ranks (or its square)", [_square(p.grad)]
                 )
     model.zero_grad(set_to_none=True)
@@ -72,7 +72,7 @@ def first_bad_value(
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether everything that this rank holds of them is finite. Waits for the device, once, and makes no
+    """Return whether all local values of the tensors are finite. Waits for the device once, and makes no
     copies."""
     held = [local for x in tensors if (local := local_part(x.detach())).numel() and local.is_floating_point()]
     largest = torch._foreach_norm(held, float("inf")) if held else []
@@ -80,59 +80,59 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 class _Watch:
-    """Looks at values as they come up and keeps the first that is not finite."""
+    """Checks values in the order of execution and keeps the first that is not finite."""
 
     def __init__(self) -> None:
         self.first: BadValue | None = None
         self.micro_batch: int | None = None
         self.in_forward = True
-        self._looked = 0
-        self._on_gradients: list[RemovableHandle] = []
+        self._checked = 0
+        self._gradient_hooks: list[RemovableHandle] = []
 
-    def look(self, what: str, values: Iterable[Tensor]) -> None:
-        """Note the values, if they are the first that are not finite."""
-        self._looked += 1
+    def check(self, what: str, values: Iterable[Tensor]) -> None:
+        """Keep the values' description if they are the first that are not finite."""
+        self._checked += 1
         if self.first is None and not all_finite(values):
-            self.first = BadValue(self._looked, what, self.micro_batch)
+            self.first = BadValue(self._checked, what, self.micro_batch)
 
     @contextlib.contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
-        """Look at what goes into and comes out of every module, and at the gradients of its inputs and own
+        """Check the inputs and outputs of every module, and the gradients of its inputs and its own
         weights."""
         hooks = []
         for name, module in model.named_modules():
-            if name:  # not the model itself: it is what happens within that tells something
+            if name:  # the model itself would add no location
                 hooks.append(module.register_forward_pre_hook(partial(self._before, name)))
                 hooks.append(module.register_forward_hook(partial(self._after, name)))
         try:
             yield
         finally:
-            for hook in (*hooks, *self._on_gradients):
+            for hook in (*hooks, *self._gradient_hooks):
                 hook.remove()
 
     def _before(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self.in_forward:
-            return  # recomputed in the backward: looked at before
+            return  # recompute in the backward: already checked
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        self.look(f"the input of {name}", tensors)
+        self.check(f"the input of {name}", tensors)
         for x in tensors:
-            self._look_at_gradient(f"the gradient of the input of {name}", x, local_part)
+            self._check_gradient(f"the gradient of the input of {name}", x, local_part)
         for weight, p in module.named_parameters(recurse=False):
-            self._look_at_gradient(f"the gradient of {name}.{weight} (or its square)", p, _square)
+            self._check_gradient(f"the gradient of {name}.{weight} (or its square)", p, _square)
 
     def _after(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if self.in_forward:
-            self.look(f"the output of {name}", [output])
+            self.check(f"the output of {name}", [output])
 
-    def _look_at_gradient(self, what: str, x: Tensor, of: Callable[[Tensor], Tensor]) -> None:
+    def _check_gradient(self, what: str, x: Tensor, of: Callable[[Tensor], Tensor]) -> None:
         if x.requires_grad:
-            self._on_gradients.append(x.register_hook(lambda grad: self.look(what, [of(grad)])))
+            self._gradient_hooks.append(x.register_hook(lambda grad: self.check(what, [of(grad)])))
 
 
 @contextlib.contextmanager
 def _eager(model: nn.Module) -> Iterator[None]:
-    """Nothing is compiled for the time; what was recomputes its activations instead, or they might not
-    fit."""
+    """Disable compilation for a while. Compiled modules recompute their activations instead, which might not
+    fit otherwise."""
     compiled = {
         module: module._compiled_call_impl
         for module in model.modules()
@@ -153,7 +153,7 @@ def _eager(model: nn.Module) -> Iterator[None]:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    """The square of the norm of this rank's part, which clipping needs to be finite too."""
+    """Return the squared norm of this rank's part, which must be finite too for clipping."""
     return local_part(gradient).detach().norm().square()
 
 
@@ -161,19 +161,19 @@ def _by_device(values: Sequence[Tensor]) -> list[list[Tensor]]:
     return [[x for x in values if x.device == device] for device in {x.device for x in values}]
 
 
-_MANY = 8  # ranks, names or sequences that a message lists
+_MANY = 8  # ranks, names or sequences listed in a message
 
 
 @dataclass(frozen=True)
 class NonFiniteFinding:
-    """What one rank found out about a step that was skipped.
+    """What one rank found about a step that was skipped.
 
     Args:
-        rank: which one
-        parameters: names of those of which its part is not finite
-        first: what it came to first when the step was repeated, if to anything
-        sequences: those that this was in, in words
-        repeated: whether it could be, for it takes more memory than a compiled step
+        rank: the rank
+        parameters: names of its parameters that are not finite
+        first: the first value that was not finite when the step was repeated, or None
+        sequences: the sequences concerned, as text
+        repeated: whether the step was repeated, which takes more memory than a compiled step
     """
 
     rank: int
@@ -185,7 +185,7 @@ class NonFiniteFinding:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose flag is on its way to the host, and what it takes to repeat it."""
+    """A step whose flag is being copied to the host, and what is needed to repeat it."""
 
     step: int
     first_sample: int
@@ -195,11 +195,11 @@ class _Step:
 
 
 class NonFiniteGuard:
-    """Counts the steps that were skipped; every rank calls it, and hears the same at the same step.
+    """Counts skipped steps; every rank calls it and gets the same result at the same step.
 
-    On a CPU a step's flag is read at once. On a GPU it is copied to the host without waiting, and read when
-    the step after it has been enqueued, so the device always has work: news is then one step late, and so is
-    the end of the run.
+    On a CPU a step's flag is read immediately. On a GPU it is copied to the host without waiting, and read
+    after the next step has been enqueued, so that the device always has work: the warning and the end of the
+    run then come one step late.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class NonFiniteGuard:
         shape: BatchShape,
         data_parallel: dist.ProcessGroup,
     ) -> None:
-        """`max_skipped`: how many steps may be skipped. The rest is what it takes to repeat the step that is
-        one too many, and to name its sequences: model, order and shape as the loop has them, and the group of
+        """`max_skipped` steps may be skipped. The other arguments serve to repeat the first step above that
+        limit and to name its sequences: model, order and shape of the training loop, and the group of
         train_step."""
         self.skipped = 0
         self._max_skipped, self._model, self._order, self._shape = max_skipped, model, order, shape
@@ -219,19 +219,19 @@ class NonFiniteGuard:
         self._steps: deque[_Step] = deque()
 
     def step_done(self, step: int, first_sample: int, data: StepData, result: StepResult) -> list[str]:
-        """Called after each step, which began at position `first_sample` of the order of all ranks. Returns
-        lines to show; raises NonFiniteError, after a diagnosis of all ranks together, if a step was skipped
-        that must not be."""
+        """Call after each step, which began at position `first_sample` of the order of all ranks. Returns
+        lines to print. Raises NonFiniteError, after a diagnosis by all ranks, if too many steps were
+        skipped."""
         skipped, copied = _to_host(result.skipped)
         self._steps.append(_Step(step, first_sample, data.micro_batches, skipped, copied))
         return self._read(0 if copied is None else 1)
 
     def finish(self) -> list[str]:
-        """As `step_done`, for what has not been read yet: before a checkpoint, and at the end."""
+        """Like `step_done`, for the flags that have not been read: before a checkpoint, and at the end."""
         return self._read(0)
 
     def _read(self, left: int) -> list[str]:
-        """Count all steps but the last `left`."""
+        """Read the flags of all steps but the last `left`."""
         lines = []
         while len(self._steps) > left:
             done = self._steps.popleft()
@@ -249,13 +249,13 @@ class NonFiniteGuard:
         return lines
 
     def _diagnose(self, done: _Step) -> str:
-        """What all ranks together find out about a step. On a GPU the step after it may have changed the
-        weights a little."""
+        """Return the findings of all ranks about a step. On a GPU the next step may have changed the weights
+        slightly."""
         damaged = tuple(name for name, p in self._model.named_parameters() if not all_finite([p]))
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
             first = first_bad_value(self._model, done.micro_batches, self._data_parallel)
-        # perhaps on this rank alone: nothing more can be agreed on with the others
+        # possibly on this rank only, so no collective may follow
         except torch.OutOfMemoryError:
             alone = NonFiniteFinding(
                 dist.get_rank(), damaged, None, self._sequences(done.first_sample, None), repeated=False
@@ -268,7 +268,8 @@ class NonFiniteGuard:
         return describe(done.step, self._max_skipped, found, positions)
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
-        """This rank's sequences, of one micro batch or of the whole step, by source and index in it."""
+        """Return this rank's sequences, of one micro batch or of the full step, by source and index in the
+        source."""
         shape = self._shape
         begin = first_sample + shape.data_rank * shape.accumulation * shape.micro_batch_size
         count = shape.accumulation * shape.micro_batch_size
@@ -281,50 +282,51 @@ class NonFiniteGuard:
 
 
 def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], positions: str) -> str:
-    """The findings of all ranks in words, and what to do; `positions` of the step's sequences in the order of
-    the run."""
-    places = [one.first.place for one in found if one.first is not None]
+    """Return the message with the findings of all ranks and what to do; `positions` is the range of the
+    step's sequences in the data order."""
+    places = [finding.first.place for finding in found if finding.first is not None]
     lines = [
-        f"the loss or gradient of step {step} is not finite, and no more than "
-        f"train.max_skipped_steps={max_skipped} may be skipped. It was repeated to find out more (its "
-        f"sequences stand at {positions} of the order):"
+        f"the loss or gradient of step {step} is not finite, and at most "
+        f"train.max_skipped_steps={max_skipped} steps may be skipped. Diagnosis by repeating the step "
+        f"(sequences {positions} of the data order):"
     ]
     lines += _damaged(found)
-    firsts = [one for one in found if one.first is not None and one.first.place == min(places)]
+    firsts = [
+        finding for finding in found if finding.first is not None and finding.first.place == min(places)
+    ]
     lines += [
-        f"rank {one.rank}: {one.first.what} is the first value that is not finite; its sequences: "
-        f"{one.sequences}"
-        for one in firsts[:_MANY]
-        if one.first is not None
+        f"rank {finding.rank}: {finding.first.what} is the first value that is not finite; its sequences: "
+        f"{finding.sequences}"
+        for finding in firsts[:_MANY]
+        if finding.first is not None
     ]
     if len(firsts) > _MANY:
-        lines.append(f"{len(firsts) - _MANY} other ranks: likewise")
+        lines.append(f"{len(firsts) - _MANY} other ranks: the same")
     if not found[0].repeated:
-        lines.append(f"rank {found[0].rank}: no memory to repeat it, which takes more than a compiled step")
+        lines.append(f"rank {found[0].rank}: too little memory to repeat the step without compilation")
     elif not places:
         lines.append(
-            "not found again when the step was repeated, on no rank: a fault of the hardware, of the network "
-            "or of compiled code is likely"
+            "not reproduced on any rank when the step was repeated: a fault of the hardware, the network or "
+            "compiled code is likely"
         )
     lines.append(
-        "No weight was changed by it. The same command goes on from the last checkpoint; a lower optim.lr, a "
-        "longer warm-up or other data may avoid it"
+        "The step changed no weight. The same command resumes from the last checkpoint; a lower optim.lr, a "
+        "longer warm-up or other data may avoid the failure"
     )
     return "\n".join(lines)
 
 
 def _damaged(found: Sequence[NonFiniteFinding]) -> list[str]:
-    """Of the first ranks, what they hold that is not finite."""
-    damaged = [one for one in found if one.parameters]
+    """Return lines for the first ranks with parameters that are not finite."""
+    damaged = [finding for finding in found if finding.parameters]
     return [
-        f"rank {one.rank} holds values that are not finite: {first_of(one.parameters, most=_MANY)}"
-        for one in damaged[:_MANY]
+        f"rank {finding.rank} has parameters that are not finite: {first_of(finding.parameters, most=_MANY)}"
+        for finding in damaged[:_MANY]
     ]
 
 
 def _to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of a flag on the host, and, where it is still under way from a GPU, what says when it has
-    arrived."""
+    """Return a copy of a flag on the host, and for a GPU the event of the copy's arrival."""
     if not flag.is_cuda:
         return flag, None
     arrived = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)

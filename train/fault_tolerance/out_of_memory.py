@@ -1,4 +1,4 @@
-"""A device that runs out of memory: what was predicted, what was resident, and what would free most."""
+"""Out of memory: predicted memory, resident memory, and the config changes that would free most."""
 
 import signal
 import time
@@ -22,46 +22,47 @@ from meshwright.train.errors import OutOfMemory
 from meshwright.train.memory import device_memory_bytes, peak_resident_bytes
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
-SPEAK_S = 30.0  # that another rank leaves to rank 0, which ends them all when it has spoken
-ERROR_SHOWN = 400  # characters of torch's own words
+# another rank waits this long for rank 0, whose exit ends them all once it has printed its message
+RANK0_REPORT_S = 30.0
+ERROR_SHOWN = 400  # characters of torch's message
 
 
 @contextmanager
 def explaining_out_of_memory(
     job: TrainingJob, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer, folder: Path
 ) -> Iterator[None]:
-    """Turn the error of an allocation that failed into OutOfMemory, which tells where the memory went and
-    what would help."""
+    """Convert a failed allocation into OutOfMemory, whose message shows where the memory went and which
+    changes would help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         ranks = read_rank_info()
-        said = [
+        lines = [
             f"rank {ranks.rank} ran out of memory: {one_line(error, ERROR_SHOWN)}",
-            # while the error still holds what the step had
+            # before the frames are cleared, which hold the step's tensors
             _in_gib("resident", resident_bytes(device, optimizer)),
             *_save_snapshot(device, folder / f"out-of-memory-rank-{ranks.rank}.pickle"),
         ]
-        # now it lets go of that: working out the advice takes memory too
+        # free the step's tensors: the advice needs memory too
         traceback.clear_frames(error.__traceback__)
         if not ranks.is_main:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(SPEAK_S)
-        raise OutOfMemory("\n  ".join([*said, *_advice(job, plan, device, ranks)])) from None
+            time.sleep(RANK0_REPORT_S)
+        raise OutOfMemory("\n  ".join([*lines, *_advice(job, plan, device, ranks)])) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the host."""
+    """Return whether an allocation failed, on a GPU or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or ON_CPU in str(error)
 
 
 def resident_bytes(device: torch.device, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What this rank holds of parameters, gradients and optimizer state; on a GPU also all the rest
-    (activations, gathered parameters, buffers), and what the allocator has reserved beside that; on a CPU the
-    most that the process has held."""
-    # the sharded ones, gathered or not
+    """Return this rank's bytes of parameters, gradients and optimizer state; on a GPU also the rest of the
+    allocated memory (activations, gathered parameters, buffers) and the allocator's free reserve; on a CPU
+    the peak of the process."""
+    # the sharded parameters, gathered or not
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
         value
@@ -90,10 +91,10 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo) -> Iterator[str]:
-    """What was predicted, and the changes that would free most. Where there is no memory left to work that
-    out, that."""
+    """Yield the predicted memory and the changes that would free most; one line of explanation if there is
+    too little memory to compute them."""
     try:
-        from meshwright.train.planning.predict import predict_memory  # late: only a run that fails asks
+        from meshwright.train.planning.predict import predict_memory  # late: only a failed run needs it
         from meshwright.train.planning.suggest import Devices, suggest_savings
 
         predicted = predict_memory(job, plan)
@@ -110,11 +111,10 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
             yield f"would help: {change.describe()}"
         if job.parallel.plan not in ("manual", "auto"):
             yield (
-                f"(in place of --parallel.plan={job.parallel.plan}, which decides alone: edit it, or "
-                "leave it out)"
+                f"(--parallel.plan={job.parallel.plan} overrides these keys: edit that plan, or leave it out)"
             )
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
-        yield f"no advice, for want of memory: {one_line(error, ERROR_SHOWN)}"
+        yield f"no advice, because computing it failed: {one_line(error, ERROR_SHOWN)}"
 
 
 def _in_gib(name: str, sizes: Mapping[str, Any]) -> str:
@@ -123,12 +123,13 @@ def _in_gib(name: str, sizes: Mapping[str, Any]) -> str:
 
 
 def _save_snapshot(device: torch.device, path: Path) -> list[str]:
-    """Of a GPU's memory; with profile.memory in its window also what allocated it."""
+    """Save a snapshot of a GPU's memory; within the window of profile.memory it also shows what allocated
+    it."""
     if device.type != "cuda":
         return []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError) as error:
-        return [f"no snapshot of the memory in {path}: {one_line(error, ERROR_SHOWN)}"]
-    return [f"snapshot of the memory: {path} (open it at pytorch.org/memory_viz)"]
+        return [f"memory snapshot {path} could not be written: {one_line(error, ERROR_SHOWN)}"]
+    return [f"memory snapshot: {path} (open it at pytorch.org/memory_viz)"]

@@ -1,5 +1,5 @@
-"""A run's folder, which is one run's at a time: a lock that the kernel lets go of when its process dies,
-however it dies."""
+"""The lock of a run's folder, which only one run may use at a time. The kernel releases it when the process
+dies, for any reason."""
 
 import contextlib
 import json
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 LIMIT_BYTES = 4096
-NOTE = ".lock.json"  # beside .lock, which filelock empties when it takes it (3.31 to 4.1)
+NOTE = ".lock.json"  # next to .lock, which filelock truncates on acquire (3.31 to 4.1)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock. since: the date as text; started: clock ticks from the machine's start to the
-    process's, 0 where the system does not say (not on Linux)."""
+    """The process that holds a lock. since: the date as text; started: clock ticks from the machine's boot to
+    the process's start, 0 where the system does not provide it (not on Linux)."""
 
     host: str
     pid: Count
@@ -44,17 +44,17 @@ class Holder:
 
 
 class Lock:
-    """A folder's lock, as lock_folder took it. warning: a sentence if the run before this one did not let go
-    of it, or if there is no lock because the folder takes none; else ""."""
+    """A folder's lock, as lock_folder returns it. warning: a message if the previous run did not release the
+    lock, or if the folder supports no lock; otherwise ""."""
 
     def __init__(self, folder: Path, lock: "FileLock | None", warning: str = "") -> None:
         self._folder, self._lock, self.warning = folder, lock, warning
 
     def release(self) -> None:
-        """Remove the note, which is the mark of a clean end, and let go.
+        """Remove the note, whose absence marks a clean end, and release the lock.
 
-        .lock stays: were it removed, a process of an older version that has it open already would lock a file
-        that nobody else sees.
+        .lock stays: if it were removed, a process of an older version that already has it open would lock a
+        deleted file.
         """
         if self._lock is not None:
             with contextlib.suppress(OSError):
@@ -64,58 +64,58 @@ class Lock:
 
 
 def lock_folder(folder: Path, wait_s: float = 0.0) -> Lock:
-    """Take the folder's lock, for the one process of a run that writes into it. Raises LockError if it is
+    """Take the folder's lock, in the one process of a run that writes into it. Raises LockError if it is
     taken.
 
-    wait_s: how long to wait for it: after a restart the run before may still be ending, and a network file
-    system keeps the lock of a machine that went down for a while (NFS 4: 90 s). Where each machine of a
-    network file system keeps its locks to itself (NFS with local_lock or nolock), runs on two machines are
-    not told apart.
+    wait_s: how long to wait for it. After a restart the previous run may still be ending, and a network file
+    system keeps the lock of a dead machine for a while (NFS 4: 90 s). If each machine keeps the locks of a
+    network file system local (NFS with local_lock or nolock), two runs on two machines are not detected.
     """
     from filelock import Timeout
 
     path = folder / ".lock"
-    without = "nothing keeps a second run out of this folder"
+    unprotected = "a second run in this folder will not be refused"
     lock = make_lock(path)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            return Lock(folder, None, f"{path} is not a file: {without}")
+            return Lock(folder, None, f"{path} is not a file: {unprotected}")
         lock.acquire(timeout=wait_s)
-        before = _read_holder(folder)
+        previous = _read_holder(folder)
     except Timeout:
-        raise LockError(_say_taken(folder, _read_holder(folder))) from None
+        raise LockError(_taken_message(folder, _read_holder(folder))) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            return Lock(folder, None, f"{path} cannot be opened ({error.strerror}): {without}")
-        before = _wait_for_death(folder, time.monotonic() + wait_s)
+            return Lock(folder, None, f"{path} cannot be opened ({error.strerror}): {unprotected}")
+        previous = _wait_for_dead_holder(folder, time.monotonic() + wait_s)
     _write_holder(folder)
-    words = f"the run before this one here ({before}) ended without a word: killed, or its machine went down"
-    return Lock(folder, lock, words if before else "")
+    stale = f"stale lock: the previous run ({previous}) was killed or its host went down; continuing"
+    return Lock(folder, lock, stale if previous else "")
 
 
-def _wait_for_death(folder: Path, deadline_s: float) -> Holder | None:
-    """Where the file system has no locks: the holder before, if it is known to be dead. Raises LockError."""
+def _wait_for_dead_holder(folder: Path, deadline_s: float) -> Holder | None:
+    """On a file system without locks: return the previous holder once it is known to be dead, None without
+    one. Raises LockError."""
     while (holder := _read_holder(folder)) and not _is_dead(holder):
         if time.monotonic() >= deadline_s:
-            taken = _say_taken(folder, holder)
+            taken = _taken_message(folder, holder)
             if holder.host != socket.gethostname():
                 taken += (
-                    ". This file system has no locks, so from here it cannot be told whether that run still "
-                    f"lives: if it does not, remove {folder / NOTE}"
+                    ". This file system has no locks, so this host cannot check whether that run is still "
+                    f"alive: if it is not, remove {folder / NOTE}"
                 )
             raise LockError(taken)
         time.sleep(0.2)
     return holder
 
 
-def _say_taken(folder: Path, holder: Holder | None) -> str:
+def _taken_message(folder: Path, holder: Holder | None) -> str:
     return (
         f"run.dir={folder} is in use by {holder or 'another process'}: end that run, or use another run.dir"
     )
 
 
 def _read_holder(folder: Path) -> Holder | None:
-    """Who says to hold the lock; None where there is no note, or not as we write it."""
+    """Return the holder that the note names; None if the note is missing or invalid."""
     try:
         return msgspec.convert(read_json(folder / NOTE, LIMIT_BYTES), Holder)
     except (OSError, ValueError):
@@ -123,7 +123,7 @@ def _read_holder(folder: Path) -> Holder | None:
 
 
 def _write_holder(folder: Path) -> None:
-    """Say who holds the lock. On a full disk it holds all the same, only namelessly."""
+    """Write the note with this process as holder. If the disk is full, the lock is held without a note."""
     pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z")
     holder = Holder(socket.gethostname(), pid, since, _started(pid))
     with contextlib.suppress(OSError):
@@ -132,22 +132,22 @@ def _write_holder(folder: Path) -> None:
 
 
 def _is_dead(holder: Holder) -> bool:
-    """Whether a process of this host is gone, or its number another process's by now. False for other hosts:
-    unknown."""
+    """Return whether a process of this host has exited, or its number belongs to another process by now.
+    False for other hosts, where it is unknown."""
     if holder.host != socket.gethostname():
         return False
     try:
         os.kill(holder.pid, 0)
     except PermissionError:
-        pass  # it lives, and is another user's
+        pass  # alive, and another user's
     except (OSError, OverflowError):
         return True
     return bool(holder.started) and _started(holder.pid) not in (0, holder.started)
 
 
 def _started(pid: int) -> int:
-    """Clock ticks from the machine's start to the process's (proc(5), /proc/PID/stat, field 22); 0 if not to
-    be known."""
+    """Return the clock ticks from the machine's boot to the process's start (proc(5), /proc/PID/stat, field
+    22); 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -155,22 +155,23 @@ def _started(pid: int) -> int:
 
 
 def make_run_folder(run_dir: str, ranks: RankInfo) -> Path:
-    """The folder that `run.dir` names, on every node; every rank calls it. Raises ConfigError on all of them
-    alike."""
+    """Create the folder that `run.dir` names, on every node; every rank calls it. Raises ConfigError on all
+    ranks if it fails on one."""
     folder, problem = Path(run_dir).expanduser(), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"run.dir={folder}: cannot make this folder ({error.strerror}): name another"
+        problem = f"run.dir={folder}: cannot create this folder ({error.strerror}): name another"
     problems = [""] * ranks.world_size
     dist.all_gather_object(problems, problem)
-    for found in filter(None, problems):
-        raise ConfigError(found)
+    for message in filter(None, problems):
+        raise ConfigError(message)
     return folder
 
 
 def write_texts(folder: Path, texts: Mapping[str, str], ranks: RankInfo, console: Console) -> None:
-    """Config and plan, by file name; where that fails the run goes on, for every checkpoint has them too."""
+    """Write config and plan, by file name. An error is only a warning, because every checkpoint contains them
+    too."""
     for name, text in texts.items() if ranks.is_main else ():
         try:
             (folder / name).write_text(text, encoding="utf-8")
@@ -178,12 +179,12 @@ def write_texts(folder: Path, texts: Mapping[str, str], ranks: RankInfo, console
             console.print(f"warning: {folder / name} cannot be written ({error.strerror})")
 
 
-ENDING_S = 120.0  # after a restart: for the run before to end; NFS 4 keeps a dead machine's lock for 90 s
+ENDING_S = 120.0  # wait for the previous run after a restart; NFS 4 keeps a dead host's lock for 90 s
 
 
 @contextmanager
 def take_folder(folder: Path, ranks: RankInfo, console: Console) -> Iterator[None]:
-    """Rank 0 holds the folder's lock; every rank calls it. Raises LockError, on all alike, if another run has
+    """Hold the folder's lock on rank 0; every rank calls it. Raises LockError on all ranks if another run has
     it."""
     held: list[Lock] = []
 

@@ -1,5 +1,5 @@
-"""status.json: what became of a run, for whoever looks at its folder, and for the next start in it. Rank 0
-writes it, from any thread, at any moment."""
+"""status.json: the state of a run, for users and for the next start in its folder. Rank 0 writes it, from any
+thread, at any time."""
 
 import json
 import threading
@@ -20,12 +20,12 @@ from meshwright.train.fault_tolerance.shutdown import as_lost_peer
 from meshwright.train.files import read_json, replacing
 
 State = Literal["running", "finished", "stopped", "failed"]
-LIMIT_BYTES = 1 << 20  # a reason may carry an error's whole message
+LIMIT_BYTES = 1 << 20  # a reason may contain a complete error message
 
 
 @dataclass(frozen=True)
 class FailedStarts:
-    """How many starts in a row, all from the same checkpoint, failed without getting further than step
+    """The number of failed starts in a row from the same checkpoint, none of which got further than step
     `step`."""
 
     count: Natural = 0
@@ -34,8 +34,8 @@ class FailedStarts:
 
 @dataclass(frozen=True)
 class Status:
-    """What status.json says. `resumed_from`: the step of the checkpoint it started from; None: from the
-    beginning. The defaults are for files of versions that did not write all of it."""
+    """The contents of status.json. `resumed_from`: the step of the checkpoint that the run resumed from, None
+    if it started from the beginning. The defaults are for files of versions that did not write every key."""
 
     state: State
     step: Natural = 0
@@ -54,12 +54,10 @@ def write_status(
     failed: FailedStarts = FailedStarts(),
     named: bool = False,
 ) -> str:
-    """Write status.json by one rename, so that a reader never sees half of it. `saved`: there is a
-    checkpoint. `named`: the command names where to start (checkpoint.resume is not auto), so that by itself
-    it would start there again.
+    """Write status.json by one rename, so that a reader never sees a partial file. `saved`: a checkpoint
+    exists. `named`: checkpoint.resume is not auto, so the same command would start at the same place again.
 
-    Returns "" or, because an unwritable folder must not end a run, a sentence that says why it could not be
-    written.
+    Returns "", or a message if the file could not be written, which must not end a run.
     """
     status = {
         "state": state,
@@ -84,15 +82,15 @@ def _how_to_go_on(state: State, saved: bool, named: bool) -> str:
     if not saved:
         return (
             "nothing was saved: the same command starts "
-            f"{'where this one did' if named else 'from the beginning'}"
+            f"{'where this run did' if named else 'from the beginning'}"
         )
     if state == "finished":
-        return f"a larger train.steps{' with --checkpoint.resume=auto' if named else ''} continues it"
-    return "the same command with --checkpoint.resume=auto goes on" if named else "run the same command again"
+        return f"a larger train.steps{' with --checkpoint.resume=auto' if named else ''} continues the run"
+    return "run the same command with --checkpoint.resume=auto" if named else "run the same command again"
 
 
 def read_status(folder: Path) -> Status | None:
-    """What a run before this one left; None where there is none, or none that can be understood."""
+    """Return the status of the previous run; None if status.json is missing or invalid."""
     try:
         status = read_json(folder / "status.json", LIMIT_BYTES)
         failed = {"count": status.get("failed_starts", 0), "step": status.get("failed_at_step", 0)}
@@ -102,12 +100,12 @@ def read_status(folder: Path) -> Status | None:
 
 
 class RunStatus:
-    """Knows how far the run is. It says nothing before `opened`: until then the folder may be another
-    run's."""
+    """Tracks the progress of a run in status.json. Writes nothing before `recording`: until then the folder
+    may belong to another run."""
 
     def __init__(self, ranks: RankInfo, console: Console, named: bool) -> None:
-        """`named`: the same command would not go on from the newest checkpoint, because checkpoint.resume
-        says another."""
+        """`named`: checkpoint.resume is not auto, so the same command would not resume from the newest
+        checkpoint."""
         self._is_main, self._console, self._named = ranks.is_main, console, named
         self._folder: Path | None = None
         self._resumed_from: int | None = None
@@ -117,8 +115,8 @@ class RunStatus:
 
     @contextmanager
     def recording(self, folder: Path) -> Iterator[None]:
-        """The folder is this run's: an error that ends it is noted there, but for the refusal of a run that
-        fails again and again, whose last reason stays."""
+        """Within this context the folder belongs to this run, and an error that ends the run is recorded. A
+        CrashLoopError is not, so that the last failure's reason stays."""
         self._folder = folder
         try:
             yield
@@ -127,28 +125,29 @@ class RunStatus:
         except BaseException as error:
             lost = as_lost_peer(error)
             if not (lost and self._explained_elsewhere()):
-                words = str(lost) if lost else f"{type(error).__name__}: {error}"
-                self.write("failed", words, for_all=isinstance(error, OutOfMemory))
+                reason = str(lost) if lost else f"{type(error).__name__}: {error}"
+                self.write("failed", reason, for_all=isinstance(error, OutOfMemory))
             raise
 
     def start(self, resumed_from: int | None, failed: FailedStarts) -> None:
-        """The run goes on after the step `resumed_from`, or begins; `failed`: starts before this one."""
+        """Record that the run resumes after step `resumed_from`, or begins (None); `failed`: the failed
+        starts before it."""
         self._resumed_from, self._failed = resumed_from, failed
         self.progress(resumed_from or 0)
 
     def progress(self, step: int) -> None:
-        """So many steps are done."""
+        """Record the number of steps done."""
         self._step = step
         self.write("running")
 
     def finish(self, state: State, step: int, reason: str = "") -> None:
-        """The run has ended by itself, after so many steps."""
+        """Record that the run ended normally, finished or stopped, after `step` steps."""
         self._step = step
         self.write(state, reason)
 
     def write(self, state: State, reason: str = "", for_all: bool = False) -> None:
-        """Write the state, from any thread; the first one that is not running stays. A folder that cannot be
-        written is one warning. `for_all`: this rank speaks for all, because rank 0 may not be able to."""
+        """Write the state, from any thread; the first state other than running is final. A folder that cannot
+        be written causes one warning. `for_all`: any rank writes, because rank 0 may not be able to."""
         with self._lock:
             if not (self._is_main or for_all) or self._folder is None or self._ended:
                 return
@@ -168,7 +167,7 @@ class RunStatus:
                 self._console.print(f"warning: {problem}")
 
     def _explained_elsewhere(self) -> bool:
-        """Whether the process that is gone has said why."""
+        """Return whether the process that died has already recorded its reason."""
         assert self._folder is not None
         status = read_status(self._folder)
         return status is not None and status.state == "failed"
@@ -177,5 +176,5 @@ class RunStatus:
         assert self._folder is not None
         try:
             return bool(list_checkpoints(self._folder / "checkpoints"))
-        except CheckpointError:  # the folder cannot be listed now; the loop hears of it when it saves
+        except CheckpointError:  # the folder cannot be listed now; the next save reports it
             return False

@@ -1,4 +1,4 @@
-"""Stopping: on a signal or a time limit, all ranks after the same step; and never later than the grace
+"""Graceful shutdown: on a signal or a time limit all ranks stop after the same step, within the grace
 period."""
 
 import contextlib
@@ -20,140 +20,144 @@ from meshwright.train.distributed.exit import end_at_once
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.errors import PeerLostError
 
-# Slurm sends what its --signal says, torchrun passes on SIGHUP where its terminal is closed.
+# Slurm sends the signal of its --signal option, torchrun forwards SIGHUP when its terminal is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-REPEAT_S = 0.5  # a signal that soon after the first is the same request, delivered twice
-LAST_WORDS_S = 5.0  # for on_end and the way out; after that the kernel ends the process
-CLOSE_S = 5.0  # how long close() waits for peers that may be gone
-_GONE = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # gloo's words, and NCCL's
-INTACT = "what was committed is intact"
+REPEAT_S = 0.5  # a signal within this time after the first is the same request, delivered twice
+LAST_WORDS_S = 5.0  # for on_end and the exit; after that the kernel ends the process
+CLOSE_S = 5.0  # how long close() waits for peers that may be dead
+_PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # of gloo and NCCL
+INTACT = "committed checkpoints are intact"
 
 
 @dataclass(frozen=True)
 class ShutdownRequest:
-    """Why a rank wants the run to end. failed: because of an error, so that nothing more is saved."""
+    """A rank's request to end the run. failed: because of an error, so that nothing more is saved."""
 
     reason: str
     failed: bool = False
 
 
 class GracefulShutdown:
-    """Whether to stop, agreed by all ranks at the same step, without waiting for the device.
+    """Decides when to stop: all ranks agree on it at the same step, without waiting for the device.
 
-    Any rank may ask (a signal, the time limit, an error). At the end of each step every rank starts a tiny
-    all-reduce over gloo, on the host, and reads the one it started a step before: so all stop after the same
-    step, and the GPU's queue is never drained.
+    Any rank may request a stop (a signal, the time limit, an error). At the end of each step every rank
+    starts a tiny all-reduce over gloo, on the host, and reads the one of the previous step: all ranks stop
+    after the same step, and the GPU's queue is never drained.
 
-    Signals are heard by a thread, wherever the main thread is: in a collective that waits for a dead rank, or
-    in the compiler. The first asks; a second ends the process at once; so does a stop that outlasts
-    `grace_s`, on every rank. Both leave the last commit as it is, and the exit code is 128 + the signal's
-    number. Before `begin()` there is nothing to save, and the first signal ends the process at once.
+    A separate thread receives signals, so that a blocked main thread (in a collective with a dead rank, or in
+    the compiler) does not delay them. The first signal requests a stop; a second one ends the process
+    immediately, and so does, on every rank, a stop that takes longer than `grace_s`. Both leave the last
+    commit intact, and the exit code is 128 + the signal's number. Before `begin()` there is nothing to save,
+    and the first signal ends the process immediately.
 
-    A second signal counts from REPEAT_S after the first. Sooner it is the same request, delivered twice:
-    `timeout` sends to its command and then to their common process group, and whoever signals torchrun and
-    its workers alike reaches these once more through torchrun. (From a terminal only torchrun hears Ctrl-C,
-    for its workers have sessions of their own: it passes SIGINT on, and after a second Ctrl-C sends SIGTERM.)
-    To take a repetition for a second signal would cost the work since the last commit; to take a hasty second
-    signal for a repetition costs a third one.
+    A second signal counts only REPEAT_S after the first. Within that time it is the same request, delivered
+    twice: `timeout` sends to its command and then to their common process group, and a user who signals both
+    torchrun and its workers reaches the workers a second time through torchrun. (Ctrl-C in a terminal reaches
+    torchrun only, because its workers have their own sessions: it forwards SIGINT, and sends SIGTERM after a
+    second Ctrl-C.) Taking a repetition for a second signal would lose the work since the last commit; taking
+    a quick second signal for a repetition only costs a third one.
     """
 
     def __init__(self, config: RunConfig, on_end: Callable[[str], None]) -> None:
-        """Begin to listen. `on_end(reason)` is called just before the process is ended without saving.
+        """Install the signal handlers. `on_end(reason)` is called just before the process is ended without
+        saving.
 
-        In the main thread only, which is where Python lets signal handlers be set.
+        Main thread only, because Python sets signal handlers nowhere else.
         """
         self._config, self._on_end = config, on_end
         self._deadline_s = time.monotonic() + config.max_hours * 3600 if config.max_hours else None
-        self._wish: ShutdownRequest | None = None
-        self._wish_lock = threading.Lock()
+        self._request: ShutdownRequest | None = None
+        self._request_lock = threading.Lock()
         self._began = self._agreed = False
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
-        self._heard_s: float | None = None  # when this process heard its first signal
-        self._grace: tuple[float, int] | None = None  # until when the stop may take, and the signal's number
-        self._listen()
+        self._first_signal_s: float | None = None  # when this process received its first signal
+        self._grace: tuple[float, int] | None = None  # deadline of the stop, and the signal's number
+        self._install_handlers()
 
     @property
     def reason(self) -> str | None:
-        """Why to stop: this rank's own wish, and once agreed the same on all ranks. None: no wish."""
-        return self._wish.reason if self._wish else None
+        """Why to stop: this rank's request or, once agreed, the same request on all ranks. None without a
+        request."""
+        return self._request.reason if self._request else None
 
     @property
     def failed(self) -> bool:
-        """Whether the run ends because of an error: nothing more is to be saved. False until agreed: the same
-        on all ranks."""
-        return self._agreed and self._wish is not None and self._wish.failed
+        """Whether the run ends because of an error, so that nothing more is saved. False until agreed; the
+        same on all ranks."""
+        return self._agreed and self._request is not None and self._request.failed
 
     def connect(self) -> None:
-        """Make the group that agrees. After the process group, by all ranks alike."""
+        """Create the group for the agreement; all ranks call it, after the default process group exists."""
         if dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=group_timeout(self._config))
 
     def begin(self) -> None:
-        """The loop starts: from now on there is something to save, and a first signal asks for an agreed
-        stop."""
+        """Mark the start of the training loop: now there is something to save, and a first signal requests an
+        agreed stop."""
         self._began = True
 
     def request(self, reason: str, failed: bool = False) -> None:
-        """Ask all ranks to stop soon; from any thread. The first reason counts, but an error before a wish.
+        """Request a stop of all ranks, from any thread. The first request counts, but an error replaces a
+        request without error.
 
-        Without effect once a stop is agreed.
+        Has no effect once a stop is agreed.
         """
-        with self._wish_lock:
-            if not self._agreed and (self._wish is None or (failed and not self._wish.failed)):
-                self._wish = ShutdownRequest(reason, failed)
+        with self._request_lock:
+            if not self._agreed and (self._request is None or (failed and not self._request.failed)):
+                self._request = ShutdownRequest(reason, failed)
 
     def should_stop(self) -> bool:
-        """Called by every rank once a step: True on all of them at the same step. Raises PeerLostError."""
+        """Return whether to stop; every rank calls it once a step, and all get True at the same step. Raises
+        PeerLostError."""
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self.request("run.max_hours")
         if self._group is None:
-            self._agreed = self._wish is not None
+            self._agreed = self._request is not None
         elif not self._agreed:
             try:
-                self._agreed = self._anyone_asked(self._group)
+                self._agreed = self._any_requested(self._group)
                 if self._agreed:
-                    self._share_wishes(self._group)
+                    self._share_requests(self._group)
             except RuntimeError as error:
                 if "timed out" in str(error).lower():
                     raise
                 raise PeerLostError(_explain(error)) from error
         return self._agreed
 
-    def _anyone_asked(self, group: dist.ProcessGroup) -> bool:
-        """Read the last step's all-reduce; if nobody had asked by then, start this step's."""
+    def _any_requested(self, group: dist.ProcessGroup) -> bool:
+        """Read the previous step's all-reduce; if no rank had requested a stop, start this step's."""
         if self._pending is not None:
-            work, asked = self._pending
+            work, requested = self._pending
             self._pending = None
             work.wait()
-            if asked.item():
+            if requested.item():
                 return True
-        asked = torch.tensor([int(self._wish is not None)], dtype=torch.int32)
-        self._pending = dist.all_reduce(asked, group=group, async_op=True), asked
+        requested = torch.tensor([int(self._request is not None)], dtype=torch.int32)
+        self._pending = dist.all_reduce(requested, group=group, async_op=True), requested
         return False
 
-    def _share_wishes(self, group: dist.ProcessGroup) -> None:
-        """Take the same wish on all ranks; the grace period of a signal to one of them is that of all."""
-        mine = (self._wish, self._grace[1] if self._grace else None)
+    def _share_requests(self, group: dist.ProcessGroup) -> None:
+        """Agree on one request; a signal's grace period on one rank applies to all ranks."""
+        own = (self._request, self._grace[1] if self._grace else None)
         everyone: list[tuple[ShutdownRequest | None, int | None]] = [(None, None)] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=group)
-        with self._wish_lock:
-            self._wish = merge_requests([wish for wish, _ in everyone])
+        dist.all_gather_object(everyone, own, group=group)
+        with self._request_lock:
+            self._request = merge_requests([request for request, _ in everyone])
         numbers = [number for _, number in everyone if number is not None]
         if numbers and self._grace is None:
             self._start_grace(numbers[0])
-            self._write_end.send(b"\0")  # wakes the thread, which has to look at the clock from now on
+            self._write_end.send(b"\0")  # wakes the thread, which must watch the deadline from now on
 
     def close(self) -> None:
-        """Listen no longer, and wait for the last all-reduce: none may be under way when the process group
-        ends.
+        """Restore the signal handlers, and wait for the last all-reduce: none may be in progress when the
+        process group ends.
 
-        Where a peer is dead its end is an error, which comes at once; where one is stuck, no more than
-        CLOSE_S are lost.
+        A dead peer ends it with an immediate error; a peer that hangs costs at most CLOSE_S.
         """
         signal.set_wakeup_fd(self._earlier_fd)
         for number, handler in self._earlier_handlers.items():
-            if handler is not None:  # None: C code had set it, and Python cannot set it again
+            if handler is not None:  # None: set by C code, which Python cannot restore
                 signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._write_end.close()  # ends the thread
@@ -164,23 +168,22 @@ class GracefulShutdown:
                 self._pending[0].wait(timedelta(seconds=CLOSE_S))
             self._pending = None
 
-    def _listen(self) -> None:
-        """Let the C part of Python's signal handling write each number into a socket, and a thread read it
-        there.
+    def _install_handlers(self) -> None:
+        """Have the C part of Python's signal handling write each number into a socket, which a thread reads.
 
-        Python's own handlers run in the main thread only, and not while that is inside C++.
+        Python's own handlers run in the main thread only, and not while it is inside C++.
         """
         self._read_end, self._write_end = socket.socketpair()
         self._write_end.setblocking(False)
         self._earlier_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
-        # what nohup has set to be ignored stays so
+        # a SIGHUP that nohup ignores stays ignored
         wanted = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         self._earlier_handlers = {number: signal.signal(number, _nothing) for number in wanted}
-        self._thread = threading.Thread(target=self._hear, name="signals", daemon=True)
+        self._thread = threading.Thread(target=self._receive_signals, name="signals", daemon=True)
         self._thread.start()
 
-    def _hear(self) -> None:
-        """The thread: hears signals, and ends the process when the grace period is over."""
+    def _receive_signals(self) -> None:
+        """The thread: receive signals, and end the process when the grace period is over."""
         while True:
             left_s = max(0.001, self._grace[0] - time.monotonic()) if self._grace else None
             self._read_end.settimeout(left_s)
@@ -189,26 +192,26 @@ class GracefulShutdown:
                 if not numbers:
                     return
                 for number in numbers:
-                    if number in self._earlier_handlers:  # and no other signal for which Python has a handler
+                    if number in self._earlier_handlers:  # not another signal with a Python handler
                         self._on_signal(number)
             if self._grace and time.monotonic() >= self._grace[0]:
-                grace = f"run.grace_s={self._config.grace_s:g} s were not enough to stop"
+                grace = f"run.grace_s={self._config.grace_s:g} s was too short for the stop"
                 self._end(self._grace[1], f"{self.reason}: ended without saving, because {grace}")
 
     def _on_signal(self, number: int) -> None:
         name = f"signal {signal.Signals(number).name}"
         if not self._began:
             self._end(number, f"{name} before the first step: there was nothing to save")
-        elif self._heard_s is None:
-            self._heard_s = time.monotonic()
+        elif self._first_signal_s is None:
+            self._first_signal_s = time.monotonic()
             self.request(name)
             if self._grace is None:
                 self._start_grace(number)
-        elif time.monotonic() - self._heard_s >= REPEAT_S:
-            self._end(number, f"{self.reason}, then {name}: ended at once, without saving")
+        elif time.monotonic() - self._first_signal_s >= REPEAT_S:
+            self._end(number, f"{self.reason}, then {name}: ended immediately, without saving")
 
     def _start_grace(self, number: int) -> None:
-        """From now on the stop is timed: by the thread, and by the kernel should the thread not get to
+        """Start the deadline of the stop, which the thread enforces, and the kernel if the thread cannot
         run."""
         self._grace = time.monotonic() + self._config.grace_s, number
         # SIGALRM ends a process by default
@@ -221,32 +224,35 @@ class GracefulShutdown:
         end_at_once(128 + number, f"{reason}; {INTACT}")
 
 
-def merge_requests(wishes: Sequence[ShutdownRequest | None]) -> ShutdownRequest | None:
-    """Of the wishes of all ranks the one that counts, the same on each: the first error, or else the first
-    wish."""
+def merge_requests(requests: Sequence[ShutdownRequest | None]) -> ShutdownRequest | None:
+    """Return the request that counts of those of all ranks, the same on each: the first error, otherwise the
+    first request."""
     errors = [
-        ShutdownRequest(f"rank {rank}: {wish.reason}", True)
-        for rank, wish in enumerate(wishes)
-        if wish and wish.failed
+        ShutdownRequest(f"rank {rank}: {request.reason}", True)
+        for rank, request in enumerate(requests)
+        if request and request.failed
     ]
-    return next(iter([*errors, *filter(None, wishes)]), None)
+    return next(iter([*errors, *filter(None, requests)]), None)
 
 
 def as_lost_peer(error: BaseException) -> PeerLostError | None:
-    """The same error in our words, if it is what a collective ends with when another process is gone."""
+    """Return a PeerLostError if the error is that of a collective after another process died, otherwise
+    None."""
     text = str(error)
-    gone = isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text) and re.search(_GONE, text)
-    return PeerLostError(_explain(error)) if gone and isinstance(error, RuntimeError) else None
+    died = (
+        isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text) and re.search(_PEER_DIED, text)
+    )
+    return PeerLostError(_explain(error)) if died and isinstance(error, RuntimeError) else None
 
 
 def _explain(error: RuntimeError) -> str:
-    """What gloo says of a peer that is gone, in our words."""
-    said = str(error).strip().splitlines()[-1]
+    """Return the message for a collective's error about a dead peer."""
+    message = str(error).strip().splitlines()[-1]
     return (
         f"a process of this run has died, so the others end too, without saving; {INTACT}, and the same "
-        f"command goes on from there ({said})"
+        f"command resumes from the last one ({message})"
     )
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Python's half of a signal handler; the number has been written to the socket already."""
+    """The Python half of a signal handler; the number is already in the socket."""

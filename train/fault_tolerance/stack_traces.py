@@ -1,4 +1,4 @@
-"""Where this process's threads are: in short for a message, in full for a file."""
+"""The stacks of this process's threads: short for a message, complete for a file."""
 
 import os
 import platform
@@ -20,16 +20,15 @@ from meshwright.train.fault_tolerance.hang_diagnosis import as_ranges
 PACKAGE = Path(__file__).parents[2]
 ROOT = PACKAGE.parent
 TORCH = Path(torch.__file__).parent
-# Where Python shows no function of torch.distributed: a wait of its own, as in our code and in compiled
-# graphs.
+# A wait for a collective outside the functions of torch.distributed: in our code and in compiled graphs.
 WAIT = re.compile(r"\.wait\(|\bwait_tensor\b|\b_c10d_functional\b")
-# PyTorch's own name for it, which its tool torchfrtrace looks for by --prefix
+# PyTorch's name; its tool torchfrtrace searches for it by --prefix
 TRACE_FILE = "nccl_trace_rank_"
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where a thread is; the fields are those of train.fault_tolerance.hang_diagnosis.RankReport."""
+    """The position of a thread; the fields are those of train.fault_tolerance.hang_diagnosis.RankReport."""
 
     place: str
     waits_in: str
@@ -38,17 +37,18 @@ class Where:
 
 
 def main_thread_calls() -> list[FrameSummary]:
-    """The main thread's frames, innermost first."""
+    """Return the main thread's frames, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     walked = traceback.walk_stack(frame) if frame else ()
-    # not StackSummary.extract, which looks at every file, also on a network folder that hangs
+    # not StackSummary.extract, which accesses every source file, even on a network folder that hangs
     return [
         FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False) for f, line in walked
     ]
 
 
 def find_where(calls: Sequence[FrameSummary]) -> Where:
-    """Where a stack (innermost call first) is in our code, and which collective it waits in, if any."""
+    """Return where a stack (innermost call first) is in our code, and which collective it waits in, if
+    any."""
     ours = [call for call in calls if _is_ours(call)]
     inner = calls[: calls.index(ours[0])] if ours else calls
     inside = "" if not calls or calls[0] in ours[:1] else _show(calls[0])
@@ -57,7 +57,7 @@ def find_where(calls: Sequence[FrameSummary]) -> Where:
 
 
 def format_threads(rank: int, world_size: int) -> str:
-    """The stacks of all threads, the main thread's first, innermost call last."""
+    """Return the stacks of all threads but the calling one: the main thread's first, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, own = threading.main_thread().ident, threading.get_ident()
     process = f"process {os.getpid()} on {platform.node()}"
@@ -73,22 +73,22 @@ def format_threads(rank: int, world_size: int) -> str:
 
 
 def write_stacks(folder: Path, rank: int, world_size: int) -> None:
-    """Write this rank's stacks into a folder. Raises OSError where it cannot."""
+    """Write this rank's stacks into a folder. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{rank:05d}.txt").write_text(format_threads(rank, world_size), encoding="utf-8")
 
 
 def keeps_flight_record() -> bool:
-    """Whether PyTorch's flight recorder keeps what torchfrtrace can read: the collectives of NCCL."""
+    """Return whether PyTorch's flight recorder keeps a record that torchfrtrace can read: the collectives of
+    NCCL."""
     return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
 def write_flight_record(folder: Path, rank: int) -> None:
-    """Write the last collectives of this rank and how far each came, as PyTorch's tool torchfrtrace reads
-    them.
+    """Write this rank's last collectives and the state of each, in the format of PyTorch's tool torchfrtrace.
 
-    How many it keeps is TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE by its old name); 0 turns it off.
-    Raises OSError where it cannot write.
+    TORCH_FR_BUFFER_SIZE (formerly TORCH_NCCL_TRACE_BUFFER_SIZE) sets how many are kept; 0 disables the
+    record. Raises OSError.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -97,29 +97,30 @@ def write_flight_record(folder: Path, rank: int) -> None:
 
 
 def count_collectives() -> tuple[tuple[str, int], ...]:
-    """For each process group of this rank, by a name that is the same on all its members, the collectives
-    begun."""
-    begun: dict[str, int] = {}
+    """Return the number of collectives started in each process group of this rank, by a name that is the same
+    on all its members."""
+    started: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         ranks = dist.get_process_group_ranks(group)
         base = name = f"{group.group_desc} of {'rank' if len(ranks) == 1 else 'ranks'} {as_ranges(ranks)}"
         number = 1
-        while name in begun:
+        while name in started:
             number += 1
-            name = f"{base}, its number {number}"
-        begun[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return tuple(begun.items())
+            name = f"{base}, number {number}"
+        started[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return tuple(started.items())
 
 
 def _is_ours(call: FrameSummary) -> bool:
-    """In the package, or beside it in its checkout, but not in an environment that lies there."""
+    """Return whether a call is in the package or next to it in its checkout, but not in an environment inside
+    it."""
     path = Path(call.filename)
     in_checkout = path.is_relative_to(ROOT) and not {"site-packages", "dist-packages"} & set(path.parts)
     return path.is_relative_to(PACKAGE) or in_checkout
 
 
 def _show(call: FrameSummary) -> str:
-    """file:line function, from the folder that tells most."""
+    """Return "file:line function", with the path from the checkout, the package or the folder of torch."""
     path = Path(call.filename)
     ours = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
     base = ours if _is_ours(call) else TORCH.parent
@@ -128,8 +129,8 @@ def _show(call: FrameSummary) -> str:
 
 
 def _collective(inner: Sequence[FrameSummary]) -> str:
-    """The function of torch.distributed that code of ours (or autograd, for it) called and has not come back
-    from."""
+    """Return the function of torch.distributed that our code (or autograd) called and that has not
+    returned."""
     folder = TORCH / "distributed"
     calls = [call for call in inner if Path(call.filename).is_relative_to(folder)]
     named = [call.name for call in calls if call.filename.endswith("distributed_c10d.py")]

@@ -1,5 +1,5 @@
-"""What watches over a run: a watchdog, a stop that all ranks agree on, status.json; and, while it trains,
-guards against garbage, recompilations and values that are not finite."""
+"""Supervision of a run: the watchdog, the agreed stop and status.json; during training also garbage
+collection, recompiles and values that are not finite."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +29,9 @@ from meshwright.train.step import StepResult
 
 
 class Supervision:
-    """Watches this rank of a run from its first moment on, before there are other ranks or a folder."""
+    """Supervises this rank of a run from the start, before other ranks or a folder exist."""
 
-    # made by `training`, within which steps are done
+    # set by `training`, in which steps are done
     _plan: Plan
     _garbage: GarbageCollector
     _recompiles: RecompileGuard
@@ -51,29 +51,30 @@ class Supervision:
 
     @property
     def skipped_steps(self) -> dict[str, int]:
-        """How many steps went without an update, for a row of metrics; nothing while there are none."""
+        """The number of skipped steps, for a row of metrics; empty while there are none."""
         return {"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}
 
     @property
     def stop_reason(self) -> str:
-        """Why the run was stopped; "" while it was not."""
+        """Why the run was stopped; "" otherwise."""
         return self._shutdown.reason or ""
 
     def connect(self) -> None:
-        """The process group exists: from now on all ranks hear of a stop and of a hang."""
+        """Connect the watchdog and the agreed stop to the other ranks, once the process group exists."""
         self._watchdog.connect()
         self._shutdown.connect()
 
     @contextmanager
     def in_folder(self, folder: Path, ranks: RankInfo) -> Iterator[None]:
-        """The folder is this run's alone, and status.json says how it ends. Raises LockError."""
+        """Within this context the folder belongs to this run only, and status.json records how the run ends.
+        Raises LockError."""
         with take_folder(folder, ranks, self._console), self._status.recording(folder):
             self._watchdog.report_to(folder)
             yield
 
     def begin(self, folder: Path, ranks: RankInfo, start: Start) -> None:
-        """The run resumes from `start`, or begins. Raises CrashLoopError where starts before this one have
-        failed there again and again."""
+        """Record that the run resumes from `start`, or begins. Raises CrashLoopError after repeated failures
+        there."""
         failed = broadcast_from_rank0(ranks, lambda: check_crash_loop(read_status(folder), ranks, start.step))
         self._status.start(start.step if start.checkpoint else None, failed)
 
@@ -81,8 +82,8 @@ class Supervision:
     def training(
         self, config: TrainConfig, plan: Plan, model: nn.Module, data: TrainingData
     ) -> Iterator[None]:
-        """Steps are done in here: from now on there is something to save, so that the first signal asks for
-        an agreed stop."""
+        """Steps are done within this context: now there is something to save, and a first signal requests an
+        agreed stop."""
         self._plan, self._garbage = plan, GarbageCollector(config.gc_every_steps)
         self._recompiles = RecompileGuard(plan.compile)
         self._nonfinite = NonFiniteGuard(config.max_skipped_steps, model, data.order, data.batch, data.group)
@@ -93,15 +94,15 @@ class Supervision:
             self._garbage.close()
 
     def enter(self, section: Section, step: int = 0) -> None:
-        """A section begins, for which the watchdog has a time-out of its own."""
+        """Enter a section, which has its own timeout of the watchdog."""
         self._watchdog.enter(section, step)
 
     def before_step(self, step: int) -> None:
-        """Called before every step, and before its data."""
+        """Call before every step, and before its data."""
         self.enter("step" if self._warm else "first step", step)
 
     def after_step(self, step: int, first_sample: int, data: StepData, result: StepResult) -> None:
-        """Called after every step, which began at position `first_sample` of the data. Raises NonFiniteError
+        """Call after every step, which began at position `first_sample` of the data. Raises NonFiniteError
         and RecompileError."""
         self._garbage.step_done(step)
         if not self._warm:
@@ -110,44 +111,44 @@ class Supervision:
         self._console.print_lines(self._nonfinite.step_done(step, first_sample, data, result))
 
     def progress(self, step: int) -> None:
-        """So many steps are done, and all their rows are written."""
+        """Record the number of steps that are done and whose rows are all written."""
         self._status.progress(step)
 
     def finish_steps(self) -> None:
-        """Look at what has not been looked at yet: before a checkpoint, and at the end. Raises
+        """Check the steps that have not been checked: before a checkpoint, and at the end. Raises
         NonFiniteError."""
         self._console.print_lines(self._nonfinite.finish())
 
     def request_stop(self, reason: str) -> None:
-        """Because of an error: nothing more is to be saved."""
+        """Request a stop because of an error, after which nothing is saved."""
         self._shutdown.request(reason, failed=True)
 
     def should_stop(self) -> bool:
-        """Whether all ranks stop after this step; every rank asks once a step. Raises SaveError where it is
-        because a checkpoint could not be saved, and PeerLostError."""
+        """Return whether all ranks stop after this step; every rank calls it once a step. Raises SaveError if
+        the stop is because a checkpoint could not be saved, and PeerLostError."""
         stopping = self._shutdown.should_stop()
         if stopping and self._shutdown.failed:
             raise SaveError(self.stop_reason)
         return stopping
 
     def finish(self, step: int, stopped: bool) -> None:
-        """Note in status.json that the run has ended by itself, `stopped` before its last step or not."""
+        """Record in status.json that the run ended normally; `stopped`: before its last step."""
         self._status.finish("stopped" if stopped else "finished", step, self.stop_reason if stopped else "")
 
     def close(self) -> None:
-        """After the run, whatever has ended it."""
+        """Stop the watchdog, after the end of the run for any reason."""
         self._watchdog.close()
 
     def leave(self) -> None:
-        """After a run that nothing has gone wrong with: leave the other ranks."""
+        """Leave the other ranks, after a run without an error."""
         self._shutdown.close()
         dist.destroy_process_group()
 
     def _end_warm_up(self) -> None:
-        """Everything is compiled now: say where from, give back what it took, and listen for what should not
-        come."""
-        if told := describe_compiling():
-            self._console.print(told)
+        """Everything is compiled now: print where the graphs came from, return the memory that compiling
+        took, and watch for recompiles."""
+        if message := describe_compiling():
+            self._console.print(message)
         if self._plan.async_tp:
             self._console.print(describe_async_tp())
         return_free_memory()
@@ -157,7 +158,7 @@ class Supervision:
 
 @contextmanager
 def supervised(config: RunConfig, ranks: RankInfo, console: Console, named: bool) -> Iterator[Supervision]:
-    """A run is watched over from here on. `named`: as in RunStatus."""
+    """Supervise a run within this context. `named`: as in RunStatus."""
     supervision = Supervision(config, ranks, console, named)
     try:
         yield supervision

@@ -1,9 +1,10 @@
-"""The watchdog: a thread that notices when a section of the run takes too long, says why, and ends the
+"""The watchdog: a thread that detects when a section of the run takes too long, prints why, and ends the
 process.
 
-No collective is used, for those are what is stuck: ranks talk through the store that they met at. Each rank's
-thread leaves a heartbeat there every second. The thread whose section outlasts its time-out asks all others
-where they are; each answers, the first that asked prints the diagnosis, and all processes end.
+It uses no collectives, because those are what hangs: the ranks communicate through the store of the
+rendezvous. Each rank's thread sends a heartbeat to it every second. The thread whose section exceeds its
+timeout requests reports from all ranks; each rank answers, the first that requested prints the diagnosis, and
+all processes exit.
 """
 
 import faulthandler
@@ -35,16 +36,16 @@ from meshwright.train.fault_tolerance.stack_traces import (
 
 Section = Literal["set-up", "data", "first step", "step", "evaluation", "checkpoint"]
 
-HEARTBEAT_S = 1.0  # a rank hears within a second that it is asked
-# a thread this late was not run: the process was stopped meanwhile, and that time does not count
+HEARTBEAT_S = 1.0  # a rank receives a request within a second
+# a thread this late was not run: the process was stopped in the meantime, and that time does not count
 OVERSLEPT_S = 5.0
-GATHER_S = 3.5  # for everybody's answers, so that the message comes within 5 s
-TOLD_S = 7.0  # for the diagnosis of the rank that asked first
-FILES_S = 0.5  # for the files with stacks, which a dead network folder may hold up, before the message
+GATHER_S = 3.5  # for all ranks' answers, so that the message comes within 5 s
+DIAGNOSIS_S = 7.0  # for the diagnosis of the rank that requested first
+FILES_S = 0.5  # for the files with stacks, which a dead network folder may delay, before the message
 ON_STUCK_S = 2.0
-# from "all is said" to the end, on all ranks alike: who ended sooner would make others raise errors
+# from the diagnosis to the exit, the same on all ranks: an earlier exit would cause errors on the others
 LINGER_S = 1.0
-HARD_END_S = 20.0  # whatever else hangs
+HARD_END_S = 20.0  # from the timeout to the exit, even if everything else hangs
 
 
 KEYS: dict[str, str] = {
@@ -59,7 +60,7 @@ KEYS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class _At:
-    """What the main thread is in, and since when (time.monotonic). Two visits are two objects."""
+    """The main thread's section and step, and since when (time.monotonic). Each entry makes a new object."""
 
     section: str
     step: int
@@ -67,16 +68,19 @@ class _At:
 
 
 class Watchdog:
-    """Watches the main thread of this rank from a thread of its own, which starts at once, in section set-up.
+    """Watches the main thread of this rank from a separate thread, which starts immediately, in section
+    set-up.
 
     Args:
         timeouts: seconds per section
-        ranks: this process among the others, as the launcher says (there may be no process group yet)
-        on_stuck: hears the message, in a thread, on each rank that prints one, just before its process ends:
-            on one rank, or on every rank where they cannot agree on one because their store is gone
+        ranks: this process's rank and the world size from the launcher (a process group may not exist
+            yet)
+        on_stuck: called with the message, in a thread, just before the process exits, on each rank that
+            prints
+            one: on one rank, or on every rank if they cannot agree because their store is lost
 
-    A library that holds Python's lock (GIL) in the main thread lets no thread run: such a rank gives no
-    heartbeat, and the others say so.
+    A library that holds Python's lock (GIL) in the main thread lets no thread run: such a rank sends no
+    heartbeat, and the others report that.
     """
 
     def __init__(self, timeouts: TimeoutConfig, ranks: RankInfo, on_stuck: Callable[[str], None]) -> None:
@@ -87,7 +91,7 @@ class Watchdog:
         self._link: Heartbeats | None = None
         self._store_thread = BackgroundThread("watchdog-store")
         self._heartbeat: Future[bool] | None = None
-        self._why_alone = "it has not yet joined the other processes"
+        self._why_alone = "it has not joined the other processes yet"
         self._closing = threading.Event()
         self._at = self._seen = _At("set-up", 0, time.monotonic())
         self._overslept_s = 0.0
@@ -95,8 +99,7 @@ class Watchdog:
         self._thread.start()
 
     def connect(self) -> None:
-        """The default process group exists: heartbeats go to its store from now on, over a connection of
-        their own."""
+        """Send heartbeats from now on, to the default process group's store, over a separate connection."""
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         link = Heartbeats(store, self._ranks)
         link.beat(RankReport(self._rank, self._at.section, self._at.step))
@@ -104,16 +107,16 @@ class Watchdog:
         self._link = link
 
     def report_to(self, folder: Path) -> None:
-        """The run's folder: the stacks of all ranks are written under folder / "stuck"."""
+        """Set the run's folder: the stacks of all ranks are written under folder / "stuck"."""
         self._folder = folder / "stuck"
 
     def enter(self, section: Section, step: int = 0) -> None:
-        """A new section or step begins. Evaluation and checkpoint come with their step too: a lower one is
+        """Enter a section or step. Evaluation and checkpoint pass their step too: a rank at a lower step is
         "behind"."""
         self._at = _At(section, step, time.monotonic())
 
     def close(self) -> None:
-        """Stop the thread and wait for it; the store hears that this rank has ended, and nothing
+        """Stop the thread and wait for it; then report to the store that this rank has ended, and nothing
         afterwards."""
         self._closing.set()
         self._thread.join()
@@ -131,16 +134,16 @@ class Watchdog:
             self._notice_section()
             self._overslept_s += late_s if late_s > OVERSLEPT_S else 0.0
             if self._left_s() <= 0:
-                self._end(self._timed_out())
+                self._end_process(self._timed_out())
             if self._beat():
-                self._end(None)
+                self._end_process(None)
 
     def _notice_section(self) -> None:
         if self._at is not self._seen:
             self._seen, self._overslept_s = self._at, 0.0
 
     def _left_s(self) -> float:
-        """Seconds until the section counts as stuck."""
+        """Return the seconds until the section counts as stuck."""
         self._notice_section()
         timeout_s = self._timeouts_s[self._seen.section]
         return timeout_s - self._in_section_s() if timeout_s else HEARTBEAT_S
@@ -149,8 +152,8 @@ class Watchdog:
         return time.monotonic() - self._seen.since_s - self._overslept_s
 
     def _beat(self) -> bool:
-        """Send a heartbeat, unless the last is still on its way; True if another rank asks where this one
-        is."""
+        """Send a heartbeat, unless the last is still in progress; return True if another rank requests
+        reports."""
         link = self._link
         if link is None or self._why_alone:
             return False
@@ -158,23 +161,23 @@ class Watchdog:
             report = RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s())
             self._heartbeat = self._store_thread.submit(lambda: link.beat(report))
         try:
-            asked = self._heartbeat.result(min(HEARTBEAT_S / 2, max(0.0, self._left_s())))
+            requested = self._heartbeat.result(min(HEARTBEAT_S / 2, max(0.0, self._left_s())))
             self._heartbeat = None
-            return asked
+            return requested
         except TimeoutError:
             return False
         except Exception as error:
-            self._why_alone = _lost(link, error)
+            self._why_alone = _store_lost(link, error)
             return False
 
-    def _end(self, fired: TimedOut | None) -> None:
-        """Say why, as well as can be, and end the process. `fired`: the time-out, where it is this rank's
-        own.
+    def _end_process(self, fired: TimedOut | None) -> None:
+        """Print the best diagnosis that is possible, and end the process. `fired`: this rank's own timeout,
+        if any.
 
-        Returns where the main thread has gone on meanwhile. Once the others are asked they are about to end:
-        then it is too late.
+        Returns if the main thread has moved on in the meantime. Once the other ranks have received a request
+        they exit, and it is too late to return.
         """
-        # needs neither the interpreter nor its lock
+        # works without the interpreter and its lock
         faulthandler.dump_traceback_later(HARD_END_S, exit=True, file=2)
         report = self._report()
         if fired and self._at is not self._seen:
@@ -183,18 +186,18 @@ class Watchdog:
         files = BackgroundThread("watchdog-files").submit(self._write_files)
         message = self._diagnose(report, fired)
         if message is not None:
-            message = f"{message}\n  {_say_files(self._folder, files)}\n"
+            message = f"{message}\n  {_files_message(self._folder, files)}\n"
             os.write(2, message.encode())  # not sys.stderr, whose lock the stuck thread may hold
-            self._tell(message)
+            self._announce(message)
         ends_s = time.monotonic() + LINGER_S
         _error_of(files, LINGER_S / 2)
-        # last: it asks what may be stuck too
+        # last: NCCL, which provides it, may hang too
         _error_of(BackgroundThread("watchdog-files").submit(self._write_flight_record), LINGER_S / 2)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         os._exit(1)
 
     def _diagnose(self, report: RankReport, fired: TimedOut | None) -> str | None:
-        """The message; None where another rank says it."""
+        """Return the message; None if another rank prints it."""
         link = self._link
         if link and not self._why_alone:
             try:
@@ -202,28 +205,28 @@ class Watchdog:
                     reports := self._store_thread.submit(lambda: link.gather(report, fired)).result(GATHER_S)
                 ) and fired:
                     return diagnose(reports, fired)
-                if self._store_thread.submit(link.wait_until_told).result(TOLD_S):
+                if self._store_thread.submit(link.wait_for_diagnosis).result(DIAGNOSIS_S):
                     return None
-                self._why_alone = "the rank that asked for everybody's stacks fell silent"
+                self._why_alone = "the rank that requested all reports does not answer"
             except Exception as error:
-                self._why_alone = _lost(link, error)
+                self._why_alone = _store_lost(link, error)
         return diagnose_alone(report, self._world_size, fired, self._why_alone)
 
-    def _tell(self, message: str) -> None:
-        """Tell on_stuck, then the other ranks that they may end."""
+    def _announce(self, message: str) -> None:
+        """Call on_stuck, then let the other ranks exit."""
         error = _error_of(
             BackgroundThread("watchdog-news").submit(lambda: self._on_stuck(message)), ON_STUCK_S
         )
         if error:
-            os.write(2, f"  the message could not be noted elsewhere ({_in_short(error)})\n".encode())
+            os.write(2, f"  the message could not be recorded ({_in_short(error)})\n".encode())
         if (link := self._link) and not self._why_alone:
-            _error_of(self._store_thread.submit(link.tell), ON_STUCK_S)
+            _error_of(self._store_thread.submit(link.announce_diagnosis), ON_STUCK_S)
 
     def _report(self) -> RankReport:
         where = find_where(main_thread_calls())
         try:
             collectives = count_collectives() if self._link else ()
-        # c10d says this way that a backend does not count, or that the group is just being made
+        # c10d raises if a backend does not count, or if the group is being created
         except Exception:
             collectives = ()
         return RankReport(
@@ -259,27 +262,25 @@ class Watchdog:
             write_flight_record(self._folder, self._rank)
 
 
-def _say_files(folder: Path | None, files: "Future[None]") -> str:
+def _files_message(folder: Path | None, files: "Future[None]") -> str:
     if folder is None:
         return "no stacks were written: the run has no folder yet"
     error = _error_of(files, FILES_S)
     if error:
         return f"stacks could not be written to {folder} ({_in_short(error)})"
     flights = (
-        f"; their last collectives: torchfrtrace {folder} --prefix {TRACE_FILE}"
-        if keeps_flight_record()
-        else ""
+        f"; last collectives: torchfrtrace {folder} --prefix {TRACE_FILE}" if keeps_flight_record() else ""
     )
     return f"all ranks' stacks: {folder}/rank-*.txt{flights}"
 
 
-def _lost(link: Heartbeats, error: BaseException) -> str:
-    answer = "does not answer" if isinstance(error, TimeoutError) else f"broke off ({_in_short(error)})"
-    return f"{link.keeper}, which keeps the ranks' store{link.address}, is stopped or gone: it {answer}"
+def _store_lost(link: Heartbeats, error: BaseException) -> str:
+    failure = "does not answer" if isinstance(error, TimeoutError) else f"disconnected ({_in_short(error)})"
+    return f"{link.keeper}, which hosts the ranks' store{link.address}, is stopped or dead: it {failure}"
 
 
 def _error_of(future: "Future[None]", limit_s: float) -> BaseException | None:
-    """What went wrong with an errand, TimeoutError included; None if it is done."""
+    """Return the error of a background call, TimeoutError included; None if it succeeded."""
     try:
         return future.exception(limit_s)
     except TimeoutError as error:
