@@ -1,4 +1,4 @@
-"""Files of earlier versions, in this folder, load: a checkpoint, plans, prepared tokens, a Hugging Face
+"""Files of earlier versions, in this folder, still load: a checkpoint, plans, prepared tokens, a Hugging Face
 export (README.md)."""
 
 import json
@@ -17,15 +17,14 @@ HERE = Path(__file__).resolve().parent.relative_to(ROOT)  # commands run in ROOT
 RUN, TOKENS, HUGGINGFACE, PLAN_8B = (HERE / name for name in ("run", "tokens", "huggingface", "plan_8b.yaml"))
 CHECKPOINT = RUN / "checkpoints" / "step-00000004"
 SAVED, STEPS = 4, 6
-# What the run of README.md, continued at once by the code that had written the checkpoint, reported of the
-# next steps.
+# Metrics of the next steps of README.md's run, continued by the code that had written the checkpoint.
 LOSSES = {5: 4.470602512359619, 6: 4.441705703735352}
 GRAD_NORMS = {5: 0.28765201568603516, 6: 0.30598199367523193}
 EVAL_LOSS = 4.469822378007192
 DATA_HASHES = {5: "00000003b38b2fcd", 6: "00000003d6d9a6f7"}
-REORDERING = 1e-5  # of the size of a loss or gradient norm in float32, on another mesh: 2e-7 was measured
-BY_FILE = [f"--parallel.plan={RUN / 'plan.yaml'}"]  # two shards x two tensor-parallel ranks, as it was
-GONE = ("  tokens: []",)  # of float8
+REORDERING = 1e-5  # relative, of a loss or gradient norm in float32 on another mesh; 2e-7 was measured
+BY_FILE = [f"--parallel.plan={RUN / 'plan.yaml'}"]  # two shards x two tensor-parallel ranks, as saved
+REMOVED = ("  tokens: []",)  # of float8
 MESHES = {
     "one process": (1, ["--parallel.dp_shard=1", "--parallel.tp=1"]),
     "two shards": (2, ["--parallel.dp_shard=2", "--parallel.tp=1"]),
@@ -34,29 +33,29 @@ MESHES = {
 
 
 def command(module: str, *arguments: str | Path, code: int = 0) -> str:
-    """What `python -m MODULE ARGUMENTS` prints on stdout; it must end with this exit code."""
+    """Return what `python -m MODULE ARGUMENTS` prints on stdout; it must end with this exit code."""
     result = run(1, *map(str, arguments), module=module)
     assert result.returncode == code, result.stdout + result.stderr
     printed: str = result.stdout
     return printed
 
 
-def go_on(folder: Path, processes: int, *arguments: str) -> Any:
-    """Continue a copy of the committed run to STEPS; the result has returncode, stdout and stderr.
+def resume(folder: Path, processes: int, *arguments: str) -> Any:
+    """Resume a copy of the committed run until STEPS; the result has returncode, stdout and stderr.
 
-    The cache is a new one: no checksum of the tokens has been compared before.
+    The cache is new, so that every checksum of the tokens is compared.
     """
     shutil.copytree(ROOT / RUN, folder / "run")
-    wanted = [f"--config={RUN / 'config.yaml'}", f"--run.dir={folder / 'run'}", f"--train.steps={STEPS}"]
+    keys = [f"--config={RUN / 'config.yaml'}", f"--run.dir={folder / 'run'}", f"--train.steps={STEPS}"]
     data = [f"--data.source={TOKENS}", f"--data.cache_dir={folder / 'cache'}"]
-    return run(processes, *wanted, *data, *arguments)
+    return run(processes, *keys, *data, *arguments)
 
 
 def lost_lines(old: Path, new: Path) -> list[str]:
-    """Lines of a committed file that are not, in this order, in one of today, which may have others between
-    them; but for those that CHANGELOG.md says are gone."""
+    """Return the lines of a committed file that today's file lacks, in this order. Additional lines are
+    allowed, and so are lines that CHANGELOG.md lists as removed."""
     lines = iter(new.read_text().splitlines())
-    kept = [line for line in (ROOT / old).read_text().splitlines() if line not in GONE]
+    kept = [line for line in (ROOT / old).read_text().splitlines() if line not in REMOVED]
     return [line for line in kept if line not in lines]
 
 
@@ -67,7 +66,7 @@ def test_every_byte_of_the_checkpoint_is_as_committed() -> None:
 
 @pytest.mark.parametrize(("processes", "mesh"), MESHES.values(), ids=MESHES)
 def test_the_run_goes_on_with_the_losses_it_had(processes: int, mesh: list[str], tmp_path: Path) -> None:
-    result = go_on(tmp_path, processes, *mesh)
+    result = resume(tmp_path, processes, *mesh)
     assert result.returncode == 0, result.stdout + result.stderr
     status = read_status(tmp_path / "run")
     assert (status["state"], status["step"], status["resumed_from"]) == ("finished", STEPS, SAVED)
@@ -83,37 +82,37 @@ def test_the_run_goes_on_with_the_losses_it_had(processes: int, mesh: list[str],
 
 
 def test_tokens_that_have_changed_are_refused(tmp_path: Path) -> None:
-    """So the runs above have compared the checksums that the committed manifest has."""
+    """So the runs above have compared the checksums in the committed manifest."""
     tokens = shutil.copytree(ROOT / TOKENS, tmp_path / "tokens")
     content = bytearray((tokens / "train-00000.bin").read_bytes())
     content[100] ^= 1
     (tokens / "train-00000.bin").write_bytes(content)
-    result = go_on(tmp_path, 1, *MESHES["one process"][1], f"--data.source={tokens}")
+    result = resume(tmp_path, 1, *MESHES["one process"][1], f"--data.source={tokens}")
     assert result.returncode == 2
     assert "train-00000.bin has changed since it was prepared" in result.stderr
 
 
 def test_a_plan_of_8b_is_read_whole(tmp_path: Path) -> None:
-    """A copy differs in what was changed there, and in nothing else."""
+    """A copy differs only in the value that was changed."""
     plan = yaml.safe_load((ROOT / PLAN_8B).read_text())
     plan["units"][1]["backward_prefetch"] = 2
     (tmp_path / "changed.yaml").write_text(json.dumps(plan))  # JSON is YAML
     report = json.loads(command("tools.plan", "diff", PLAN_8B, tmp_path / "changed.yaml", "--json"))
-    assert [(one["key"], one["a"], one["b"]) for one in report["differences"]] == [
-        ("backward_prefetch", 1, 2)
-    ]
+    assert [
+        (difference["key"], difference["a"], difference["b"]) for difference in report["differences"]
+    ] == [("backward_prefetch", 1, 2)]
     assert "layers.0 to layers.15" in report["differences"][0]["where"]
 
 
 def test_a_plan_of_8b_is_saved_again_as_it_was(tmp_path: Path) -> None:
-    """No line is lost; a later version may add keys."""
+    """No line is lost; later versions may add keys."""
     kind = ["--config=llama_8b.yaml", "--gpus=32", "--gpu=h100-sxm"]
     command("tools.plan", *kind, f"--parallel.plan={PLAN_8B}", f"--save={tmp_path / 'again.yaml'}")
     assert lost_lines(PLAN_8B, tmp_path / "again.yaml") == []
 
 
 def test_the_hugging_face_export_has_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
-    """Imported it is the checkpoint's model; and the checkpoint is exported as it was."""
+    """The import equals the checkpoint's model, and an export equals the committed export."""
     command("tools.convert_hf", "import", HUGGINGFACE, tmp_path / "imported")
     report = json.loads(
         command("tools.checkpoint", "diff", CHECKPOINT, tmp_path / "imported", "--json", code=1)

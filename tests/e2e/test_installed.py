@@ -87,4 +87,4 @@ def test_a_run_from_any_folder_is_that_of_the_checkout(python: str, tmp_path: Pa
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run([python, *torchrun, "-m", "meshwright.train.main", *RUN, *data], tmp_path)
     verified = run([python, "-m", "meshwright.tools.checkpoint", "verify", "runs/llama_debug"], tmp_path)
-    assert "step-00000002: every byte is as committed" in verified
+    assert "step-00000002: every byte matches the manifest" in verified

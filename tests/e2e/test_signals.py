@@ -102,11 +102,10 @@ def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, 
     assert check_commits(folder) == 1, "the step was not waited for"
     assert steps_of(folder) <= {1}
     status = read_status(folder)
-    assert (status["state"], status["reason"]) == (
-        "stopped",
-        f"{TERM}, then {TERM}: ended at once, without saving",
-    )
-    assert "what was committed is intact" in launch.output()
+    assert status["state"] == "stopped"
+    assert status["reason"].startswith(f"{TERM}, then {TERM}: ")
+    assert "without saving" in status["reason"]
+    assert "intact" in launch.output()
 
 
 @pytest.mark.slow
@@ -180,6 +179,6 @@ def test_a_stop_that_cannot_be_agreed_ends_after_the_grace_period(data, tmp_path
         assert first.wait(LIMIT_S) == 128 + signal.SIGTERM
         assert time.monotonic() - asked_s >= 2
         second.kill()
-    assert "run.grace_s=2 s were not enough to stop" in launch.output()
+    assert "run.grace_s=2 s" in launch.output()
     assert read_status(folder)["state"] == "stopped"
     assert check_commits(folder) >= 2

@@ -37,11 +37,11 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_out_is_over(stopped, data
         launch.ranks[stopped].kill()  # torchrun would do so after 30 s
         assert launch.wait(LIMIT_S) == 1
     headline = launch.output().partition("STUCK: ")[2].partition("\n")[0]
-    assert headline.startswith(f"rank {stopped} gives no answer"), headline
+    assert headline.startswith(f"rank {stopped} does not answer"), headline
     assert check_commits(folder) >= 5
     status = read_status(folder)
     assert status["state"] == "failed"
-    assert f"rank {stopped} gives no answer" in status["reason"]
+    assert f"rank {stopped} does not answer" in status["reason"]
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_path):
@@ -94,12 +94,15 @@ def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(da
     with torchrun(folder, options, arguments, limit=no_larger_file) as launch:
         assert launch.wait(LIMIT_S) == 1
     output = launch.output()
-    assert (
-        "CrashLoopError: 3 starts in a row went no further than step 3 (from the beginning). The last: "
-        "SaveError: " in output
-    )
-    assert "File too large" in output
-    assert "Mend the cause and start the run by hand" in output
+    error = output[output.index("CrashLoopError: ") :]
+    for fact in (
+        "3 starts in a row",
+        "step 3 (from the beginning)",
+        "SaveError: ",
+        "File too large",
+        "by hand",
+    ):
+        assert fact in error, fact
     assert read_status(folder)["state"] == "failed"
     assert [row["step"] for row in rows(folder)].count(1) == 3, "three times, and no fourth"
     assert not list((folder / "checkpoints").iterdir()), "a save that fails leaves no trace"

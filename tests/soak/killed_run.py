@@ -1,5 +1,5 @@
-"""One run that is killed at random moments and started again until it is done, beside one that nobody
-kills."""
+"""One run that is killed at random moments and restarted until it is done, and an uninterrupted one to
+compare with."""
 
 import os
 import random
@@ -21,10 +21,10 @@ from meshwright.train.errors import CheckpointError
 from meshwright.train.fault_tolerance.run_status import read_status
 from tests.support.launch import Launch, started
 
-LIMIT_S = 300.0  # for anything that is waited for: a machine may be busy
-# of a run's steps: a kill comes within so many after a start, and so kills are spread over the whole run
+LIMIT_S = 300.0  # for every wait: a machine may be busy
+# the part of a run's steps within which a kill follows a start, so that kills are spread over the run
 AHEAD = 0.2
-LAST_MOMENT = 1.2  # kills of a save come within so many times what a save takes
+LAST_MOMENT = 1.2  # kills of a save come within this many times the duration of a save
 
 POLL_S = 0.001  # a save of a tiny model takes tens of milliseconds
 
@@ -33,7 +33,7 @@ Phase = Literal["training", "saving"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """What is killed: a mesh, its processes and its config keys."""
+    """What is killed: a mesh, its number of processes and its config keys."""
 
     name: str
     processes: int
@@ -42,7 +42,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kill to come: at which moments, and of a run that saves in which way."""
+    """A kill to make: its phase, and whether the run saves asynchronously."""
 
     phase: Phase
     asynchronous: bool
@@ -50,8 +50,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nobody has killed: loss and gradient norm by step; seconds of a step, with its share of
-    saving, and of a save; and how many saves there were."""
+    """An uninterrupted run: loss and gradient norm by step; seconds of a step, with its share of saving, and
+    of a save; and the number of saves."""
 
     curve: dict[int, tuple[float, float]]
     step_s: float
@@ -61,12 +61,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill and what came of it.
+    """A kill and its result.
 
     `at_step`: the last step reported; `in_save`: a checkpoint was being written at that moment;
-    `half_written`: some of it was left; `ended_s`: until all processes had ended; `damaged`: checkpoints that
-    do not verify; `committed`: step of the newest checkpoint, 0 if there is none; `resumed_from`,
-    `first_step`: what the next start said, and the first step it reported.
+    `half_written`: a partial one was left; `ended_s`: seconds until all processes had ended; `damaged`:
+    checkpoints that do not verify; `committed`: step of the newest checkpoint, 0 if there is none;
+    `resumed_from`, `first_step`: the step that the next start resumed from, and the first step it reported.
     """
 
     mesh: str
@@ -84,13 +84,14 @@ class Kill:
 
     @property
     def resumed_right(self) -> bool:
-        """Exactly the step after the last commit came first."""
+        """Whether the first step was the one after the last commit."""
         return self.resumed_from == self.committed and self.first_step == self.committed + 1
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A run with all its kills, to its end: of so many steps, this many had another loss or gradient norm."""
+    """A run with all its kills: its number of steps, and how many of them had another loss or gradient norm
+    than the reference."""
 
     kills: tuple[Kill, ...]
     steps: int
@@ -98,7 +99,7 @@ class Joined:
 
 
 def make_reference(mesh: Mesh, keys: Sequence[str], folder: Path) -> Reference:
-    """A run without kills. Raises BenchError if it fails."""
+    """Return an uninterrupted run. Raises BenchError if it fails."""
     with launched(mesh, launch_arguments(mesh, keys, False, folder), folder) as launch:
         launch.wait(LIMIT_S)
     _check_success(launch)
@@ -112,7 +113,7 @@ def make_reference(mesh: Mesh, keys: Sequence[str], folder: Path) -> Reference:
 
 @contextmanager
 def launched(mesh: Mesh, arguments: Sequence[str], folder: Path) -> Iterator[Launch]:
-    """The command on the mesh's ranks, whose output goes to a new file in `folder`."""
+    """Start the command on the mesh's ranks, with its output in a new file in `folder`."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     log = folder / "logs" / f"{len(list((folder / 'logs').iterdir()))}.txt"
     with started(mesh.processes, *arguments, output=log) as launch:
@@ -120,22 +121,22 @@ def launched(mesh: Mesh, arguments: Sequence[str], folder: Path) -> Iterator[Lau
 
 
 def launch_arguments(mesh: Mesh, keys: Sequence[str], asynchronous: bool, folder: Path) -> list[str]:
-    """The command's arguments, for a start in `folder`."""
-    here = (
+    """Return the command's arguments, for a start in `folder`."""
+    run_keys = (
         f"--checkpoint.asynchronous={str(asynchronous).lower()}",
         "--metrics.every=1",
         f"--run.dir={folder}",
     )
-    return [*keys, *mesh.keys, *here]
+    return [*keys, *mesh.keys, *run_keys]
 
 
 def read_curve(folder: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step; the last row of a step counts."""
+    """Return loss and gradient norm by step; the last row of a step counts."""
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_rows(folder / "metrics.jsonl")}
 
 
 class KilledRun:
-    """One run in `folder`: started, killed, started again, until it is done."""
+    """One run in `folder`: started, killed and restarted until it is done."""
 
     def __init__(
         self, mesh: Mesh, keys: Sequence[str], reference: Reference, rng: random.Random, folder: Path
@@ -143,15 +144,15 @@ class KilledRun:
         self._mesh, self._keys, self._reference, self._rng, self._folder = mesh, keys, reference, rng, folder
         self._metrics, self._checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
         self._steps = len(reference.curve)
-        # the last kill, of which the next start has yet to show where it goes on
+        # the last kill; the next start will show where it resumes
         self._open: dict[str, Any] | None = None
         self._kills: list[Kill] = []
 
     def run(self, wanted: Sequence[Wanted]) -> Joined:
-        """Make kills, in this order, as long as the run lasts. Raises BenchError if a start fails, or does
-        not end."""
-        for one in wanted:
-            if not self._start(one, kill=True):
+        """Make kills, in this order, until the run ends. Raises BenchError if a start fails, or does not
+        end."""
+        for planned in wanted:
+            if not self._start(planned, kill=True):
                 break
         else:
             self._start(wanted[-1], kill=False)
@@ -160,8 +161,7 @@ class KilledRun:
         return Joined(tuple(self._kills), self._steps, wrong_steps)
 
     def _start(self, wanted: Wanted, kill: bool) -> bool:
-        """Start the command, and kill it: True; or let it end, which it may also do before its kill comes:
-        False."""
+        """Start the command and kill it: True; or False if it ends, on purpose or before its kill."""
         rows_before = len(read_rows(self._metrics))
         arguments = launch_arguments(self._mesh, self._keys, wanted.asynchronous, self._folder)
         with launched(self._mesh, arguments, self._folder) as launch:
@@ -174,7 +174,7 @@ class KilledRun:
         return False
 
     def _note_start(self, rows_before: int) -> None:
-        """Where the run went on after the kill before."""
+        """Record where the run resumed after the previous kill."""
         if self._open is None:
             return
         status, rows = read_status(self._folder), read_rows(self._metrics)[rows_before:]
@@ -184,7 +184,7 @@ class KilledRun:
         self._open = None
 
     def _wait_for_moment(self, launch: Launch, phase: Phase) -> bool:
-        """Wait for a random moment of the steps to come; False if the run ends before that."""
+        """Wait for a random moment of the next steps; False if the run ends before it."""
         if phase == "training":
             return _stay(launch, self._rng.uniform(0, AHEAD * self._steps * self._reference.step_s))
         number = self._rng.randint(1, max(1, int(AHEAD * self._reference.saves)))
@@ -198,7 +198,7 @@ class KilledRun:
         return launch.wait_until(has_begun, LIMIT_S, POLL_S) and _stay(launch, delay_s)
 
     def _kill(self, launch: Launch, wanted: Wanted) -> bool:
-        """Kill a random rank, and look at what is left when all have ended; False if it had ended before."""
+        """Kill a random rank, and record what is left when all have ended; False if it had ended before."""
         rank = self._rng.randrange(self._mesh.processes)
         in_save = bool(self._partial())
         launch.ranks[rank].kill()
@@ -223,7 +223,7 @@ class KilledRun:
         return True
 
     def _partial(self) -> list[str]:
-        """Checkpoints that are being written, or were when the run died."""
+        """Return the checkpoints that are being written, or were when the run died."""
         if not self._checkpoints.is_dir():
             return []
         return [
@@ -234,7 +234,7 @@ class KilledRun:
 
 
 def verifies(checkpoint: Path) -> bool:
-    """Whether every byte of a committed checkpoint is as its manifest says."""
+    """Return whether every byte of a committed checkpoint matches its manifest."""
     try:
         verify_alone(checkpoint)
     except CheckpointError:
@@ -243,7 +243,7 @@ def verifies(checkpoint: Path) -> bool:
 
 
 def _stay(launch: Launch, delay_s: float) -> bool:
-    """Wait so long; False if the command ends before that."""
+    """Wait this long; False if the command ends before that."""
     end_s = time.monotonic() + delay_s
     while launch.running() and time.monotonic() < end_s:
         time.sleep(POLL_S)
@@ -253,5 +253,5 @@ def _stay(launch: Launch, delay_s: float) -> bool:
 def _check_success(launch: Launch) -> None:
     if launch.returncode:
         raise BenchError(
-            f"a run that nobody killed ended with exit code {launch.returncode}:\n{launch.output()[-3000:]}"
+            f"a run that was not killed ended with exit code {launch.returncode}:\n{launch.output()[-3000:]}"
         )

@@ -22,10 +22,10 @@ from tests.support.launch import EAGER, TINY, write_text
 DESCRIPTION = (
     "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of "
     "a save, wait until the others have ended, verify every checkpoint, and start the same command again; "
-    "kill it again, and so on to the run's end; then another run, until there are enough kills. Loss and "
-    "gradient norm of every step must be, to the bit, those of a run that nobody has killed. Four of five "
-    "kills meet FSDP, the fifth FSDP x TP with twice as many processes, forked from one that has imported "
-    "torch. On two cores a kill takes some two seconds."
+    "repeat until the run's end, then start another run, until there are enough kills. Loss and gradient "
+    "norm of every step must equal those of an uninterrupted run, bit for bit. Four of five kills are of "
+    "FSDP, the fifth of FSDP x TP with twice as many processes, forked from one that has imported torch. On "
+    "two cores a kill takes about two seconds."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over those of the tiny "
@@ -36,7 +36,7 @@ TP_EVERY = 5  # every fifth kill is one of FSDP x TP
 
 
 def add_kills_options(parser: argparse.ArgumentParser) -> None:
-    """Its options, beside those that all programs have."""
+    """Add its options to those that all programs have."""
     parser.add_argument(
         "--training", type=natural, default=50, metavar="N", help="kills at moments of training (default 50)"
     )
@@ -81,7 +81,7 @@ def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> Meas
 
 
 def make_wanted(training: int, saving: int, ways: Sequence[bool], rng: random.Random) -> list[Wanted]:
-    """So many kills of each phase, saving in each of the ways in turn, in random order."""
+    """Return this many kills of each phase, alternating between the ways to save, in random order."""
     phases: list[tuple[Phase, int]] = [("training", training), ("saving", saving)]
     wanted = [
         Wanted(phase, way)
@@ -93,7 +93,7 @@ def make_wanted(training: int, saving: int, ways: Sequence[bool], rng: random.Ra
 
 
 def deal(wanted: Sequence[Wanted], processes: int) -> dict[Mesh, list[Wanted]]:
-    """Every TP_EVERY-th kill for FSDP x TP, the others for FSDP."""
+    """Assign every TP_EVERY-th kill to FSDP x TP, the others to FSDP."""
     others = [one for number, one in enumerate(wanted, 1) if number % TP_EVERY]
     meshes = {
         Mesh("FSDP", processes): others,
@@ -105,8 +105,8 @@ def deal(wanted: Sequence[Wanted], processes: int) -> dict[Mesh, list[Wanted]]:
 def kill_runs(
     mesh: Mesh, wanted: Sequence[Wanted], keys: Sequence[str], rng: random.Random, folder: Path
 ) -> list[Joined]:
-    """Runs of one mesh until every kill has been made: one that ends before its kill came leaves it to the
-    next run."""
+    """Run on one mesh until every kill has been made. Kills that a run ended before are left to the next
+    run."""
     name = f"{mesh.processes}-processes"
     reference, left, joined = (
         make_reference(mesh, keys, folder / f"{name}-whole"),
@@ -126,8 +126,8 @@ def kill_runs(
 
 
 def summarise(joined: Sequence[Joined]) -> dict[str, Any]:
-    """Counts over all kills, seconds until the others had ended, and whether everything was as it should
-    be."""
+    """Return counts over all kills, the seconds until the other ranks had ended, and whether nothing was
+    lost."""
     kills = [kill for run in joined for kill in run.kills]
     damaged, wrong_steps = sum(len(kill.damaged) for kill in kills), sum(run.wrong_steps for run in joined)
     resumed_right, ended_s = sum(kill.resumed_right for kill in kills), [kill.ended_s for kill in kills]
@@ -147,7 +147,7 @@ def summarise(joined: Sequence[Joined]) -> dict[str, Any]:
 
 
 def _count_kinds(kills: Sequence[Kill]) -> dict[str, int]:
-    """How many kills of each kind, such as `FSDP, training, asynchronous`."""
+    """Return the number of kills of each kind, such as `FSDP, training, asynchronous`."""
     kinds = [
         f"{kill.mesh}, {kill.phase}, {'' if kill.asynchronous else 'not '}asynchronous" for kill in kills
     ]
@@ -155,20 +155,20 @@ def _count_kinds(kills: Sequence[Kill]) -> dict[str, int]:
 
 
 def kills_text(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures as text."""
     ended = figures["ended_s"] or {"median": 0.0, "worst": 0.0}
     rows = [
         *figures["by_kind"].items(),
         ("kills", figures["kills"]),
         ("of which while a checkpoint was being written", figures["in_save"]),
         ("of which left a half-written one", figures["half_written"]),
-        ("went on at exactly the last committed step + 1", figures["resumed_at_last_commit_plus_1"]),
+        ("resumed at exactly the last committed step + 1", figures["resumed_at_last_commit_plus_1"]),
         ("committed checkpoints that do not verify", figures["damaged_checkpoints"]),
         (f"wrong losses or gradient norms, of {figures['steps_compared']} steps", figures["wrong_steps"]),
         ("seconds until the others had ended, median", f"{ended['median']:.2f}"),
         ("seconds until the others had ended, worst", f"{ended['worst']:.2f}"),
     ]
-    verdict = "nothing was lost" if figures["all_right"] else "NOT as it should be"
+    verdict = "nothing was lost" if figures["all_right"] else "FAILED: see the table"
     return f"{format_table(('figure', 'value'), [(name, str(value)) for name, value in rows])}\n\n{verdict}"
 
 

@@ -1,11 +1,11 @@
-"""What the programs of this folder have in common: they run for minutes or hours, and are started by hand.
+"""The common part of the programs of this folder, which run for minutes or hours and are started by hand.
 
     python -m tests.soak.kills      kill -9 of random ranks at random moments, and what is lost
-    python -m tests.soak.safety     what verified checkpoints cost
-    python -m tests.soak.faults     known faults put into the product, and which test notices
+    python -m tests.soak.safety     the cost of verified checkpoints
+    python -m tests.soak.faults     known faults put into the product, and the tests that detect them
 
-Each says with -h what it does. `--record` of the first two leaves date, hardware, versions, command, config
-and raw figures in tests/soak/records.
+Each describes itself with -h. `--record` of the first two writes date, hardware, versions, command, config
+and raw figures to tests/soak/records.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from meshwright.tools.cli import run_tool
 
 RECORDS = Path(__file__).parent / "records"
 
-# the config of its runs, the figures, and a text of them for people
+# the config of the runs, the figures, and the figures as text
 Measured = tuple[dict[str, Any], dict[str, Any], str]
 
 
 def make_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """A parser with the options that all have."""
+    """Return a parser with the options that all programs have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m tests.soak.{name}", description=description, epilog=epilog, allow_abbrev=False
     )
@@ -45,7 +45,7 @@ def run_program(
     parser: argparse.ArgumentParser,
     measure: Callable[[argparse.Namespace, Sequence[str]], Measured],
 ) -> None:
-    """Parse the command line, measure, print and record; what the user did wrong is one message."""
+    """Parse the command line, measure, print and record; a user error is one message."""
 
     def main() -> None:
         options, overrides = parser.parse_known_args()

@@ -1,5 +1,5 @@
-"""What safe checkpoints cost beside torch's distributed checkpoint, and what training waits: `python -m
-tests.soak.safety -h`."""
+"""The cost of safe checkpoints compared with torch's distributed checkpoint, and how long training waits:
+`python -m tests.soak.safety -h`."""
 
 import argparse
 import json
@@ -17,13 +17,13 @@ from meshwright.tools.processes import make_environment, python_command, run_to_
 from meshwright.train.config_parser import parse_config
 from tests.soak.program import Measured, make_parser, run_program
 
-MOST_SAVE, MOST_STALL = 1.15, 1.5  # asked: of torch's own save with either storage; of a normal step
+MOST_SAVE, MOST_STALL = 1.15, 1.5  # limits: of torch's own save with either storage; of a normal step
 DESCRIPTION = (
-    "Save and load the same tensors, sharded over several processes, on one disk, in turn: with our "
+    "Save and load the same tensors, sharded over several processes, on one disk, alternating: with our "
     "CheckpointSaver (hashes, manifest, fsync, commit), with torch.distributed.checkpoint's safetensors "
     "storage (save_distributed), and with its own storage, which syncs its files by default; loads with the "
-    "files in the page cache and not. Then train llama_debug, save while it trains, and compare steps. Takes "
-    "a few minutes."
+    "files in the page cache and without. Then train llama_debug, save while it trains, and compare steps. "
+    "Takes a few minutes."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over those of both models."
@@ -38,11 +38,11 @@ ON_DISK = (
     "--parallel.compile.enabled=false",
 )
 STALLED = ("--config=llama_debug.yaml",)
-STORE_GB = 0.42  # of the model on disk, with its optimizer state; each of three ways keeps one
+STORE_GB = 0.42  # of the model with its optimizer state on disk; each of three ways keeps one
 
 
 def add_safety_options(parser: argparse.ArgumentParser) -> None:
-    """Its options, beside those that all programs have."""
+    """Add its options to those that all programs have."""
     parser.add_argument(
         "--processes", type=positive, default=2, metavar="N", help="ranks that save and load (default 2)"
     )
@@ -59,23 +59,23 @@ def add_safety_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
-    """Configs, figures and a text. Raises BenchError, and what a wrong config raises."""
+    """Return configs, figures and a text. Raises BenchError, and the errors of a wrong config."""
     check_room(Path(options.folder), 4 * STORE_GB)
     keys = {"disk": [*ON_DISK, *overrides], "stall": [*STALLED, *overrides]}
     configs = {kind: config_to_record(parse_config(keys[kind])) for kind in keys}
-    found = {kind: run_workers(kind, keys[kind], options) for kind in keys}
+    measured = {kind: run_workers(kind, keys[kind], options) for kind in keys}
     setup = {name: getattr(options, name) for name in ("processes", "rounds", "threads")}
     figures = {
         **setup,
         "load_average": os.getloadavg()[0],
-        **summarise(found["disk"], found["stall"]),
-        "raw": found,
+        **summarise(measured["disk"], measured["stall"]),
+        "raw": measured,
     }
     return configs, figures, safety_text(figures)
 
 
 def run_workers(kind: str, keys: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of tests.soak.safety_worker. Raises BenchError if it fails."""
+    """Return the figures of tests.soak.safety_worker. Raises BenchError if it fails."""
     with tempfile.TemporaryDirectory(prefix="meshwright-safety-", dir=options.folder) as name:
         folder = Path(name)
         worker = [kind, name, str(options.rounds), *keys, f"--run.threads={options.threads}"]
@@ -88,7 +88,7 @@ def run_workers(kind: str, keys: Sequence[str], options: argparse.Namespace) -> 
 
 
 def summarise(disk: dict[str, Any], stall: dict[str, Any]) -> dict[str, Any]:
-    """Medians and ratios. A ratio is the median of those within one round."""
+    """Return medians and ratios. A ratio is the median of those within one round."""
     saves, steps = disk["save_s"], stall["step_s"]
     normal_s = statistics.median(steps["normal"])
     save = {way: median_ratio(saves["ours"], saves[way]) for way in saves if way != "ours"}
@@ -117,12 +117,12 @@ def summarise(disk: dict[str, Any], stall: dict[str, Any]) -> dict[str, Any]:
 
 
 def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
-    """Of what was measured in turn."""
+    """Return the median ratio of alternating measurements."""
     return statistics.median(mine / its for mine, its in zip(ours, other, strict=True))
 
 
 def safety_text(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures as text."""
     save, steps, waits = figures["save_s"], figures["step_ratio"], figures["asynchronous_s"]
     rows = [(f"hashing: {what}", f"{rate:.2f}", "GB/s") for what, rate in figures["hash_gb_s"].items()]
     rows += [
@@ -140,7 +140,7 @@ def safety_text(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['size_gb']:.2f} GB over {figures['processes']} processes, {figures['rounds']} rounds; "
         f"llama_debug: {figures['stall_size_gb'] * 1e3:.0f} MB, {figures['normal_step_s']:.3f} s a step",
-        f"asked: a save of ours at most {MOST_SAVE} times one of torch's with either storage, a step that "
+        f"limits: our save at most {MOST_SAVE} times torch's with either storage, a step that "
         f"saves at most {MOST_STALL} times a normal one: {'' if figures['within'] else 'NOT '}within",
     ]
     return "\n".join([format_table(("figure", "median", "unit"), rows), "", *lines])

@@ -1,8 +1,8 @@
-"""A rank of `tests.soak.safety`: saves and loads the same tensors with our Saver and with torch's distributed
-checkpoint alone.
+"""A rank of `tests.soak.safety`: saves and loads the same tensors with our CheckpointSaver and with torch's
+distributed checkpoint alone.
 
-Started by torchrun. Arguments: `disk` or `stall`, a folder, rounds, then config keys. Rank 0 leaves
-figures.json in the folder.
+Started by torchrun. Arguments: `disk` or `stall`, a folder, rounds, then config keys. Rank 0 writes
+figures.json into the folder.
 """
 
 import hashlib
@@ -44,19 +44,19 @@ from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 
-# verified; torch's checkpoint with its safetensors storage; with its own storage
+# ours, verified; torch's checkpoint with its safetensors storage; torch's with its own storage
 WAYS = ("ours", "safetensors", "plain")
 HASHED_BYTES = 2**28
 MICRO_BATCH, STEPS_BETWEEN, WARM_UP_STEPS = 4, 5, 3
-PLENTY_BYTES = 2**50  # of host memory: how much there is, is not the question here
+PLENTY_BYTES = 2**50  # of host memory, whose size does not matter here
 
 
 class Rank:
     """A sharded model with its optimizer, and the folder to save it into."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        place = read_rank_info()
-        plan = plan_run(config.job, place.world_size, place.local_world_size)
+        ranks = read_rank_info()
+        plan = plan_run(config.job, ranks.world_size, ranks.local_world_size)
         self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
         self.model: nn.Module = build_model(
             config.model, config.train, plan, self.mesh, torch.device("cpu"), config.run.seed
@@ -65,7 +65,7 @@ class Rank:
         self.tensors = training_tensors(self.model, self.optimizer)
 
     def saver(self, asynchronous: bool) -> CheckpointSaver:
-        """Ours, into the folder `ours`."""
+        """Return our saver, into the folder `ours`."""
         config = CheckpointConfig(asynchronous=asynchronous)
         return CheckpointSaver(
             config, self.folder / "ours", self.model, self.optimizer, self.mesh, {}, lambda: PLENTY_BYTES
@@ -76,7 +76,7 @@ class Rank:
 
 
 def measure_disk(rank: Rank, rounds: int) -> dict[str, Any]:
-    """Saves, loads and hashes of all tensors, in turn."""
+    """Time saves, loads and hashes of all tensors, alternating."""
     size_gb = count_bytes(rank.tensors) / 1e9
     saves_s = time_saves(rank, rounds)
     newest = list_checkpoints(rank.folder / "ours")[-1]
@@ -85,8 +85,7 @@ def measure_disk(rank: Rank, rounds: int) -> dict[str, Any]:
 
 
 def time_saves(rank: Rank, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a save by each way, each time into an empty folder, with nothing left for the disk to
-    write."""
+    """Return the seconds of a save by each way, each time into an empty folder, with no pending writes."""
     saver, seconds = rank.saver(asynchronous=False), {way: list[float]() for way in WAYS}
     safetensors, plain = str(rank.folder / "safetensors"), str(rank.folder / "plain")
 
@@ -111,7 +110,8 @@ def time_saves(rank: Rank, rounds: int) -> dict[str, list[float]]:
 
 
 def time_loads(rank: Rank, ours: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a load, by cache and way: ours with each way of verifying, and torch's two storages."""
+    """Return the seconds of a load, by cache and way: ours with each way of verifying, and torch's two
+    storages."""
 
     def verified(mode: VerifyMode) -> None:
         load_checkpoint(ours, verify_together(ours, mode), rank.model, rank.optimizer)
@@ -129,15 +129,15 @@ def time_loads(rank: Rank, ours: Path, rounds: int) -> dict[str, dict[str, list[
     seconds = {cache: {way: list[float]() for way in works} for cache in ("cold", "warm")}
     for _ in range(rounds):
         for cache, ways in seconds.items():
-            for way, found in ways.items():
+            for way, way_s in ways.items():
                 folder, work = works[way]
                 on_main(lambda folder=folder, cache=cache: set_cache(folder, cache))  # type: ignore[misc]
-                found.append(timed(work))
+                way_s.append(timed(work))
     return seconds
 
 
 def time_hashes(checkpoint: Path, size_gb: float) -> dict[str, float]:
-    """GB/s of SHA-256 alone in one thread, and of verifying a checkpoint in the page cache, by one rank and
+    """Return GB/s of SHA-256 in one thread, and of verifying a checkpoint in the page cache, by one rank and
     by all."""
     content = bytes(HASHED_BYTES)
     on_main(lambda: set_cache(checkpoint, "warm"))
@@ -152,26 +152,26 @@ def time_hashes(checkpoint: Path, size_gb: float) -> dict[str, float]:
 
 
 def time_copies(rank: Rank, rounds: int) -> dict[str, list[float]]:
-    """Seconds that asynchronous saves stand still, the first of them, which also allocates, and until they
-    are committed."""
-    saver, found = rank.saver(asynchronous=True), []
+    """Return the seconds that training waits for asynchronous saves (the first, which also allocates,
+    separately), and the seconds until their commit."""
+    saver, saves = rank.saver(asynchronous=True), []
     for step in range(rounds + 1):
         on_main(lambda: shutil.rmtree(rank.folder / "ours", ignore_errors=True))
         saver.save(rank.position(step + 1))
         saver.wait()
-        found += saver.poll()
-    assert not any(saved.error for saved in found), found
-    stalls_s = [saved.stall_s for saved in found]
+        saves += saver.poll()
+    assert not any(saved.error for saved in saves), saves
+    stalls_s = [saved.stall_s for saved in saves]
     return {
         "first_stall": stalls_s[:1],
         "stall": stalls_s[1:],
-        "committed": [saved.total_s for saved in found[1:]],
+        "committed": [saved.total_s for saved in saves[1:]],
     }
 
 
 def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
-    """Seconds of training steps: those that save, those beside which the checkpoint is written, and all
-    others."""
+    """Return the seconds of training steps: those that save, those during which the checkpoint is written,
+    and all others."""
     tokens = torch.randint(0, 256, (MICRO_BATCH, rank.config.train.seq_len + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     saver, group = rank.saver(asynchronous=True), data_parallel_group(rank.mesh)
@@ -187,14 +187,14 @@ def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
             kind = "saving" if saving else "beside writing" if step % STEPS_BETWEEN == 1 else "normal"
             seconds[kind].append(took_s)
     saver.wait()
-    news = saver.poll()
-    assert not any(saved.error for saved in news), news
-    total_s = statistics.median(saved.total_s for saved in news[1:])
+    saves = saver.poll()
+    assert not any(saved.error for saved in saves), saves
+    total_s = statistics.median(saved.total_s for saved in saves[1:])
     return {"size_gb": count_bytes(rank.tensors) / 1e9, "step_s": seconds, "committed_s": total_s}
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds until every rank is done."""
+    """Return the seconds until every rank is done."""
     dist.barrier()
     start_s = time.perf_counter()
     work()
@@ -203,7 +203,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def on_main(work: Callable[[], Any]) -> None:
-    """Done by rank 0 while the others wait; then nothing is left for the disk to write."""
+    """Do the work on rank 0 while the others wait; afterwards no writes are pending."""
     if dist.get_rank() == 0:
         work()
         os.sync()
@@ -211,7 +211,7 @@ def on_main(work: Callable[[], Any]) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # torch's own words about its storages
+    warnings.simplefilter("ignore")  # torch's warnings about its storages
     kind, target, rounds, *keys = sys.argv[1:]
     config = parse_config(keys)
     start_process(config.run, read_rank_info(), torch.device("cpu"))

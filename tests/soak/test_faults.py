@@ -1,4 +1,4 @@
-"""The programs of tests/soak/faults without their processes; they themselves are run by hand."""
+"""The programs of tests/soak/faults without their processes; the programs are run by hand."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ from tests.soak.faults.source import find_places
 
 
 def test_every_fault_can_be_put_in() -> None:
-    """A change of the product that a snippet stands in takes the snippet along."""
+    """A change of the product that a snippet quotes must change the snippet too."""
     assert len(find_places(ROOT, FAULTS)) == len(FAULTS) >= 60
 
 
 def test_an_outcome_keeps_the_commit_that_it_is_of(tmp_path: Path) -> None:
     before = json.loads((RECORDS / "before.json").read_text())
-    assert {one.commit for one in read_record(RECORDS / "before.json", "new").faults.values()} == {
+    assert {outcome.commit for outcome in read_record(RECORDS / "before.json", "new").faults.values()} == {
         before["commit"]
     }
     caught = {
@@ -24,8 +24,11 @@ def test_an_outcome_keeps_the_commit_that_it_is_of(tmp_path: Path) -> None:
         for name, commit in (("kept", "old"), ("again", "new"))
     }
     Record(tmp_path / "record.json", "new", caught).write()
-    found = read_record(tmp_path / "record.json", "newest")
-    assert {name: one.commit for name, one in found.faults.items()} == {"kept": "old", "again": "new"}
+    record = read_record(tmp_path / "record.json", "newest")
+    assert {name: outcome.commit for name, outcome in record.faults.items()} == {
+        "kept": "old",
+        "again": "new",
+    }
     shown = to_table(read_record(tmp_path / "record.json", "")).splitlines()
     assert [line.endswith("(at old)") for line in shown] == [True, False, False]
 

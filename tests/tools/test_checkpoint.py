@@ -1,5 +1,5 @@
-"""tools/checkpoint.py and tools/load_weights.py: what they say of checkpoints, and that whole weights are
-the run's."""
+"""tools/checkpoint.py and tools/load_weights.py: what they report about checkpoints, and that full weights
+are those of the run."""
 
 import dataclasses
 import json
@@ -127,7 +127,9 @@ def test_ls_shows_the_others_where_one_is_damaged(
     assert whole["samples"] == 8
     (copy / "checkpoints" / "step-00000001" / "manifest.json").unlink()
     main(["ls", str(copy)])
-    assert "step-00000001 is not a checkpoint: it has no manifest.json" in capsys.readouterr().out
+    problem = capsys.readouterr().out
+    assert "step-00000001 is not a checkpoint" in problem
+    assert "manifest.json" in problem
 
 
 def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +158,7 @@ def damaged_copy(run: Path, folder: Path, change: Callable[[Path], object]) -> P
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda folder: (folder / "rank-00001.safetensors").unlink(), r"rank-00001\.safetensors is missing"),
         (
@@ -169,7 +171,7 @@ def damaged_copy(run: Path, folder: Path, change: Callable[[Path], object]) -> P
     ids=["lost", "cut", "config", "more"],
 )
 def test_damage_is_noticed_by_all(
-    change: Callable[[Path], object], said: str, sharded_run: Path, tmp_path: Path
+    change: Callable[[Path], object], message: str, sharded_run: Path, tmp_path: Path
 ) -> None:
     copy = damaged_copy(sharded_run, tmp_path, change)
     for arguments in (
@@ -178,15 +180,15 @@ def test_damage_is_noticed_by_all(
         ["diff", str(sharded_run), str(copy)],
         ["consolidate", str(copy), str(tmp_path / "out")],
     ):
-        with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: {said}"):
+        with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: {message}"):
             main(arguments)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         load_whole_weights(copy)
     assert not (tmp_path / "out").exists()
 
 
 def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> None:
-    """Even if somebody has made the manifest fit it."""
+    """Even if the manifest was changed to fit it."""
 
     def change(folder: Path) -> None:
         config = folder / "config.yaml"
@@ -215,7 +217,7 @@ def test_verify_says_what_it_has_read(sharded_run: Path, capsys: pytest.CaptureF
         f.stat().st_size for path in paths for f in path.iterdir() if f.name != "manifest.json"
     )
     main(["verify", str(paths[1])])
-    assert f"{paths[1]}: every byte is as committed" in capsys.readouterr().out
+    assert f"{paths[1]}: every byte matches the manifest" in capsys.readouterr().out
 
 
 def test_diff_tells_what_training_has_changed(
@@ -240,10 +242,10 @@ def test_diff_tells_what_training_has_changed(
     assert changed["optim.head.output.weight.step"] == 1
     with pytest.raises(SystemExit, match="1"):
         main(["diff", str(sharded_run), str(tied_run)])
-    said = capsys.readouterr().out
-    assert "+  tie_embeddings: true" in said
-    assert "model.head.output.weight" in said
-    assert "missing" in said
+    output = capsys.readouterr().out
+    assert "+  tie_embeddings: true" in output
+    assert "model.head.output.weight" in output
+    assert "missing" in output
 
 
 def test_diff_reads_the_headers_of_each_checkpoint_once(
@@ -258,7 +260,7 @@ def test_diff_reads_the_headers_of_each_checkpoint_once(
 
 
 def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, tmp_path: Path) -> None:
-    """Read on one process and saved again there: one file in place of two."""
+    """Read on one process and saved there again: one file instead of two."""
     copy = save_alone(find_newest(sharded_run), tmp_path / "alone")
     assert [path.name for path in copy.glob("*.safetensors")] == ["rank-00000.safetensors"]
     differences = compare_checkpoints(find_newest(sharded_run), copy)
@@ -266,7 +268,7 @@ def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, t
 
 
 def save_alone(checkpoint: Path, folder: Path) -> Path:
-    """What this process, alone, saves after it has loaded a checkpoint of several."""
+    """Return the checkpoint that this process, alone, saves after loading one of several ranks."""
     manifest, texts = verify_alone(checkpoint), {"config.yaml": (checkpoint / "config.yaml").read_text()}
     with sharded_alone([f"--config={checkpoint / 'config.yaml'}"]) as run:
         load_checkpoint(checkpoint, manifest, run.model, run.optimizer)
@@ -275,13 +277,13 @@ def save_alone(checkpoint: Path, folder: Path) -> Path:
         )
         saver.save(dataclasses.replace(manifest.position, world_size=1))
         saver.wait()
-        (news,) = saver.poll()
-        assert news.path, news.error
-        return news.path
+        (saved,) = saver.poll()
+        assert saved.path, saved.error
+        return saved.path
 
 
 def test_verify_and_diff_as_commands(tool: Tool, tied_run: Path, tmp_path: Path) -> None:
-    """Exit codes are what scripts rely on."""
+    """Scripts rely on the exit codes."""
     copy = damaged_copy(tied_run, tmp_path, lambda folder: os.truncate(folder / "rank-00000.safetensors", 5))
     assert tool("checkpoint", "verify", str(tied_run)).returncode == 0
     done = tool("checkpoint", "verify", str(copy))

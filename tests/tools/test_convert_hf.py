@@ -331,7 +331,7 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but all its files have 21 tensors"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but the files contain 21 tensors"),
         (
             {"num_hidden_layers": 10**9},
             "num_hidden_layers=1000000000 (only a whole number from 1 to 16,777,216)",

@@ -12,7 +12,7 @@ REPORT_EVERY, STEPS = 3, 8
 # to the host by itself; and, over gloo and always on the host, whether another rank has asked to stop.
 NAMED = {
     "train/fault_tolerance/nonfinite.py NonFiniteGuard._read": 1,
-    "train/fault_tolerance/shutdown.py GracefulShutdown._anyone_asked": 1,
+    "train/fault_tolerance/shutdown.py GracefulShutdown._any_requested": 1,
 }
 
 

@@ -1,4 +1,4 @@
-"""Puts known faults into the product, one at a time, and sees which test notices: `python -m
+"""Puts known faults into the product, one at a time, and records which test detects each: `python -m
 tests.soak.faults -h`."""
 
 import argparse
@@ -27,16 +27,18 @@ from tests.soak.faults.trial import Limits, try_tests
 ROOT = Path(__file__).parents[3]
 FAULTS = (*MENDED, *BROKEN)
 RECORDS = Path(__file__).parent / "records"
-ROUNDS = 3  # of tests that turn out to fail without any fault, and are left out
+ROUNDS = 3  # of leaving out tests that turn out to fail without any fault
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is asked; 0 if every fault was caught."""
+    """Run the requested command; return 0 if every fault was caught."""
     options, rest = make_parser().parse_known_args(arguments)
     if rest and options.command != "coverage":
         raise FaultError(f"unknown: {' '.join(rest)}")
     if options.command == "coverage":
-        return measure(options.at.resolve(), options.into.resolve(), [one for one in rest if one != "--"])
+        return measure(
+            options.at.resolve(), options.into.resolve(), [argument for argument in rest if argument != "--"]
+        )
     if options.command == "check":
         for name, place in find_places(options.at.resolve(), FAULTS).items():
             print(f"{name}: {place.path}:{min(place.lines)}")
@@ -46,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_lines(lines, options.record)
         print(f"{lines['covered']} of {lines['statements']} statements covered: {options.record}")
         if options.against:
-            for news in compare_lines(ROOT, lines, json.loads(options.against.read_text(encoding="utf-8"))):
-                print(news)
+            for loss in compare_lines(ROOT, lines, json.loads(options.against.read_text(encoding="utf-8"))):
+                print(loss)
         return 0
     if options.command == "show":
         print(to_table(read_record(options.record, "")))
@@ -60,30 +62,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
+    """Return the parser with the commands and their options."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.faults",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
         epilog="First `coverage --into FOLDER -- -m 'not slow' tests`, which takes longer than the tests "
         "alone; then\n"
-        "`run --measured FOLDER --record FILE`. Stopped, it goes on with the faults that its record lacks.\n"
-        "`lines --measured FOLDER --record FILE --against OLD` says what is reached no more.",
+        "`run --measured FOLDER --record FILE`. Started again, it resumes with the faults that its record "
+        "lacks.\n"
+        "`lines --measured FOLDER --record FILE --against OLD` lists lines that are no longer reached.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="that every snippet stands exactly once in the product")
+    check = commands.add_parser("check", help="check that every snippet occurs exactly once in the product")
     cover = commands.add_parser(
-        "coverage", help="measure which lines each test reaches; what follows -- goes to pytest"
+        "coverage", help="measure which lines each test reaches; arguments after -- are for pytest"
     )
     cover.add_argument(
-        "--into", type=Path, required=True, metavar="FOLDER", help="a new folder for what is measured"
+        "--into", type=Path, required=True, metavar="FOLDER", help="a new folder for the measurement"
     )
-    lines = commands.add_parser("lines", help="write down which lines nothing has reached")
+    lines = commands.add_parser("lines", help="record the lines that no test has reached")
     lines.add_argument(
-        "--measured", type=Path, required=True, metavar="FOLDER", help="what `coverage` has written"
+        "--measured", type=Path, required=True, metavar="FOLDER", help="the folder of `coverage`"
     )
-    lines.add_argument("--record", type=Path, required=True, metavar="FILE", help="to write, JSON")
-    lines.add_argument("--against", type=Path, metavar="FILE", help="an older one: print what it has more")
+    lines.add_argument("--record", type=Path, required=True, metavar="FILE", help="JSON file to write")
+    lines.add_argument(
+        "--against", type=Path, metavar="FILE", help="an older record: print what it has in addition"
+    )
     for command in (check, cover, lines):
         command.add_argument(
             "--at", type=Path, default=ROOT, metavar="FOLDER", help="a checkout (default: this one)"
@@ -92,7 +97,11 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="put in one fault after the other, and run the tests that reach it")
     for command in (show, run):
         command.add_argument(
-            "--record", type=Path, default=RECORDS / "after.json", metavar="FILE", help="of outcomes, JSON"
+            "--record",
+            type=Path,
+            default=RECORDS / "after.json",
+            metavar="FILE",
+            help="JSON file of outcomes",
         )
     run.add_argument(
         "--at",
@@ -100,38 +109,41 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="put the faults in here (default: a clone of the last commit)",
     )
-    run.add_argument("--measured", type=Path, metavar="FOLDER", help="what `coverage` has written")
+    run.add_argument("--measured", type=Path, metavar="FOLDER", help="the folder of `coverage`")
     run.add_argument(
-        "--lines", type=Path, metavar="FILE", help="coverage's data, in place of that of --measured"
+        "--lines", type=Path, metavar="FILE", help="coverage's data, instead of that of --measured"
     )
     run.add_argument(
         "--seconds",
         type=Path,
         metavar="FILE",
-        help="JSON lines [test, seconds, ...], in place of --measured's",
+        help="JSON lines [test, seconds, ...], instead of those of --measured",
     )
-    run.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
-    run.add_argument("--again", choices=("survived", "all"), help="try those again that survived, or all")
+    run.add_argument("--only", nargs="+", metavar="NAME", help="only these faults")
+    run.add_argument("--again", choices=("survived", "all"), help="try the survived faults again, or all")
     run.add_argument("--most", type=int, default=40, metavar="N", help="tests for a fault (default 40)")
+    run.add_argument("--slowest_s", type=float, default=60.0, help="skip tests that take longer (default 60)")
     run.add_argument(
-        "--slowest_s", type=float, default=60.0, help="tests that take longer are left out (default 60)"
-    )
-    run.add_argument(
-        "--fault_s", type=float, default=120.0, help="after which no test of a fault is begun (default 120)"
+        "--fault_s",
+        type=float,
+        default=120.0,
+        help="seconds after which no test of a fault is started (default 120)",
     )
     run.add_argument(
         "--test_s",
         type=float,
         default=60.0,
-        help="after which a test hangs (default 60; or ten times its usual)",
+        help="seconds after which a test counts as hung (default 60, or ten times its usual time)",
     )
-    run.add_argument("--hours", type=float, default=1.5, help="after which no fault is begun (default 1.5)")
+    run.add_argument(
+        "--hours", type=float, default=1.5, help="hours after which no fault is started (default 1.5)"
+    )
     return parser
 
 
 @contextmanager
 def scratch_copy(at: Path | None) -> Iterator[Path]:
-    """The folder named, or a clone of the last commit, which goes in the end."""
+    """Yield the given folder, or a clone of the last commit, which is removed at the end."""
     if at is not None:
         yield at.resolve()
         return
@@ -141,8 +153,8 @@ def scratch_copy(at: Path | None) -> Iterator[Path]:
 
 
 def run_all(root: Path, options: argparse.Namespace) -> Record:
-    """Every fault that the record lacks; then the tests that caught one without any, and again for those that
-    fail so too."""
+    """Try every fault that the record lacks; then run the tests that caught one without a fault, and repeat
+    for the faults whose tests fail in that case too."""
     undo = options.record.resolve().with_suffix(".undo")
     restore(undo)
     deadline_s = time.monotonic() + options.hours * 3600
@@ -151,8 +163,10 @@ def run_all(root: Path, options: argparse.Namespace) -> Record:
     measured = _measured(options, places.values())
     wanted = [fault for fault in FAULTS if not options.only or fault.name in options.only]
     forget = {fault.name for fault in wanted} if options.again else set()
-    kept = (lambda one: one.caught) if options.again == "survived" else (lambda one: False)
-    record.faults = {name: one for name, one in record.faults.items() if name not in forget or kept(one)}
+    kept = (lambda outcome: outcome.caught) if options.again == "survived" else (lambda outcome: False)
+    record.faults = {
+        name: outcome for name, outcome in record.faults.items() if name not in forget or kept(outcome)
+    }
     for _ in range(ROUNDS):
         for fault in wanted:
             if fault.name not in record.faults and time.monotonic() < deadline_s:
@@ -161,7 +175,7 @@ def run_all(root: Path, options: argparse.Namespace) -> Record:
                 )
                 record.faults[fault.name] = dataclasses.replace(outcome, commit=record.commit)
                 record.faults = {
-                    one.name: record.faults[one.name] for one in FAULTS if one.name in record.faults
+                    known.name: record.faults[known.name] for known in FAULTS if known.name in record.faults
                 }
                 record.write()
                 print(to_line(fault.name, outcome), flush=True)
@@ -169,7 +183,9 @@ def run_all(root: Path, options: argparse.Namespace) -> Record:
             break
         print(f"fail without any fault: {', '.join(unsound)}", flush=True)
         record.fail_anyway = sorted({*record.fail_anyway, *unsound})
-        record.faults = {name: one for name, one in record.faults.items() if one.test not in unsound}
+        record.faults = {
+            name: outcome for name, outcome in record.faults.items() if outcome.test not in unsound
+        }
         record.write()
     return record
 
@@ -190,7 +206,8 @@ def try_fault(
     undo: Path,
     without: Sequence[str],
 ) -> Outcome:
-    """Put it in, run the tests that may catch it, take it out. FaultError where they could not be run."""
+    """Put the fault in, run the tests that may catch it, and remove it. The outcome reports if they could not
+    be run."""
     tests = choose_tests(root, fault, place, measured, options.most, options.slowest_s, without)
     if not tests:
         return Outcome(False, "", "no test is known to reach it", 0.0, 0)
@@ -205,8 +222,11 @@ def try_fault(
 def find_unsound(
     root: Path, record: Record, measured: Measured, options: argparse.Namespace, names: Sequence[str]
 ) -> list[str]:
-    """Of the tests that caught these faults those that fail without any, too."""
-    catchers = sorted({one.test for name, one in record.faults.items() if name in names and "::" in one.test})
+    """Return the tests that caught these faults but also fail without any. Raises FaultError if they could
+    not be run."""
+    catchers = sorted(
+        {outcome.test for name, outcome in record.faults.items() if name in names and "::" in outcome.test}
+    )
     if not catchers:
         return []
     limits = Limits(3600.0, options.test_s)
@@ -217,7 +237,7 @@ def find_unsound(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a fault is taken out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a fault is removed
     try:
         sys.exit(main())
     except FaultError as error:

@@ -1,5 +1,4 @@
-"""Faults that somebody could make: in the model, the parallelisation, training, its data and checkpoints, and
-the tools."""
+"""Plausible faults: in the model, the parallelism, training, its data and checkpoints, and the tools."""
 
 from tests.soak.faults.fault import Fault
 
@@ -61,7 +60,7 @@ BROKEN = (
     ),
     Fault(
         "local-norm",
-        "gradients are clipped by the norm of what a rank holds",
+        "gradients are clipped by the norm of the local shards",
         "dist.all_reduce(square)",
         "pass",
         tests=("tests/distributed/test_clip.py", "tests/distributed/test_parity.py"),
@@ -75,7 +74,7 @@ BROKEN = (
     ),
     Fault(
         "scatter-not-awaited",
-        "nobody waits for tensor parallelism's reduce-scatter",
+        "the reduce-scatter of tensor parallelism is not awaited",
         '_wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))',
         '_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name)',
         tests=("tests/distributed/test_parity.py",),
@@ -89,7 +88,7 @@ BROKEN = (
     ),
     Fault(
         "last-prefetched-first",
-        "a unit prefetches those that are needed last",
+        "a unit prefetches the units that are needed last",
         '(other for other in order[i + 1 :] if phase == "forward" or regathered(other))',
         '(other for other in reversed(order[i + 1 :]) if phase == "forward" or regathered(other))',
         tests=("tests/parallel/plan/test_schema.py",),
@@ -188,14 +187,14 @@ BROKEN = (
     ),
     Fault(
         "shards-not-synced",
-        "a checkpoint is committed without the disk having its shards",
+        "a checkpoint is committed before its shards are on disk",
         "os.fsync(file.fileno())\n    for future in hashed:",
         "pass\n    for future in hashed:",
         tests=("tests/train/checkpoint/test_save.py",),
     ),
     Fault(
         "hash-not-compared",
-        "a file of the right size passes, whatever it holds",
+        "a file of the right size passes with any contents",
         'if mode == "full" and hash_file(path).sha256 != saved.sha256:',
         "if False:",
         tests=("tests/train/checkpoint/test_verify.py", "tests/tools/test_checkpoint.py"),
@@ -209,7 +208,7 @@ BROKEN = (
     ),
     Fault(
         "lock-not-taken",
-        "the lock of a run's folder is written and not taken",
+        "the note of a run's lock is written, but the lock is not taken",
         "lock.acquire(timeout=wait_s)",
         "pass",
         tests=("tests/train/fault_tolerance/test_run_lock.py",),
@@ -217,7 +216,7 @@ BROKEN = (
     # Tools that write files
     Fault(
         "export-file-too-large",
-        "files of an export are larger than was asked for",
+        "files of an export are larger than requested",
         "sum(sizes[other] for other in files[-1]) + size > limit_bytes",
         "sum(sizes[other] for other in files[-1]) > limit_bytes",
         tests=("tests/tools/test_convert_hf.py",),

@@ -1,19 +1,20 @@
-"""What a fault is: a snippet of the product's code, and what is put in its place."""
+"""A fault: a snippet of the product's code, and its replacement."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault that the tests should notice.
+    """One fault that the tests should detect.
 
     Args:
-        name: what it is called in a record
-        about: what is wrong with the code then, in a line
-        found: code that stands exactly once in the product, wherever that is; one to three lines, with their
-            indentation from the second one on
-        becomes: what stands there instead
-        tests: files that are about it, by path, which are tried first; one that is not there is passed over
+        name: its name in a record
+        about: what is wrong with the code, in one line
+        found: code that occurs exactly once in the product; one to three lines, with their indentation
+            from the
+            second line on
+        becomes: its replacement
+        tests: paths of test files about it, which are tried first; a missing file is skipped
     """
 
     name: str

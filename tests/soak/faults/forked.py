@@ -1,5 +1,5 @@
-"""pytest in a process forked from this one, which has imported the libraries and none of the product: no
-trial has to wait for them, which take longer than most tests."""
+"""pytest in a process forked from this one, which has imported the libraries but not the product: importing
+them takes longer than most tests."""
 
 import importlib
 import os
@@ -32,8 +32,8 @@ OURS = ("tests", "models", "parallel", "train", "tools", "meshwright")
 
 
 def load_libraries() -> None:
-    """Import what the product and its tests take from others, as far as it is there. Numerical libraries
-    start no threads: those would not be in a fork."""
+    """Import the libraries of the product and its tests, as far as installed. Numerical libraries must not
+    start threads, which a fork would lack."""
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,15 +45,15 @@ def load_libraries() -> None:
 
 
 class ForkedPytest:
-    """pytest with these arguments in `root`, its output in a file, in a session of its own."""
+    """pytest with these arguments in `root`, its output in a file, in its own session."""
 
-    def __init__(self, root: Path, arguments: Sequence[str], env: Mapping[str, str], said: Path) -> None:
+    def __init__(self, root: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
         sys.stdout.flush()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _become(root, env, said)
+                _become(root, env, output)
                 code = _run_pytest(arguments)
             except BaseException as error:
                 code = 3
@@ -63,14 +63,14 @@ class ForkedPytest:
                 os._exit(code)
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Return its exit code, None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def kill(self) -> None:
-        """End it with all of its group."""
+        """Kill it and its process group."""
         if self.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -78,8 +78,9 @@ class ForkedPytest:
             self.returncode = os.waitstatus_to_exitcode(status)
 
 
-def _become(root: Path, env: Mapping[str, str], said: Path) -> None:
-    """Be as a process that was just started there: nothing of this project is imported yet."""
+def _become(root: Path, env: Mapping[str, str], output: Path) -> None:
+    """Set up this process like one that was just started in `root`: nothing of this project is imported
+    yet."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -88,13 +89,13 @@ def _become(root: Path, env: Mapping[str, str], said: Path) -> None:
     os.chdir(root)
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-    here = str(Path(__file__).parents[3])
+    own_root = str(Path(__file__).parents[3])
     sys.path[:] = [
         str(root),
         *env["PYTHONPATH"].split(":"),
-        *(path for path in sys.path if path not in ("", here, str(root))),
+        *(path for path in sys.path if path not in ("", own_root, str(root))),
     ]
-    for path, number in ((os.devnull, 0), (said, 1), (said, 2)):
+    for path, number in ((os.devnull, 0), (output, 1), (output, 2)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(opened, number)
         os.close(opened)

@@ -1,4 +1,4 @@
-"""Which lines of the product no test has reached, by file, in a record; and what one record has lost since
+"""A record of the lines of the product that no test has reached, by file, and what one record has lost since
 another."""
 
 import difflib
@@ -19,7 +19,7 @@ Lines = Mapping[str, Any]  # a record of lines, as JSON has it
 
 
 def commit_of(root: Path) -> str:
-    """The short name of a checkout's last commit."""
+    """Return the short name of a checkout's last commit."""
     shown = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     )
@@ -27,8 +27,8 @@ def commit_of(root: Path) -> str:
 
 
 def to_lines(root: Path, measured: Path) -> Lines:
-    """The record of what `coverage` has measured: of each file how many statements it has, and which ones
-    nothing has run.
+    """Return the record of what `coverage` has measured: for each file the number of its statements, and the
+    lines that were never run.
 
     root: the checkout that was measured, or one of the same commit; measured: coverage's data.
     """
@@ -72,34 +72,34 @@ def to_lines(root: Path, measured: Path) -> Lines:
 
 
 def write_lines(lines: Lines, path: Path) -> None:
+    """Write a record as JSON."""
     path.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
 
 
 def compare_lines(root: Path, new: Lines, old: Lines) -> Iterator[str]:
-    """What there is less of than in an older record: files of which fewer lines are covered, and lines that
-    lost their last test.
+    """Yield what an older record has more of: files with more covered lines, and lines that lost their last
+    test.
 
-    A line that was changed since has none to lose. `root` knows both commits.
+    Changed lines do not count as lost. `root` contains both commits.
     """
     for path, file in new["files"].items():
         if (before := old["files"].get(path)) is None:
             continue
         if file["covered"] < before["covered"]:
-            now, then = (f"{one['covered']} of {one['statements']}" for one in (file, before))
+            now, then = (f"{counts['covered']} of {counts['statements']}" for counts in (file, before))
             yield f"{path}: {now} lines covered, before {then}"
         if file["missing"]:
             was, is_now = (_text(root, record["commit"], path) for record in (old, new))
             for line in lost_lines(was, is_now, numbers(before["missing"]), numbers(file["missing"])):
                 yield f"{path}:{line}: lost its last test: {is_now[line - 1].strip()}"
-    if gone := sorted(set(old["files"]) - set(new["files"])):
-        yield f"no longer there: {', '.join(gone)}"
+    if removed := sorted(set(old["files"]) - set(new["files"])):
+        yield f"removed: {', '.join(removed)}"
 
 
 def lost_lines(
     was: list[str], is_now: list[str], missing_then: Iterable[int], missing_now: Iterable[int]
 ) -> list[int]:
-    """Of the lines, counted from 1, that nothing runs now, those that are as they were and that something ran
-    then."""
+    """Return the lines, counted from 1, that are not run now, but are unchanged and were run then."""
     then, same = set(missing_then), dict[int, int]()
     for old, new, size in difflib.SequenceMatcher(None, was, is_now, autojunk=False).get_matching_blocks():
         same |= {new + place: old + place for place in range(1, size + 1)}
@@ -107,7 +107,7 @@ def lost_lines(
 
 
 def to_words(lines: Iterable[int]) -> str:
-    """Numbers in ascending order, as `3, 5-7`."""
+    """Return ascending numbers as text, such as `3, 5-7`."""
     runs = list[list[int]]()
     for line in lines:
         if runs and line == runs[-1][-1] + 1:
@@ -118,7 +118,7 @@ def to_words(lines: Iterable[int]) -> str:
 
 
 def numbers(words: str) -> list[int]:
-    """The numbers again."""
+    """Return the numbers of such a text."""
     ends = [[int(end) for end in part.split("-")] for part in words.split(",") if part.strip()]
     return [line for first, *last in ends for line in range(first, (last or [first])[0] + 1)]
 
@@ -128,5 +128,5 @@ def _text(root: Path, commit: str, path: str) -> list[str]:
         ["git", "show", f"{commit}:{path}"], cwd=root, capture_output=True, text=True, check=False
     )
     if shown.returncode:
-        raise FaultError(f"{path} of {commit} is not known here: {shown.stderr.strip()}")
+        raise FaultError(f"{path} of {commit} is not in this repository: {shown.stderr.strip()}")
     return shown.stdout.splitlines()

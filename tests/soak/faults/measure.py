@@ -1,4 +1,5 @@
-"""Which lines of the product every test reaches, and how long it takes: a run of the tests under coverage."""
+"""Measure the lines of the product that each test reaches, and its duration: a run of the tests under
+coverage."""
 
 import os
 import subprocess
@@ -21,12 +22,12 @@ disable_warnings = no-data-collected, no-ctracer, module-not-measured, couldnt-p
 
 
 def measure(root: Path, into: Path, pytest_arguments: Sequence[str]) -> int:
-    """Run the tests of `root` under coverage, children and ranks included. `into` then has the lines by test
-    and the seconds of each test. Returns pytest's exit code: tests that fail are no obstacle."""
+    """Run the tests of `root` under coverage, children and ranks included, and write the lines by test and
+    the seconds of each test into `into`. Returns pytest's exit code; failing tests do not matter."""
     into.mkdir(parents=True, exist_ok=True)
     parts = into / "parts"
     if parts.exists() or (into / LINES).exists():
-        raise FaultError(f"{into} has a measurement already: take another folder")
+        raise FaultError(f"{into} already contains a measurement: use another folder")
     parts.mkdir()
     config = into / "coverage.cfg"
     config.write_text(
@@ -56,7 +57,7 @@ def measure(root: Path, into: Path, pytest_arguments: Sequence[str]) -> int:
     ]
     ended = subprocess.run([*coverage, "run", f"--rcfile={config}", *pytest], cwd=root, env=env, check=False)
     files = sorted(map(str, parts.iterdir()))
-    for first in range(0, len(files), 1000):  # a command line has an end
+    for first in range(0, len(files), 1000):  # a command line is limited
         append = ["--append"] if first else []
         subprocess.run(
             [
@@ -74,5 +75,5 @@ def measure(root: Path, into: Path, pytest_arguments: Sequence[str]) -> int:
             check=False,
         )
     if not (into / LINES).exists():
-        raise FaultError(f"nothing was measured: see what pytest said; it ended with {ended.returncode}")
+        raise FaultError(f"nothing was measured: see pytest's output; its exit code was {ended.returncode}")
     return ended.returncode

@@ -1,4 +1,4 @@
-"""Faults that this project once had, put back."""
+"""Faults that this project had and fixed, put back."""
 
 from tests.soak.faults.fault import Fault
 
@@ -35,7 +35,7 @@ MENDED = (
     ),
     Fault(
         "leading-zero-lost",
-        "a unit named with 09 comes back from the plan file as 9",
+        "a unit named with 09 is read from the plan file as 9",
         "if str(int(number)) != number:",
         "if False:",
         tests=("tests/parallel/plan/test_serialize.py",),
@@ -68,7 +68,7 @@ MENDED = (
     # The planner
     Fault(
         "smaller-group-keeps-nothing",
-        "what a unit resharded to a smaller group keeps is not in the predicted memory",
+        "the part that a unit keeps after resharding to a smaller group is not in the predicted memory",
         'self._gathered[f"{unit.name}, kept"] = self._whole(unit) // reshard',
         'self._gathered[f"{unit.name}, kept"] = 0',
         tests=("tests/parallel/planner/test_memory_model.py",),
@@ -111,14 +111,14 @@ MENDED = (
     ),
     Fault(
         "recompile-unheard",
-        "a recompilation of which torch's log is silent is not heard",
+        "a recompile that torch does not log is not detected",
         "if self._graphs > before and not heard:",
         "if False:",
         tests=("tests/parallel/compile/test_guarantees.py",),
     ),
     Fault(
         "loader-error-once",
-        "whoever asks the loader again after an error waits for ever",
+        "a call of the loader after its error hangs",
         "self._ready.put(ready)",
         "pass",
         tests=("tests/train/data/test_loader.py",),
@@ -140,7 +140,7 @@ MENDED = (
     # Ends and starts of a run
     Fault(
         "hangup-despite-nohup",
-        "a run under nohup stops when its terminal goes",
+        "a run under nohup stops when its terminal closes",
         "n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN",
         "n in SIGNALS",
         tests=("tests/train/fault_tolerance/test_shutdown.py",),
@@ -154,7 +154,7 @@ MENDED = (
     ),
     Fault(
         "lost-peer-hides-cause",
-        "a lost process overwrites in status.json why another one failed",
+        "the loss of a process overwrites in status.json why another process failed",
         "if not (lost and self._explained_elsewhere()):",
         "if True:",
         tests=(
@@ -164,7 +164,7 @@ MENDED = (
     ),
     Fault(
         "unreadable-passed-over",
-        "a checkpoint that cannot be read now is taken for a damaged one",
+        "a checkpoint that cannot be read is treated as damaged",
         "except UnreadableError:\n            raise\n        except CheckpointError as error:",
         "except CheckpointError as error:",
         tests=("tests/train/checkpoint/test_commit.py",),
@@ -193,7 +193,7 @@ MENDED = (
     ),
     Fault(
         "launching-is-no-communication",
-        "what gloo copies where a collective is launched counts as nothing",
+        "gloo's copies at the launch of a collective are not counted",
         "np.concatenate([spans_of(self.transfers), self.launching])",
         "spans_of(self.transfers)",
         tests=("tests/tools/trace/test_profiled_steps.py",),
@@ -214,7 +214,7 @@ MENDED = (
     ),
     Fault(
         "sweep-hears-hangup",
-        "a sweep under nohup ends when its terminal goes",
+        "a sweep under nohup ends when its terminal closes",
         "number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN",
         "number in SIGNALS",
         tests=("tests/tools/sweep/test_spec.py",),

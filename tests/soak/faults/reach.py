@@ -1,4 +1,4 @@
-"""Which tests can catch a fault: those that reach its lines, the likeliest and quickest first."""
+"""Choose the tests that can catch a fault: those that reach its lines, the likeliest and quickest first."""
 
 import itertools
 import json
@@ -12,15 +12,15 @@ from tests.soak.faults.fault import Fault
 from tests.soak.faults.source import Place
 
 PHASES = ("setup", "call", "teardown")
-UNKNOWN_S = 5.0  # of a test that nobody has timed
-QUICK_S = 20.0  # of tests together, which are tried however many they are
+UNKNOWN_S = 5.0  # of a test that was not timed
+QUICK_S = 20.0  # tests that take this long together are tried, whatever their number
 # tests that are tried before the others: cases of one test, tests of one file
 OF_A_FUNCTION, OF_A_FILE = 2, 8
 
 
-@dataclass  # not frozen: what is known is computed once
+@dataclass  # not frozen: `known` is cached
 class Measured:
-    """What a run under coverage has found: seconds of each test, and by file and line the tests and phases
+    """The result of a run under coverage: seconds of each test, and by file and line the tests and phases
     that reached it."""
 
     seconds: Mapping[str, float]
@@ -28,14 +28,13 @@ class Measured:
 
     @cached_property
     def known(self) -> frozenset[str]:
-        """Tests of which it is known what they reach."""
+        """The tests with a measurement of their lines."""
         names = {name for lines in self.contexts.values() for found in lines.values() for name in found}
         return frozenset(_parted(name)[0] for name in names)
 
 
 def read_measured(lines: Path | None, seconds: Path | None, paths: Iterable[Path]) -> Measured:
-    """Of the files of these paths, wherever they were when they were measured. Without `lines` no line is
-    known to be reached."""
+    """Read the measurements of these files, at any root. Without `lines` no line counts as reached."""
     from coverage import CoverageData
 
     contexts = dict[str, Mapping[int, Sequence[str]]]()
@@ -66,12 +65,13 @@ def choose_tests(
     slowest_s: float,
     without: Iterable[str] = (),
 ) -> list[str]:
-    """So many tests that may catch the fault, or more that are quick, in the order in which to try them.
+    """Return at most `most` tests that may catch the fault (more if they are quick), in the order in which to
+    try them.
 
-    First those of the files that are about it (the fault's own `tests`, or files that name its module), then
-    the others. In a file, tests that reach it come before those that share a fixture with one that does, and
-    those before tests of which nobody knows what they reach, as of a fault outside functions. A file of which
-    nothing has been measured is tried whole.
+    First come the files about the fault (its own `tests`, or files that name its module), then the others.
+    Within a file, tests that reach it come before tests that share a fixture with one that does, and those
+    before tests that were not measured, or any test for a fault outside functions. A file without any
+    measurement is tried completely.
     """
     reaching = _reaching(place, measured)
     about = {
@@ -111,8 +111,8 @@ def choose_tests(
 
 
 def _reaching(place: Place, measured: Measured) -> dict[str, str]:
-    """The phase, "" where it is not known, in which each test reached the fault's lines; "setup" if in no
-    other one."""
+    """Return the phase in which each test reached the fault's lines: "" if unknown, "setup" if in no other
+    phase."""
     reaching = dict[str, str]()
     contexts = measured.contexts.get(str(place.path), {})
     for context in (
@@ -127,7 +127,7 @@ def _reaching(place: Place, measured: Measured) -> dict[str, str]:
 
 
 def _parted(context: str) -> tuple[str, str]:
-    """Test and phase of a context; the phase is "" where it was not noted."""
+    """Return test and phase of a context; the phase is "" if it was not recorded."""
     test, _, phase = context.rpartition("|")
     return (test, phase) if phase in PHASES else (context, "")
 
@@ -137,8 +137,8 @@ def _test_files(root: Path) -> list[str]:
 
 
 def _aboutness(root: Path, path: str, fault: Fault, product: Path) -> int:
-    """0 for a file that the fault names, 1 for one that has its module's name, 2 for one that mentions the
-    module, else 3."""
+    """Return 0 for a file that the fault names, 1 for one with its module's name, 2 for one that mentions the
+    module, otherwise 3."""
     if path in fault.tests:
         return 0
     if Path(path).stem == f"test_{product.stem}":
@@ -149,8 +149,8 @@ def _aboutness(root: Path, path: str, fault: Fault, product: Path) -> int:
 
 
 def _varied(tests: Sequence[str], rank: int) -> list[str]:
-    """The same tests; those of which enough others alike came before go behind. Of a file that the fault
-    names (rank 0) no number of tests is enough, of a test with many cases it is."""
+    """Return the tests in another order: after enough similar ones a test moves to the end. There is no limit
+    for a file that the fault names (rank 0), but there is one for the cases of one test."""
     functions, files = Counter[str](), Counter[str]()
     first, later = list[str](), list[str]()
     for test in tests:

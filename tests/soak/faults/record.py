@@ -1,5 +1,5 @@
-"""What has come of the faults: a JSON file that is written after each, so that a run can go on where it was
-stopped."""
+"""The results for all faults: a JSON file that is written after each one, so that an interrupted run can
+resume."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one fault: the test that caught it and how, "" for none; seconds; how many tests ran; and the commit
-    it was tried at."""
+    """The result for one fault: the test that caught it and how, "" for none; seconds; the number of tests
+    run; and the commit it was tried at."""
 
     caught: bool
     test: str
@@ -22,8 +22,8 @@ class Outcome:
 
 @dataclass
 class Record:
-    """Outcomes by fault, in the order of the table; tests that fail without any fault, which catch nothing;
-    and the commit at which the last ones were tried."""
+    """Outcomes by fault, in the order of the table; tests that fail without any fault and so catch none; and
+    the commit at which the last faults were tried."""
 
     path: Path
     commit: str
@@ -31,8 +31,8 @@ class Record:
     fail_anyway: list[str] = field(default_factory=list)
 
     def write(self) -> None:
-        faults = {name: asdict(one) for name, one in self.faults.items()}
-        caught = sum(one.caught for one in self.faults.values())
+        faults = {name: asdict(outcome) for name, outcome in self.faults.items()}
+        caught = sum(outcome.caught for outcome in self.faults.values())
         content = {
             "commit": self.commit,
             "caught": caught,
@@ -47,28 +47,28 @@ class Record:
 
 
 def read_record(path: Path, commit: str) -> Record:
-    """What is there already, or an empty record, that goes on at a commit ("": at its own)."""
+    """Return the existing record, or an empty one, to continue at a commit ("": its own)."""
     if not path.exists():
         return Record(path, commit)
     plain = json.loads(path.read_text(encoding="utf-8"))
-    outcomes = ({"commit": plain["commit"], **one} for one in plain["faults"].values())
-    faults = {name: Outcome(**one) for name, one in zip(plain["faults"], outcomes, strict=True)}
+    outcomes = ({"commit": plain["commit"], **outcome} for outcome in plain["faults"].values())
+    faults = {name: Outcome(**outcome) for name, outcome in zip(plain["faults"], outcomes, strict=True)}
     return Record(path, commit or plain["commit"], faults, plain["fail_anyway"])
 
 
-def to_line(name: str, one: Outcome, width: int = 0) -> str:
-    """What became of a fault."""
-    return (
-        f"{name:{width}}  {one.seconds:5.0f} s  {one.test or f'SURVIVED {one.ran} tests {one.how}'.rstrip()}"
-    )
+def to_line(name: str, outcome: Outcome, width: int = 0) -> str:
+    """Return the line of one fault in the table."""
+    result = outcome.test or f"SURVIVED {outcome.ran} tests {outcome.how}".rstrip()
+    return f"{name:{width}}  {outcome.seconds:5.0f} s  {result}"
 
 
 def to_table(record: Record) -> str:
-    """A line for each fault, with its commit if that is not the record's."""
+    """Return a line for each fault, with its commit if that is not the record's."""
     width = max(map(len, record.faults), default=0)
     lines = [
-        to_line(name, one, width) + (f"  (at {one.commit})" if one.commit != record.commit else "")
-        for name, one in record.faults.items()
+        to_line(name, outcome, width)
+        + (f"  (at {outcome.commit})" if outcome.commit != record.commit else "")
+        for name, outcome in record.faults.items()
     ]
-    caught = sum(one.caught for one in record.faults.values())
+    caught = sum(outcome.caught for outcome in record.faults.values())
     return "\n".join([*lines, f"{caught} of {len(record.faults)} caught"])

@@ -1,4 +1,4 @@
-"""Some tests, run until the first that fails or the time is up."""
+"""Run some tests until the first failure or the time limit."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from tests.soak.faults.forked import ForkedPytest
 from tests.soak.faults.measure import PLUGINS
 
 POLL_S = 0.2
-START_S = 120.0  # that pytest may take to begin the first test, more than a busy machine needs
-NOT_FOUND = 4  # pytest's exit code for a test that there is not
+START_S = 120.0  # limit until pytest begins the first test, more than a busy machine needs
+NOT_FOUND = 4  # pytest's exit code for a test that does not exist
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: after `all_s` no test is begun, and one that takes `test_s`, or ten times its usual,
-    hangs."""
+    """When to stop: after `all_s` no test is started, and a test hangs that takes `test_s` or ten times its
+    usual time, whichever is longer."""
 
     all_s: float
     test_s: float
@@ -31,8 +31,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of it: the tests that failed, each with how; those that began; seconds; and what kept pytest
-    from running."""
+    """The result: the tests that failed, each with how; the tests that began; seconds; and why pytest could
+    not run."""
 
     failed: Mapping[str, str]
     began: tuple[str, ...]
@@ -43,8 +43,8 @@ class Trial:
 def try_tests(
     root: Path, tests: Sequence[str], usual_s: Mapping[str, float], limits: Limits, to_the_end: bool = False
 ) -> Trial:
-    """Run the tests in this order, with a home folder of their own, which goes with all that they have
-    started."""
+    """Run the tests in this order, with their own home folder, which is removed together with every process
+    that they have started."""
     start_s, mark = time.monotonic(), secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -86,24 +86,27 @@ def try_tests(
         finally:
             pytest.kill()
             _end_marked(mark)
-        heard = _read(folder / "heard")
+        events = _read(folder / "heard")
         failed = {
             entry["failed"]: f"{entry['when']}: {entry['why']}"
-            for entry in reversed(heard)
+            for entry in reversed(events)
             if "failed" in entry
         }
         if hung:
-            failed[hung] = "it did not end"
-        began = tuple(entry["began"] for entry in heard if "began" in entry)
-        said = (folder / "said").read_text(errors="replace").strip() or "it began no test, and said nothing"
+            failed[hung] = "it hung"
+        began = tuple(entry["began"] for entry in events if "began" in entry)
+        output = (folder / "said").read_text(
+            errors="replace"
+        ).strip() or "it began no test and printed nothing"
         unable = not failed and (not began or pytest.returncode == NOT_FOUND)
         return Trial(
-            failed, began, time.monotonic() - start_s, "\n".join(said.splitlines()[-5:]) if unable else ""
+            failed, began, time.monotonic() - start_s, "\n".join(output.splitlines()[-5:]) if unable else ""
         )
 
 
 def _wait(pytest: ForkedPytest, heard: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
-    """Until pytest has ended: "", also if it begins no test in time; or the test that hangs."""
+    """Wait until pytest has ended, or begins no test in time, and return ""; or return the test that
+    hangs."""
     start_s = time.monotonic()
     while pytest.poll() is None:
         time.sleep(POLL_S)
@@ -119,12 +122,12 @@ def _wait(pytest: ForkedPytest, heard: Path, usual_s: Mapping[str, float], limit
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be incomplete
     return [json.loads(line) for line in lines]
 
 
 def _end_marked(mark: str) -> None:
-    """End all that pytest has started, also what is in a session of its own: it has the mark in its
+    """Kill every process that pytest has started, also in other sessions: each has the mark in its
     environment."""
     wanted = f"FAULTS_MARK={mark}".encode()
     for _ in range(5):

@@ -1,5 +1,5 @@
-"""Host memory for the copies that saves are written from: counted as it is taken, and agreed on by all
-ranks."""
+"""Host memory for the copies that saves are written from: its size is known in advance, and all ranks agree
+on whether it is enough."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from meshwright.train.checkpoint.host_buffers import RoomAsked, copy_bytes, describe_missing, round_up
+from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_bytes, describe_missing, round_up
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, OptimConfig
@@ -34,29 +34,34 @@ def test_pinned_memory_comes_in_powers_of_two(size: int, taken: int) -> None:
 
 
 def test_copies_of_a_gpus_tensors_are_pinned_and_those_of_a_cpus_are_not() -> None:
-    """A device that is no CPU: meta, which needs no GPU."""
+    """The device meta stands for a GPU."""
     shapes = [(3,), (5, 7)]
     assert copy_bytes(torch.empty(shape, device="meta") for shape in shapes) == 16 + 256
     assert copy_bytes(torch.empty(shape) for shape in shapes) == 12 + 140
 
 
-def asked(*ranks: tuple[int, float, float]) -> list[RoomAsked]:
-    return [RoomAsked(machine, int(needed * GIB), int(left * GIB)) for machine, needed, left in ranks]
+def requests(*ranks: tuple[int, float, float]) -> list[HostMemoryRequest]:
+    return [HostMemoryRequest(machine, int(needed * GIB), int(left * GIB)) for machine, needed, left in ranks]
 
 
 def test_what_is_missing_is_of_a_whole_machine() -> None:
     two = [(0, 4, 10), (0, 4, 9), (2, 4, 8), (2, 4, 8)]
-    assert describe_missing(asked(*two)) == ""
-    assert describe_missing(asked(*two[:3], (2, 4, 7.5))) == (
-        "copies of the training state need 8.00 GiB of host memory on the machine of rank 2, for 2 "
-        "processes; 7.50 GiB are left there, 0.50 GiB are missing"
+    assert describe_missing(requests(*two)) == ""
+    message = describe_missing(requests(*two[:3], (2, 4, 7.5)))
+    facts = (
+        "8.00 GiB of host memory",
+        "machine of rank 2",
+        "2 processes",
+        "7.50 GiB are free",
+        "0.50 GiB are missing",
     )
-    assert "machine of rank 0" in describe_missing(asked((0, 4, 1), (1, 4, 3.5)))
+    assert all(fact in message for fact in facts), message
+    assert "machine of rank 0" in describe_missing(requests((0, 4, 1), (1, 4, 3.5)))
 
 
 def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]:
-    """A save on ranks of two machines with so much memory left: whether it was made beside the training, its
-    error, and the bytes of all ranks' copies."""
+    """Save on ranks of two machines with this much free memory; return whether saves were asynchronous, their
+    errors, and the bytes of this rank's copies."""
     trainer, rank = Trainer(), dist.get_rank()
     machine = rank // 2 * 2
     saver = CheckpointSaver(
@@ -69,28 +74,28 @@ def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]
         lambda: left_kib[machine // 2] * 1024,
         machine,
     )
-    assert saver.make_room() == "", "on a CPU nothing is taken ahead"
+    assert saver.make_room() == "", "on a CPU nothing is allocated in advance"
     assert not saver._copies
     for step in (1, 2):
         saver.save(TrainPosition(step, 8, 0, 32, dist.get_world_size(), "data"))
         saver.wait()
-    errors = "".join(news.error for news in saver.poll())
+    errors = "".join(saved.error for saved in saver.poll())
     return saver._asynchronous, errors, sum(copy.nbytes for copy in saver._copies.values())
 
 
 def test_all_ranks_decide_alike_by_what_the_machines_have_for_all_of_theirs(tmp_path: Path) -> None:
     plenty = run_ranks(4, save_on_machines, tmp_path / "plenty", [10_000, 10_000])
     needs_kib = sum(taken for _, _, taken in plenty[2:]) // 1024 + 1
-    for left, beside in (([10_000, needs_kib], True), ([10_000, needs_kib - 2], False), ([0, 10_000], False)):
+    for left, enough in (([10_000, needs_kib], True), ([10_000, needs_kib - 2], False), ([0, 10_000], False)):
         results = run_ranks(4, save_on_machines, tmp_path / f"{left}", left)
         assert [(asynchronous, error, taken > 0) for asynchronous, error, taken in results] == [
-            (beside, "", beside)
+            (enough, "", enough)
         ] * 4
 
 
 def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]:
-    """What making room and two saves say where saves need copies, and how many tensors this rank has a copy
-    of. On the rank `refused_on` the system gives no memory at first."""
+    """Return the result of make_room, the errors of two saves, and the number of this rank's copies, where
+    saves need copies as on GPUs. On rank `refused_on` the system refuses the first allocation."""
     rank, mesh = (
         dist.get_rank(),
         init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)),
@@ -108,22 +113,23 @@ def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]
         return empty(*size, **options)
 
     with mock.patch.object(torch, "empty", refuse):
-        said = saver.make_room()
+        shortage = saver.make_room()
         errors = [save(saver, 1).error]
     errors.append(save(saver, 2).error)
-    return said, errors, len(saver._copies)
+    return shortage, errors, len(saver._copies)
 
 
 def test_a_rank_with_nothing_to_write_makes_room_with_the_others(tmp_path: Path) -> None:
     results = run_ranks(4, save_as_on_gpus, tmp_path, -1)
-    assert [(said, errors) for said, errors, _ in results] == [("", ["", ""])] * 4
+    assert [(shortage, errors) for shortage, errors, _ in results] == [("", ["", ""])] * 4
     assert results[3][2] == 1, "its random state"
 
 
 def test_memory_that_one_rank_does_not_get_is_no_rank_that_died(tmp_path: Path) -> None:
-    said = "host memory for copies of the training state cannot be taken (out of memory)"
-    for result in run_ranks(4, save_as_on_gpus, tmp_path, 1):
-        assert result[:2] == (said, [said, ""])
+    for shortage, errors, _ in run_ranks(4, save_as_on_gpus, tmp_path, 1):
+        assert "host memory for copies of the training state" in shortage
+        assert "(out of memory)" in shortage
+        assert errors == [shortage, ""]
 
 
 class FullMachine:
@@ -138,7 +144,8 @@ def test_without_room_a_run_ends_before_its_first_step_or_says_so(
     config = CheckpointConfig(every=500, on_error=on_error)  # type: ignore[arg-type]
     if on_error == "stop":
         with pytest.raises(
-            ConfigError, match=r"checkpoint\.every=500, but all is taken. Train on more machines"
+            ConfigError,
+            match=r"checkpoint\.every=500, but all is taken\. .*more machines.*checkpoint\.on_error=warn",
         ):
             make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
     else:

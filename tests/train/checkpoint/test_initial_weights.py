@@ -1,8 +1,9 @@
-"""checkpoint.init_from: a run continues from Hugging Face's weights or a checkpoint's, and refuses all that
-is not the model."""
+"""checkpoint.init_from: a run starts from the weights of a Hugging Face folder or a checkpoint, and refuses
+weights of another model."""
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in several files."""
+    """The same model in several files."""
     return save_hf(
         tmp_path_factory.mktemp("hf") / "sharded", make_hf(tied=True, vocab_size=264), shard_size="20KB"
     )
@@ -54,7 +55,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(hf_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as a checkpoint of ours."""
+    """The same model as one of our checkpoints."""
     folder = tmp_path_factory.mktemp("ours") / "imported"
     convert(["import", str(hf_dir), str(folder)])
     return folder
@@ -65,8 +66,8 @@ def config_of(folder: Path) -> LlamaConfig:
 
 
 def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, ours: Path, tmp_path: Path) -> None:
-    """Two processes train it on; the same command resumes; a new run starts from its checkpoint; transformers
-    loads it."""
+    """Two processes train the weights; the same command resumes; a new run starts from its checkpoint;
+    transformers loads the export."""
     common = [
         f"--config={ours / 'config.yaml'}",
         *write_text(tmp_path),
@@ -88,7 +89,7 @@ def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, ours: Path
     again = run(1, *first, "--train.steps=3")
     assert again.returncode == 0, again.stderr
     saved = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert f"weights: checkpoint.init_from is not read, since the run goes on from {saved}" in again.stdout
+    assert re.search(rf"weights: checkpoint\.init_from is not read.*{saved}\n", again.stdout)
     assert read_metrics(tmp_path / "run").keys() == {0, 1, 2, 3}
 
     other = run(
@@ -124,7 +125,7 @@ def test_a_mistake_is_one_line_before_anything_starts(hf_dir: Path, tmp_path: Pa
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("ConfigError: checkpoint.init_from: ")
-    assert "model.dim=64, there 32; model.n_layers=4, there 2; " in done.stderr
+    assert "model.dim=64 (saved: 32); model.n_layers=4 (saved: 2); " in done.stderr
     assert (
         f"`python -m tools.convert_hf import {hf_dir} OUT` writes a config.yaml to use with --config"
         in done.stderr
@@ -145,20 +146,20 @@ def test_the_names_are_those_in_the_files(hf_dir: Path) -> None:
 
 
 OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
-    ({"n_layers": 3, "norm_eps": 1e-6}, "model.n_layers=3, there 2; model.norm_eps=1e-06, there 1e-05"),
-    ({"vocab_size": 384}, "model.vocab_size=384, there 264"),
-    ({"tie_embeddings": False}, "model.tie_embeddings=False, there True"),
-    ({"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling.kind=linear, there None"),
-    ({"max_seq_len": 97}, "model.max_seq_len=97, there 96"),
+    ({"n_layers": 3, "norm_eps": 1e-6}, r"model.n_layers=3 .*2\); model.norm_eps=1e-06 .*1e-05\)"),
+    ({"vocab_size": 384}, r"model.vocab_size=384 .*264\)"),
+    ({"tie_embeddings": False}, r"model.tie_embeddings=False .*True\)"),
+    ({"rope_scaling": RopeScaling("linear", 2.0)}, r"model.rope_scaling.kind=linear .*None\)"),
+    ({"max_seq_len": 97}, r"model.max_seq_len=97 .*96\)"),
 ]
 
 
 def test_another_model_is_refused_key_by_key(hf_dir: Path, ours: Path) -> None:
-    def refused(change: dict[str, Any], words: str) -> None:
+    def refused(change: dict[str, Any], message: str) -> None:
         model = dataclasses.replace(config_of(hf_dir), **change)
-        with pytest.raises(ConfigError, match=words + r"[;.] .*`python -m"):
+        with pytest.raises(ConfigError, match=message + r"[;.] .*`python -m"):
             find_weights(str(hf_dir), model, None)
-        with pytest.raises(ConfigError, match=words + r".*use the model section of .*/config\.yaml"):
+        with pytest.raises(ConfigError, match=message + r".*use the model section of .*/config\.yaml"):
             find_weights(str(ours), model, None)
 
     try_each(OTHER_MODELS, refused)
@@ -180,7 +181,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     ),
     "a dtype": (
         lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.float8_e4m3fn)}),
-        r"model.norm.weight \(F8_E4M3\) is stored in a dtype .*F32, BF16, F16",
+        r"model.norm.weight \(F8_E4M3\) is stored in .*dtype .*F32, BF16, F16.*without quantization",
     ),
     "copies that differ": (
         lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
@@ -225,8 +226,8 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor manifest.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json cannot be read \(no mapping"),
-    "pickle": (unpickled, r"only pytorch_model\.bin, and unpickling runs whatever code .*save_pretrained"),
-    "nothing": (lambda f: [file.unlink() for file in f.glob("model*")], "has no weights"),
+    "pickle": (unpickled, r"only pytorch_model\.bin, .*unpickling .*code.*save_pretrained"),
+    "nothing": (lambda f: [file.unlink() for file in f.glob("model*")], "no weights.*save_pretrained"),
     "a file is gone": (
         lambda f: min(f.glob("*.safetensors")).unlink(),
         r"lacks model-00001-of-\d+\.safetensors, which its",
@@ -234,7 +235,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (cut_short, r"model-00001-of-\d+\.safetensors cannot be read"),
     "outside": (
         point_outside,
-        r"names \.\./other/model\.safetensors, which is no safetensors file of this folder",
+        r"index\.json .*\.\./other/model\.safetensors, which is not a safetensors file in this folder",
     ),
     "empty index": (lambda f: (f / INDEX).write_text("{}"), "has no weight_map"),
     "twice": (
@@ -295,7 +296,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, ours: Path, t
     }.items():
         with pytest.raises(CheckpointError, match=message):
             find_weights(str(tmp_path / name), model, None)
-    # of which only the config has been hashed yet
+    # only its config has been hashed so far
     weights = find_weights(str(tmp_path / "damaged"), model, None)
     assert weights
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

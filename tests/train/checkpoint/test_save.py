@@ -1,5 +1,5 @@
-"""Saves that fail or are cut short at every stage leave what was committed before, and nothing else that
-lasts."""
+"""Saves that fail or are interrupted at any stage leave earlier checkpoints intact, and nothing permanent of
+their own."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def trainer() -> Iterator[Trainer]:
 
 @contextmanager
 def file_limit(size_bytes: int) -> Iterator[None]:
-    """Writing beyond it fails in the middle of a file, as on a full disk."""
+    """Limit the file size: a longer write fails in the middle of a file, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_what_was_committed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the shard, in the config, in the manifest; although only one checkpoint is kept."""
+    """The disk is full in the shard, the config or the manifest, although only one checkpoint is kept."""
     assert trainer.save(tmp_path, 1, keep=1, asynchronous=asynchronous).error == ""
     with monkeypatch.context() as patched:
         if "committed" in stage:  # the manifest is smaller than the shard: the disk fills up between the two
@@ -104,16 +104,16 @@ def test_what_is_not_finite_is_never_committed(
     value: float, asynchronous: bool, trainer: Trainer, tmp_path: Path
 ) -> None:
     trainer.own_weight[-1, 3] = value
-    said = trainer.save(tmp_path, 1, asynchronous=asynchronous).error
-    assert said == "model.weight is not finite on rank 0, and nothing that is not finite is committed"
+    error = trainer.save(tmp_path, 1, asynchronous=asynchronous).error
+    assert error.startswith("model.weight is not finite on rank 0")
     assert names(tmp_path) == []
 
 
 def test_everything_is_on_the_disk_before_it_counts(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders that are made, every file, then the manifest, then the folder, then the rename, then the folder
-    that it is in."""
+    """The order of syncs: new folders, every file, the manifest, the checkpoint's folder, the rename, and the
+    folder that contains it."""
     done: list[str] = []
     really_sync, really_rename = os.fsync, os.rename
 
@@ -159,11 +159,11 @@ def test_a_rename_that_the_disk_does_not_keep_is_taken_back(
 def test_older_ones_go_only_after_a_newer_one_is_there(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there: list[list[int]] = []
+    existing: list[list[int]] = []
     really = save_module.delete_others
 
-    def look(folder: Path, keep: int, keep_every: int) -> None:
-        there.append(
+    def record(folder: Path, keep: int, keep_every: int) -> None:
+        existing.append(
             [
                 commit_module.step_of(verified)
                 for verified in list_checkpoints(folder)
@@ -172,17 +172,19 @@ def test_older_ones_go_only_after_a_newer_one_is_there(
         )
         really(folder, keep, keep_every)
 
-    monkeypatch.setattr(save_module, "delete_others", look)
+    monkeypatch.setattr(save_module, "delete_others", record)
     for step in range(1, 6):
         assert trainer.save(tmp_path, step, keep=1, keep_every=2).error == ""
-    assert there == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
+    assert existing == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
     assert [commit_module.step_of(path) for path in list_checkpoints(tmp_path)] == [2, 4, 5]
 
 
 def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: Path) -> None:
     assert trainer.save(tmp_path, 1).error == ""
     before = {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()}
-    assert "nothing writes into a committed checkpoint" in trainer.save(tmp_path, 1).error
+    error = trainer.save(tmp_path, 1).error
+    assert error.startswith(f"{tmp_path / 'step-00000001'} already exists")
+    assert "move it away" in error
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()} == before
     assert names(tmp_path) == ["step-00000001"]
 
@@ -190,7 +192,7 @@ def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: P
 def test_a_file_system_that_does_not_know_its_size_is_not_full(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some in user space say 0 of everything."""
+    """Some FUSE file systems report 0 for everything."""
     monkeypatch.setattr(commit_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     assert trainer.save(tmp_path, 1).error == ""
 
@@ -212,44 +214,41 @@ def test_a_folder_that_cannot_be_written_is_said(trainer: Trainer, tmp_path: Pat
 
 
 def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(trainer: Trainer, tmp_path: Path) -> None:
-    """The other rank hears of it at once; nothing half done counts, and the next save removes it."""
+    """The other rank fails immediately; a partial checkpoint does not count, and the next save removes it."""
     committed, with_leftovers = (
         {"after the rename": [1, 2], "before retention": [1, 2], "in a deletion": [2]},
         0,
     )
     for number, case in enumerate(KILLS):
-        heard = save_with_one_killed(case, number % 2 == 0, tmp_path / str(number))
+        ends = save_with_one_killed(case, number % 2 == 0, tmp_path / str(number))
         folder = tmp_path / str(number) / "checkpoints"
-        assert sorted(words[:34] for words in heard) == ["exit -9", "the save of step 2 was cut off, as"], (
-            case,
-            heard,
-        )
-        found, after = list_checkpoints(folder), names(folder)
-        assert [verify_alone(path).position.step for path in found] == committed.get(case, [1]), case
-        assert set(after) - {path.name for path in found} <= {
+        assert sorted(end[:30] for end in ends) == ["exit -9", "the save of step 2 was cut off"], (case, ends)
+        checkpoints, after = list_checkpoints(folder), names(folder)
+        assert [verify_alone(path).position.step for path in checkpoints] == committed.get(case, [1]), case
+        assert set(after) - {path.name for path in checkpoints} <= {
             ".step-00000002.partial",
             ".step-00000001.old",
         }, case
         with_leftovers += any(name.startswith(".") for name in after)
         assert trainer.save(folder, 3, keep=1).error == "", case
         assert names(folder) == ["step-00000003"], case
-    assert with_leftovers == 7, "most stages leave something to remove"
+    assert with_leftovers == 7, "most stages leave something for the next save to remove"
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("disk full", "rank-00001.safetensors cannot be written (File too large)"),
         ("NaN", "model.weight is not finite on rank 1"),
     ],
 )
 def test_what_one_rank_cannot_write_no_rank_commits(
-    fault: str, said: str, asynchronous: bool, tmp_path: Path
+    fault: str, message: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    """All ranks hear the same, and save the next time."""
+    """All ranks get the same error, and the next save succeeds."""
     (error, after), other = run_ranks(2, save_with_a_fault, fault, asynchronous, tmp_path)
-    assert said in error
+    assert message in error
     assert other == (error, after)
     assert after == ["step-00000001"]
     assert names(tmp_path) == ["step-00000003"]
@@ -257,7 +256,7 @@ def test_what_one_rank_cannot_write_no_rank_commits(
 
 
 def train_on_a_small_disk(arguments: list[str]) -> None:
-    """train.main where everything can be written but the tensors."""
+    """Run train.main where everything can be written but the tensors."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     meshwright.train.main.main(arguments)
 
@@ -303,9 +302,10 @@ def test_a_small_file_system_is_said_to_be_too_small(trainer: Trainer, tmp_path:
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        said = trainer.save(tmp_path / "checkpoints", 1).error
-        assert said.startswith("the checkpoint of step 1 needs 1.")
-        assert "has 0.3 MiB free: make room, or lower checkpoint.keep" in said
+        error = trainer.save(tmp_path / "checkpoints", 1).error
+        assert error.startswith("the checkpoint of step 1 needs 1.")
+        assert f"{tmp_path / 'checkpoints'} has 0.3 MiB free" in error
+        assert "lower checkpoint.keep" in error
         assert names(tmp_path / "checkpoints") == []
     finally:
         subprocess.run(["umount", tmp_path], check=True)

@@ -1,5 +1,5 @@
-"""Hundreds of faults on real checkpoints: each is found before a tensor is used, whichever way the checkpoint
-is read."""
+"""Hundreds of faults on real checkpoints: each is detected before a tensor is used, whichever way the
+checkpoint is read."""
 
 import os
 import random
@@ -40,7 +40,7 @@ from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks
 
-LIMIT_S = 60  # for all that is done with one fault
+LIMIT_S = 60  # for everything with one fault
 ALONE = RankInfo(0, 1, 0, 1, False)
 SIZE = [*TINY, *EAGER]
 MESHES = {
@@ -51,7 +51,7 @@ MESHES = {
 
 @pytest.fixture(scope="module", params=["fsdp", pytest.param("fsdp_tp", marks=pytest.mark.slow)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 1 and 2, by as many ranks as the mesh has."""
+    """Checkpoints of steps 1 and 2, saved by the ranks of the mesh."""
     folder, (processes, mesh) = tmp_path_factory.mktemp(request.param), MESHES[request.param]
     run_ranks(processes, save_two_steps, [*SIZE, *mesh], folder)
     return folder
@@ -73,8 +73,8 @@ def save_two_steps(arguments: list[str], folder: Path) -> None:
 
 
 class Trainer:
-    """A model and its optimizer in this process, of which every value is NaN, and the ways to read a
-    checkpoint into them."""
+    """A model and its optimizer in this process, with NaN in every value, and the ways to read a checkpoint
+    into them."""
 
     def __init__(self, config: Config) -> None:
         plan = plan_run(config.job, 1)
@@ -121,7 +121,7 @@ def trainer() -> Iterator[Trainer]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the reader of tensors, which all ways lead through, has been opened for."""
+    """The files that readers of tensors, which all ways use, were opened for."""
     seen: list[Any] = []
     really = FilesReader.__init__
 
@@ -135,8 +135,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config that init_from has read once is known by its bytes: to parse it takes ten times as long as all
-    else of a fault."""
+    """Cache configs of init_from by their bytes: parsing one takes ten times as long as the rest of a
+    fault."""
     really, known = initial_weights.load_config, dict[bytes, Config]()
 
     def load(path: Path) -> Config:
@@ -149,7 +149,7 @@ def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """TimeoutError after LIMIT_S: whatever is in the folder, nothing waits for it."""
+    """Raise TimeoutError after LIMIT_S: no file in the folder may cause a hang."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError
@@ -164,7 +164,7 @@ def limited() -> Iterator[None]:
 
 
 def ways_in(trainer: Trainer, bad: Path, out: Path) -> dict[str, Callable[[], object]]:
-    """Everything that reads a checkpoint; under auto it is the only one that there is."""
+    """Return every way to read a checkpoint; with auto it is the only checkpoint."""
     return {
         "verify": lambda: verify_alone(bad),
         "verify, all ranks": lambda: verify_together(bad, "full"),
@@ -180,7 +180,7 @@ def ways_in(trainer: Trainer, bad: Path, out: Path) -> dict[str, Callable[[], ob
 
 
 def undetected(ways: dict[str, Callable[[], object]]) -> list[str]:
-    """The ways in that did not end with one sentence of a CheckpointError."""
+    """Return the ways that did not end with a CheckpointError of one line."""
     wrong = []
     for name, read in ways.items():
         try:
@@ -188,15 +188,15 @@ def undetected(ways: dict[str, Callable[[], object]]) -> list[str]:
             wrong.append(f"{name} took it")
         except CheckpointError as error:
             if "\n" in str(error):
-                wrong.append(f"{name} says {str(error)!r}")
+                wrong.append(f"{name} raised {str(error)!r}")
         except BaseException as error:
             wrong.append(f"{name} ended with {type(error).__name__}: {error}")
     return wrong
 
 
 def passed_over_wrongly(bad: Path, before: Path) -> list[str]:
-    """With the step before beside it, auto takes that one, says what it has passed over, and puts it
-    aside."""
+    """With the previous step present, auto resumes from it, logs which checkpoint it skipped, and renames
+    that one."""
     shutil.copytree(before, bad.with_name(before.name))
     start = find_checkpoint(CheckpointConfig(), bad.parent, ALONE)
     aside = bad.with_name(f"damaged-{bad.name}")
@@ -206,42 +206,42 @@ def passed_over_wrongly(bad: Path, before: Path) -> list[str]:
         else [f"auto starts from {start.checkpoint}"]
     )
     if len(start.said) != 1 or str(bad) not in start.said[0] or str(aside) not in start.said[0]:
-        wrong.append(f"auto says {start.said}")
+        wrong.append(f"auto logged {start.said}")
     if list_checkpoints(bad.parent) != [bad.with_name(before.name)] or not aside.exists():
-        wrong.append("the damaged one has not been put aside")
+        wrong.append("the damaged one was not renamed")
     return wrong
 
 
 def sweep(
     faults: list[Fault], good: Path, before: Path, trainer: Trainer, opened: list[Any], folder: Path
 ) -> None:
-    """Each fault is done to a copy of `good`, in folder / "run", and must be found on every way in."""
+    """Apply each fault to a copy of `good`, in folder / "run"; every way to read it must detect the fault."""
     bad, wrong = folder / "run" / "checkpoints" / good.name, []
     ways = ways_in(trainer, bad, folder / "out")
     shutil.copytree(good, bad)
     weights = find_weights(str(bad), trainer.config.model, None)
     assert weights
-    # Whoever has read manifest and config before the tensors are damaged is refused as well.
+    # Also a reader that read manifest and config before the tensors were damaged.
     tensors = {**ways, "init_from": lambda: load_weights(weights, trainer.model)}
     shutil.rmtree(bad.parent)
     for fault in faults:
         shutil.copytree(good, bad)
         fault.damage(bad)
         with limited():
-            found = undetected(tensors if fault.of_tensors else ways)
-            found += [] if trainer.is_untouched() else ["the model has been touched"]
-            found += [f"tensors were read of {opened}"] if opened else []
-            found += passed_over_wrongly(bad, before)
-        wrong += [f"{fault.name}: {'; '.join(found)}"] if found else []
+            problems = undetected(tensors if fault.of_tensors else ways)
+            problems += [] if trainer.is_untouched() else ["the model was changed"]
+            problems += [f"tensors were read from {opened}"] if opened else []
+            problems += passed_over_wrongly(bad, before)
+        wrong += [f"{fault.name}: {'; '.join(problems)}"] if problems else []
         shutil.rmtree(bad.parent)
         opened.clear()
-    print(f"{len(faults)} faults, {len(wrong)} undetected or wrongly answered")
+    print(f"{len(faults)} faults, {len(wrong)} undetected or wrongly handled")
     assert not wrong, f"{len(wrong)} of {len(faults)} faults:\n" + "\n".join(wrong)
     assert not (folder / "out").exists()
 
 
 def of_the_seed(faults: list[Fault]) -> list[Fault]:
-    """A third: three seeds in a row take all, and so does "all"."""
+    """Return a third of the faults: three consecutive seeds cover all, and so does "all"."""
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     return faults if seed == "all" else faults[int(seed) % 3 :: 3]
 
@@ -249,7 +249,7 @@ def of_the_seed(faults: list[Fault]) -> list[Fault]:
 def test_no_fault_goes_undetected(
     saved: Path, trainer: Trainer, opened: list[Any], parsed_once: None, tmp_path: Path
 ) -> None:
-    """One of each kind; where four ranks have saved also a third of all others, by the seed."""
+    """One fault of each kind; after a save by four ranks also a third of all others, by the seed."""
     before, good, outside = saved / "step-00000001", saved / "step-00000002", tmp_path / "outside"
     shutil.copytree(good, outside / "copy")
     faults = list(make_faults(good, before, outside, random.Random(6)))
@@ -260,13 +260,13 @@ def test_no_fault_goes_undetected(
     if len(list(good.glob("rank-*"))) == 4:
         chosen += of_the_seed([fault for fault in faults if fault not in chosen])
     sweep(chosen, good, before, trainer, opened, tmp_path)
-    assert [path.name for path in outside.iterdir()] == ["copy"], "code of a pickle has run"
+    assert [path.name for path in outside.iterdir()] == ["copy"], "code in a pickle was run"
 
 
 def test_without_a_fault_all_ways_are_open(
     saved: Path, trainer: Trainer, opened: list[Any], tmp_path: Path
 ) -> None:
-    """What the sweep takes for a refusal is one."""
+    """What the sweep takes for a refusal is caused by the fault."""
     bad = tmp_path / "run" / "checkpoints" / "step-00000002"
     shutil.copytree(saved / bad.name, bad)
     for name, read in ways_in(trainer, bad, tmp_path / "out").items():

@@ -1,4 +1,4 @@
-"""A run whose memory really ends, and what the planner says would free most."""
+"""A run that really runs out of memory, and the planner's advice on what would free most."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ BATCH = ["--train.micro_batch_size=2048", "--train.global_batch_size=2048", "--p
 
 
 def main_with_a_limit(arguments: list[str]) -> None:
-    """train.main, whose step 2 may take as much memory as the process has, and a little more."""
+    """Run train.main, whose step 2 may only allocate a little more than the process has."""
     steps = 0
 
     def limited(*of_step: Any) -> Any:
@@ -63,16 +63,16 @@ def test_a_run_that_runs_out_of_memory_says_where_it_went_and_what_would_help(tm
     assert process.wait(120) == 1
     stderr = (tmp_path / "err").read_text()
     assert "Traceback" not in stderr
-    said = stderr[stderr.index("OutOfMemory: ") :].splitlines()
-    assert "rank 0 ran out of memory" in said[0]
-    assert "you tried to allocate" in said[0]
+    lines = stderr[stderr.index("OutOfMemory: ") :].splitlines()
+    assert "rank 0 ran out of memory" in lines[0]
+    assert "you tried to allocate" in lines[0]
     assert re.match(
-        r"  resident, in GiB: params 0\.00, optimizer 0\.00, process at its peak \d+\.\d\d$", said[1]
+        r"  resident, in GiB: params 0\.00, optimizer 0\.00, process at its peak \d+\.\d\d$", lines[1]
     )
     assert re.match(
-        r"  predicted \d+\.\d\d GiB at the peak, in GiB: params .*, activations .*, logits ", said[2]
+        r"  predicted \d+\.\d\d GiB at the peak, in GiB: params .*, activations .*, logits ", lines[2]
     )
-    helps = [line for line in said if line.startswith("  would help: --")]
+    helps = [line for line in lines if line.startswith("  would help: --")]
     assert len(helps) == 3
     assert any(
         "--parallel.activation_checkpoint=full" in line and "GiB less, a step takes " in line
@@ -93,7 +93,7 @@ def test_what_counts_as_running_out_of_memory() -> None:
 
 
 def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a run that does not name it, whose global batch is what its ranks take at once."""
+    """Also of a run without a global batch size, whose global batch is one micro batch of every rank."""
     monkeypatch.setattr(meshwright.train.planning.suggest, "SHOWN", 100)
     monkeypatch.setattr(meshwright.train.planning.suggest, "WORTH", -100.0)
     keys = [

@@ -1,4 +1,4 @@
-"""The lock of a run's folder, between real processes, one of which may be killed."""
+"""The lock of a run's folder, between real processes, some of which are killed."""
 
 import json
 import os
@@ -35,7 +35,7 @@ sys.stdin.readline()
 lock.release()
 """
 
-# Once it has the lock: a child that lives on until SIGTERM, and then ends as any Python program does.
+# After the lock is taken: a child that runs until SIGTERM, and then ends like any Python program.
 FORKS = """
 import signal, threading, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
@@ -44,12 +44,12 @@ if child := os.fork():
         print("child ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     threading.Thread(target=wait, daemon=True).start()
 else:
-    print(os.getpid(), flush=True)  # from here on it hears signals
+    print(os.getpid(), flush=True)  # from here on it handles signals
     while True:
         time.sleep(0.1)
 """
 
-# A filter of the kernel's (seccomp(2)) that answers flock with ENOLCK, as file systems without locks do.
+# A kernel filter (seccomp(2)) that makes flock return ENOLCK, as file systems without locks do.
 NO_FLOCK = """
 import ctypes, errno, platform, struct
 number = {"x86_64": 73, "aarch64": 32}[platform.machine()]
@@ -67,7 +67,8 @@ Start = Callable[..., subprocess.Popen]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a process that takes the lock of tmp_path when it reads a line, and lets go at the next."""
+    """Start a process that takes the lock of tmp_path when it reads a line, and releases it at the next
+    line."""
     everyone = []
 
     def start_holder(before: str = "", and_then: str = "") -> subprocess.Popen:
@@ -94,10 +95,10 @@ def go_on(process: subprocess.Popen) -> None:
 
 def take(process: subprocess.Popen) -> str:
     go_on(process)
-    said = process.stdout.readline().strip()
-    if said == "no filter":
+    line = process.stdout.readline().strip()
+    if line == "no filter":
         pytest.skip("this kernel or container allows no seccomp filters")
-    return said
+    return line
 
 
 def release(process: subprocess.Popen) -> None:
@@ -114,13 +115,13 @@ def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: St
     assert take(holder) == "have"
     with pytest.raises(LockError) as taken:
         lock_folder(tmp_path)
-    for words in (
+    for fact in (
         f"run.dir={tmp_path}",
         f"process {holder.pid}",
         f"host {socket.gethostname()}",
         "use another run.dir",
     ):
-        assert words in str(taken.value)
+        assert fact in str(taken.value)
     release(holder)
     lock = lock_folder(tmp_path)
     assert lock.warning == ""
@@ -136,7 +137,7 @@ def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, tmp_pa
     holder.wait()
     lock = lock_folder(tmp_path)
     assert f"(process {holder.pid} on host {socket.gethostname()}, since 20" in lock.warning
-    assert "ended without a word" in lock.warning
+    assert "stale lock" in lock.warning
     lock.release()
     again = lock_folder(tmp_path)
     assert again.warning == ""
@@ -147,8 +148,8 @@ def test_one_of_many_that_race_gets_it(start: Start) -> None:
     racers = [start() for _ in range(6)]
     for racer in racers:
         go_on(racer)
-    said = [racer.stdout.readline().split()[0] for racer in racers]
-    assert sorted(said) == ["LockError"] * 5 + ["have"]
+    results = [racer.stdout.readline().split()[0] for racer in racers]
+    assert sorted(results) == ["LockError"] * 5 + ["have"]
 
 
 def test_waiting_for_a_run_that_ends(start: Start, tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_a_folder_that_may_not_be_written_is_said_to_be_unprotected(tmp_path: Pa
 
 
 class TestForks:
-    """A forked process has what its parent had open, and it may outlive it."""
+    """A forked process inherits its parent's open files, and may outlive it."""
 
     def test_one_that_outlives_its_killed_parent_does_not_keep_the_lock(
         self, start: Start, tmp_path: Path
@@ -229,7 +230,7 @@ class TestForks:
             holder.wait()
             lock = lock_folder(tmp_path)
             assert f"process {holder.pid} on host" in lock.warning
-            os.kill(child, 0)  # it lives
+            os.kill(child, 0)  # it is alive
             lock.release()
         finally:
             os.kill(child, signal.SIGKILL)
@@ -250,7 +251,7 @@ class TestForks:
     platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux", reason="seccomp is Linux's"
 )
 class TestWithoutLocks:
-    """A file system without locks: host and process number decide."""
+    """On a file system without locks, host and process number decide."""
 
     def test_a_living_process_holds_it_and_a_dead_one_does_not(self, start: Start) -> None:
         first, second, third = (start(NO_FLOCK) for _ in range(3))
@@ -270,14 +271,14 @@ class TestWithoutLocks:
         self, start: Start, tmp_path: Path
     ) -> None:
         write_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), since="2026-01-01", started=1)
-        assert "ended without a word" in take(start(NO_FLOCK))
+        assert "stale lock" in take(start(NO_FLOCK))
 
     def test_of_another_host_it_cannot_be_told(self, start: Start, tmp_path: Path) -> None:
         write_lock(tmp_path, host="elsewhere\n\x1b[2J", pid=7, since="2026-01-01", started=1)
-        said = take(start(NO_FLOCK))
-        assert "in use by process 7 on host elsewhere" in said
-        assert f"remove {tmp_path}/{NOTE}" in said
-        assert "\x1b" not in said
+        message = take(start(NO_FLOCK))
+        assert "in use by process 7 on host elsewhere" in message
+        assert f"remove {tmp_path}/{NOTE}" in message
+        assert "\x1b" not in message
 
 
 def make_own(folders: list[str]) -> str:
@@ -291,5 +292,7 @@ def make_own(folders: list[str]) -> str:
 def test_a_folder_that_one_rank_cannot_make_is_one_error_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     bad = str(tmp_path / "file/run")
-    said = run_ranks(2, make_own, [str(tmp_path / "run"), bad])
-    assert said[0] == said[1] == f"run.dir={bad}: cannot make this folder (Not a directory): name another"
+    errors = run_ranks(2, make_own, [str(tmp_path / "run"), bad])
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"run.dir={bad}: ")
+    assert "(Not a directory): name another" in errors[0]

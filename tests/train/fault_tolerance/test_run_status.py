@@ -1,4 +1,4 @@
-"""What the first process writes into status.json when an error ends the run."""
+"""What rank 0 writes into status.json when an error ends the run."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer 
 
 
 def end_by(error: Exception, folder: Path) -> str:
-    """The reason that stands in status.json after this error has ended rank 0."""
+    """Return the reason in status.json after this error has ended rank 0."""
     run_status = RunStatus(RankInfo(0, 2, 0, 2, True), Console(False), named=False)
     with pytest.raises(type(error)), run_status.recording(folder):
         raise error
@@ -22,7 +22,7 @@ def end_by(error: Exception, folder: Path) -> str:
 
 
 def test_who_has_lost_another_process_does_not_write_over_why_that_one_is_gone(tmp_path: Path) -> None:
-    """A rank whose memory has ended writes for all (OutOfMemory), and rank 0 hears of its end a moment
+    """A rank that is out of memory writes for all (OutOfMemory); rank 0 loses the connection a moment
     later."""
     assert write_status(tmp_path, "failed", 3, None, False, "OutOfMemory: rank 1", FailedStarts()) == ""
     assert end_by(LOST, tmp_path) == "OutOfMemory: rank 1"

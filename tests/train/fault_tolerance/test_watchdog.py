@@ -1,4 +1,4 @@
-"""Stuck jobs: real processes that stop, sleep or wait in vain, and the message made out of what they say."""
+"""Hangs: real processes that stop, sleep or wait forever, and the message made from their reports."""
 
 import dataclasses
 import math
@@ -33,8 +33,7 @@ AT = r"tests/support/workers/watchdog.py:\d+"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job of several ranks ended: by rank, exit code (None: it had to be killed) and what it
-    printed."""
+    """How a job of several ranks ended: by rank, exit code (None: it had to be killed), errors and output."""
 
     folder: Path
     codes: list[int | None]
@@ -44,18 +43,18 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        """The diagnosis, which only one rank may have printed."""
+        """The diagnosis, which only one rank may print."""
         (message,) = [error for error in self.errors if "STUCK" in error]
         return message
 
     def seconds_to_message(self, rank: int) -> float:
-        """From the moment something went wrong to after the message was printed."""
+        """Seconds from the fault until the message was printed."""
         return (self.folder / f"on_stuck_{rank}.txt").stat().st_mtime - self.stuck_at
 
 
 @contextmanager
 def store_of_rank_0(ranks: int) -> Iterator[dict[str, str]]:
-    """The variables by which ranks find each other that no launcher keeps a store for."""
+    """The environment variables by which ranks meet if no launcher hosts the store."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -64,8 +63,8 @@ def store_of_rank_0(ranks: int) -> Iterator[dict[str, str]]:
 
 @dataclass
 class Job:
-    """Ranks that run side by side, without a launcher that ends them. `keeper`: of their store, which
-    outlives them all, or is one of them; `started`: so many of them only."""
+    """Ranks that run in parallel, without a launcher that ends them. `keeper`: the host of their store, which
+    outlives them all or is one of them; `started`: the number of ranks to start, 0 for all."""
 
     folder: Path
     way: str
@@ -95,8 +94,8 @@ class Job:
         self.ranks = self._ended.enter_context(ranks)
 
     def outcome(self) -> Outcome:
-        """How it ended. Where another process has taken the port that was found for rank 0: how it ended the
-        second time."""
+        """Return how the job ended. If another process has taken the port of rank 0 the job runs a second
+        time."""
         outcome = self._outcome()
         if "EADDRINUSE" not in outcome.errors[0]:
             return outcome
@@ -105,7 +104,7 @@ class Job:
         return self._outcome()
 
     def _outcome(self) -> Outcome:
-        """Those that never end by themselves are killed."""
+        """Kill the ranks that do not end."""
         with self._ended:
             for rank, process in enumerate(self.ranks):
                 if self.way != "stop" or rank != self.stuck_rank:
@@ -126,8 +125,8 @@ def run_as_under_torchrun(folder: Path, way: str, stuck_rank: int) -> Outcome:
 
 
 def suspend(job: Job) -> None:
-    """Stop a process for longer than its time-out of 5.5 s, as Ctrl-Z or a batch system does, and let it go
-    on."""
+    """Stop a process for longer than its timeout of 5.5 s, as Ctrl-Z or a batch system does, then continue
+    it."""
     output, deadline_s = job.folder / "0.out", time.monotonic() + 60
     while (not output.exists() or "stuck at" not in output.read_text()) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -138,7 +137,7 @@ def suspend(job: Job) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """All jobs side by side: they mostly sleep."""
+    """All jobs in parallel: they mostly sleep."""
     folder = tmp_path_factory.mktemp("watchdog")
     jobs = {
         "stopped": Job(folder / "stopped", "stop", 3, 2, store_of_rank_0),
@@ -162,7 +161,7 @@ def test_a_stopped_rank_is_named_in_time(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["stopped"]
     first = outcome.message.splitlines()[0]
     assert re.match(
-        r"STUCK: rank 2 gives no answer, and no heartbeat for about \d+ s: process stopped or killed", first
+        r"STUCK: rank 2 does not answer .*no heartbeat for about \d+ s: process stopped or killed", first
     ), first
     assert re.search(rf"ranks 0-1: step 3 for \d+ s, in all_reduce called from {AT} reduce", outcome.message)
     assert f"run.timeouts.step_s={TIMEOUT_S}" in outcome.message
@@ -178,10 +177,7 @@ def test_a_stopped_rank_is_named_in_time(outcomes: dict[str, Outcome]) -> None:
 
 def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["store stopped"]
-    assert (
-        "rank 1 of 2 can only speak for itself: rank 0, which keeps the ranks' store at 127.0.0.1:"
-        in outcome.message
-    )
+    assert re.match(r"STUCK: rank 1 of 2 .*: rank 0, .* store at 127\.0\.0\.1:", outcome.message)
     assert "it does not answer" in outcome.message
     assert re.search(r"rank 1: step 3 for \d+ s, in all_reduce called from", outcome.message)
     assert outcome.codes == [None, 1]
@@ -191,11 +187,11 @@ def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str
 def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["asleep"]
     assert re.match(
-        rf"STUCK: rank 1 is at {AT} fall_asleep, while rank 0 waits in all_reduce \({AT} reduce\)\n",
+        rf"STUCK: rank 1 is at {AT} fall_asleep, .*rank 0 waits in all_reduce \({AT} reduce\)\n",
         outcome.message,
     )
-    assert "collectives begun in default_pg of ranks 0-1: 2 by rank 1; 3 by rank 0" in outcome.message
-    assert re.search(rf"how rank 1 came there: .*{AT} main > {AT} go_wrong", outcome.message)
+    assert "in default_pg of ranks 0-1: 2 by rank 1; 3 by rank 0" in outcome.message
+    assert re.search(rf"rank 1: .*{AT} main > {AT} go_wrong", outcome.message)
     assert outcome.codes == [1, 1]
     for rank, function in enumerate(("in all_reduce", "in fall_asleep")):
         stacks = (outcome.folder / "stuck" / f"rank-{rank:05d}.txt").read_text()
@@ -205,7 +201,7 @@ def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str
 
 
 def test_nothing_but_the_message_is_printed(outcomes: dict[str, Outcome]) -> None:
-    """No traceback of a rank whose peers end sooner, also where one of them keeps the store."""
+    """No traceback of a rank whose peers exit sooner, also if one of them hosts the store."""
     errors = [error for name in ("asleep", "stopped") for error in outcomes[name].errors]
     assert [error for error in errors if "STUCK" not in error] == [""] * 3
     assert [error for error in errors if "Traceback" in error] == []
@@ -214,7 +210,7 @@ def test_nothing_but_the_message_is_printed(outcomes: dict[str, Outcome]) -> Non
 def test_ranks_in_different_collectives_are_named_as_under_torchrun(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["torchrun"]
     assert re.search(
-        rf"STUCK: a desynchronised collective: all_reduce called from {AT} reduce by rank 0, "
+        rf"STUCK: desynchronized collectives: all_reduce called from {AT} reduce by rank 0, "
         rf"all_gather_object called from {AT} gather_objects by rank 1\n",
         outcome.message,
     )
@@ -227,7 +223,7 @@ def test_a_rank_in_an_earlier_section_is_named_even_where_no_folder_can_be_made(
 ) -> None:
     outcome = outcomes["behind"]
     assert re.match(
-        rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, while rank 1 waits in "
+        rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, .*rank 1 waits in "
         rf"all_reduce",
         outcome.message,
     )
@@ -238,12 +234,12 @@ def test_a_rank_in_an_earlier_section_is_named_even_where_no_folder_can_be_made(
         r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)",
         outcome.message,
     )
-    assert outcome.codes == [1, 1]  # rank 0's own time-out was far away
+    assert outcome.codes == [1, 1]  # rank 0's own timeout was far away
 
 
 def test_a_rank_that_ended_too_early_is_named(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["ended"]
-    assert "STUCK: rank 1 has ended, while the others go on" in outcome.message
+    assert re.match("STUCK: rank 1 has ended, .*the last step", outcome.message)
     assert outcome.codes[0] == 1
 
 
@@ -256,9 +252,7 @@ def test_a_slow_loop_is_left_alone_and_no_thread_is_left(outcomes: dict[str, Out
 
 def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["alone"]
-    assert (
-        "rank 0 of 2 can only speak for itself: it has not yet joined the other processes" in outcome.message
-    )
+    assert re.match("STUCK: rank 0 of 2 .*: it has not joined the other processes", outcome.message)
     assert re.search(rf"set-up for \d+ s, in init_process_group called from {AT} main", outcome.message)
     assert "it waits for all 2 processes to join" in outcome.message
     assert outcome.seconds_to_message(0) < TIMEOUT_S + PROMPT_S
@@ -266,7 +260,7 @@ def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcom
 
 
 class Looking(Watchdog):
-    """Says when it has looked at the section and found nothing."""
+    """Signals when it has checked the section without a timeout."""
 
     def __init__(self, *of_watchdog: Any) -> None:
         self.looks = threading.Semaphore(0)
@@ -278,25 +272,25 @@ class Looking(Watchdog):
 
 
 def outlast(watchdog: Looking) -> None:
-    """Let the section be old already, and the watchdog look at it."""
+    """Make the section old, and wait until the watchdog has checked it."""
     watchdog._at = dataclasses.replace(watchdog._at, since_s=time.monotonic() - 1000)
     while watchdog.looks.acquire(blocking=False):
         pass
-    for _ in range(2):  # the first may have looked before
+    for _ in range(2):  # the first check may be older
         assert watchdog.looks.acquire(timeout=60)
 
 
 def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
-    """What is said, and which threads are left."""
+    """Return the messages, and the threads that are left."""
     meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
-    said: list[str] = []
-    watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), RankInfo(0, 1, 0, 1, False), said.append)
+    messages: list[str] = []
+    watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), RankInfo(0, 1, 0, 1, False), messages.append)
     watchdog.connect()
-    for section in ("data", "step"):  # for data there is none by default
+    for section in ("data", "step"):  # data has no timeout by default
         watchdog.enter(section)  # type: ignore[arg-type]
         outlast(watchdog)
     watchdog.close()
-    return said, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+    return messages, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
 def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no_thread() -> None:
@@ -312,9 +306,9 @@ def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str,
 
 
 def go_on_while_looked_at() -> list[str]:
-    """The main thread's next step begins while the watchdog looks at its stack: what is said."""
+    """Return the messages if the main thread's next step begins while the watchdog reads its stack."""
     meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
-    looked, said = threading.Event(), list[str]()
+    looked, messages = threading.Event(), list[str]()
 
     class Late(Looking):
         def _report(self) -> RankReport:
@@ -322,12 +316,12 @@ def go_on_while_looked_at() -> list[str]:
             looked.set()
             return super()._report()
 
-    watchdog = Late(TimeoutConfig(step_s=60), RankInfo(0, 1, 0, 1, False), said.append)
+    watchdog = Late(TimeoutConfig(step_s=60), RankInfo(0, 1, 0, 1, False), messages.append)
     watchdog.enter("step", 1)
     outlast(watchdog)
     assert looked.is_set()
     watchdog.close()
-    return said
+    return messages
 
 
 def test_a_main_thread_that_goes_on_meanwhile_is_not_stuck() -> None:

@@ -1,9 +1,9 @@
-"""A pytest plugin for a run under coverage: every line is noted with the test for which it ran, by whatever
-process, and every test's seconds are written down.
+"""A pytest plugin for a run under coverage: it records every line with the test for which it ran, in any
+process, and the seconds of every test.
 
-A context is a test's name and the phase, as `tests/train/test_step.py::test_a_step|setup`. Processes that a
-test starts read it from the environment; those that are forked for it (tests/support/forks.py) begin to
-measure in the child (covered_fork.py).
+A context is a test's name and the phase, such as `tests/train/test_step.py::test_a_step|setup`. Processes
+that a test starts read it from the environment; forked processes (tests/support/forks.py) start measuring in
+the child (covered_fork.py).
 """
 
 import json
@@ -15,14 +15,14 @@ import coverage
 import covered_fork
 import pytest
 
-# The configuration that coverage hands on to children would have this process's context: they are to read the
-# file anew.
+# The configuration that coverage passes to children would contain this process's context: they must read the
+# file again.
 os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 os.environ["COVERAGE_PROCESS_START"] = os.environ["COV_CONFIG"]
 
 
 def pytest_collection_finish() -> None:
-    """Have forked processes measured, where there are any."""
+    """Have forked processes measured, if there are any."""
     try:
         from tests.support import forks
     except ImportError:
@@ -30,11 +30,11 @@ def pytest_collection_finish() -> None:
     start = forks._start_server
 
     def start_unmeasured() -> None:
-        asked = os.environ.pop("COVERAGE_PROCESS_START")
+        saved = os.environ.pop("COVERAGE_PROCESS_START")
         try:
             start()
         finally:
-            os.environ["COVERAGE_PROCESS_START"] = asked
+            os.environ["COVERAGE_PROCESS_START"] = saved
 
     forks._start_server = start_unmeasured
     forks._run = covered_fork.run

@@ -1,5 +1,4 @@
-"""What a process that is forked for a test runs, under coverage: it stands in the place of `_run` in
-tests/support/forks.py."""
+"""Runs a process that is forked for a test under coverage: it replaces `_run` of tests/support/forks.py."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ COVERAGE = ("COVERAGE_PROCESS_START", "COV_CONFIG", "COV_CONTEXT", "COV_DATA")
 
 
 def run(function: Any, arguments: Any, output: Any, errors: Any, env: Mapping[str, str], folder: Any) -> None:
-    """Measure from here on, for the test that `env` names; the data is written as the process ends."""
+    """Measure from here on, for the test that `env` names; the data is written when the process ends."""
     import coverage
 
     from tests.support import forks

@@ -1,5 +1,5 @@
-"""A pytest plugin that writes down, as it happens, which test begins and which fails; it stops the session
-when time is up."""
+"""A pytest plugin that records immediately which test begins and which fails, and stops the session at the
+time limit."""
 
 import json
 import os
@@ -8,23 +8,23 @@ import time
 import pytest
 
 
-def _say(**entry: str) -> None:
+def _record(**entry: str) -> None:
     with open(os.environ["FAULTS_HEARD"], "a", encoding="utf-8") as file:
         file.write(json.dumps({**entry, "at_s": time.monotonic()}) + "\n")
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    _say(began=nodeid)
+    _record(began=nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
-        _say(failed=report.nodeid, when=report.when or "", why=_last_line(report.longreprtext))
+        _record(failed=report.nodeid, when=report.when or "", why=_last_line(report.longreprtext))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        _say(failed=report.nodeid, when="collect", why=_last_line(report.longreprtext))
+        _record(failed=report.nodeid, when="collect", why=_last_line(report.longreprtext))
 
 
 @pytest.hookimpl(hookwrapper=True)
