@@ -139,17 +139,17 @@ def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
     )
 
 
-def _check_config(where: str, theirs: LlamaConfig, ours: LlamaConfig, way_out: str) -> None:
+def _check_config(source: str, saved_model: LlamaConfig, model: LlamaConfig, way_out: str) -> None:
     """Raise ConfigError with every model key that differs. A smaller max_seq_len is allowed, because the
     weights do not depend on it."""
     different = [
-        f"model.{key}={mine} (saved: {saved})"
-        for key, mine, saved in different_keys(ours, theirs)
-        if key != "max_seq_len" or mine > saved
+        f"model.{key}={value} (saved: {saved})"
+        for key, value, saved in different_keys(model, saved_model)
+        if key != "max_seq_len" or value > saved
     ]
     if different:
         raise ConfigError(
-            f"checkpoint.init_from: {where} describes another model: {'; '.join(different)}. {way_out}"
+            f"checkpoint.init_from: {source} describes another model: {'; '.join(different)}. {way_out}"
         )
 
 

@@ -110,7 +110,7 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
         if path.is_symlink():
             raise ValueError("it is a symbolic link, which may lead out of the checkpoint")
         content = read_bounded(path, LIMIT_BYTES)
-    except (*GONE, ValueError) as error:
+    except (*NOT_FOUND, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint} is not a checkpoint: it has no readable {MANIFEST} "
             f"({getattr(error, 'strerror', None) or error}). Name a folder such as "
@@ -148,7 +148,7 @@ def _tensor_from(text: str) -> SavedTensor:
 
 
 # the only OSErrors that prove that a file does not exist
-GONE = (FileNotFoundError, NotADirectoryError)
+NOT_FOUND = (FileNotFoundError, NotADirectoryError)
 
 
 def make_unreadable(path: Path, error: OSError) -> UnreadableError:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from meshwright.parallel.errors import first_of, one_line
 from meshwright.train.checkpoint.manifest import (
-    GONE,
     MANIFEST,
+    NOT_FOUND,
     CheckpointManifest,
     SavedFile,
     make_unreadable,
@@ -89,7 +89,7 @@ def find_damage(
 def _list(checkpoint: Path) -> list[str]:
     try:
         return sorted(os.listdir(checkpoint))
-    except GONE as error:
+    except NOT_FOUND as error:
         raise CheckpointError(
             f"{checkpoint} cannot be listed ({error.strerror}): use another checkpoint"
         ) from None
@@ -107,7 +107,7 @@ def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
             return f"has {status.st_size} of {saved.size_bytes} bytes"
         if mode == "full" and hash_file(path).sha256 != saved.sha256:
             return "does not match its checksum"
-    except GONE:
+    except NOT_FOUND:
         return "is missing"
     except OSError as error:
         raise make_unreadable(path, error) from None

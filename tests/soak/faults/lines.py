@@ -117,9 +117,9 @@ def to_words(lines: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def numbers(words: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     """Return the numbers of such a text."""
-    ends = [[int(end) for end in part.split("-")] for part in words.split(",") if part.strip()]
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",") if part.strip()]
     return [line for first, *last in ends for line in range(first, (last or [first])[0] + 1)]
 
 

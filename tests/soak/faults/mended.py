@@ -42,7 +42,7 @@ MENDED = (
     ),
     Fault(
         "reshard-beside-tp",
-        "an int reshard_after_forward beside tp, with which torch hangs, is let through",
+        "an int reshard_after_forward with tp, with which torch hangs, is accepted",
         'if tp > 1:\n        yield Mistake(\n            "units.reshard_after_forward",',
         'if False:\n        yield Mistake(\n            "units.reshard_after_forward",',
         tests=("tests/parallel/plan/test_make.py",),
@@ -179,7 +179,7 @@ MENDED = (
     # Tools
     Fault(
         "stale-profiles-of-ranks",
-        "a profile stays beside those of ranks that an earlier run had",
+        "profiles of ranks of an earlier run are not deleted",
         'for old in self._folder.glob("rank-*") if self._rank == 0 else ():',
         "for old in ():",
         tests=("tests/train/test_profiling.py",),

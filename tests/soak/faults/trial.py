@@ -104,13 +104,13 @@ def try_tests(
         )
 
 
-def _wait(pytest: ForkedPytest, heard: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
+def _wait(pytest: ForkedPytest, events: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
     """Wait until pytest has ended, or begins no test in time, and return ""; or return the test that
     hangs."""
     start_s = time.monotonic()
     while pytest.poll() is None:
         time.sleep(POLL_S)
-        entries = [entry for entry in _read(heard) if "began" in entry]
+        entries = [entry for entry in _read(events) if "began" in entry]
         if not entries:
             if time.monotonic() - start_s > START_S + limits.test_s:
                 return ""
