@@ -14,12 +14,9 @@ def check_crash_loop(previous: Status | None, ranks: RankInfo, start_step: int) 
 
     Args:
         previous: the previous start's status.json. State running means that it was killed, and counts as
-            failed;
-            a requested stop does not count, except after a restart by torchrun. An agreed stop exits
-                with 0 and
-            torchrun does not restart it, so in that case a process died, and torchrun's SIGTERM
-                reached rank 0
-            before the error did.
+            failed; a requested stop does not count, except after a restart by torchrun. An agreed stop
+            exits with 0 and torchrun does not restart it, so in that case a process died, and torchrun's
+            SIGTERM reached rank 0 before the error did.
         ranks: `restarts` counts automatic restarts; 0 is a start by hand, which resets the count
         start_step: the step of the checkpoint to resume from, 0 without one
 

@@ -73,11 +73,9 @@ class Watchdog:
 
     Args:
         timeouts: seconds per section
-        ranks: this process's rank and the world size from the launcher (a process group may not exist
-            yet)
+        ranks: rank and world size from the launcher (a process group may not exist yet)
         on_stuck: called with the message, in a thread, just before the process exits, on each rank that
-            prints
-            one: on one rank, or on every rank if they cannot agree because their store is lost
+            prints one: on one rank, or on every rank if they cannot agree because their store is lost
 
     A library that holds Python's lock (GIL) in the main thread lets no thread run: such a rank sends no
     heartbeat, and the others report that.
