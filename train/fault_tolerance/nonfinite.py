@@ -131,8 +131,8 @@ class _Watch:
 
 @contextlib.contextmanager
 def _eager(model: nn.Module) -> Iterator[None]:
-    """Disable compilation for a while. Compiled modules recompute their activations instead, which might not
-    fit otherwise."""
+    """Disable compilation for a while. Compiled modules recompute their activations instead, because these
+    might not fit into memory."""
     compiled = {
         module: module._compiled_call_impl
         for module in model.modules()
