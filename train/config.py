@@ -1,4 +1,4 @@
-"""The configuration: one frozen dataclass per section, with the bounds of its numbers. Dataclasses only."""
+"""The configuration: one frozen dataclass per section, with the bounds of its numbers. No other code."""
 
 import dataclasses
 import math
@@ -11,20 +11,20 @@ from meshwright.parallel.config import ParallelConfig
 
 
 def bounded(default: float, low: float, high: float = math.inf) -> Any:
-    """A dataclass field with a default, whose value must lie between `low` and `high`, both included."""
+    """A dataclass field with a default; `check_bounds` requires `low` <= value <= `high`."""
     return field(default=default, metadata={"bounds": (low, high)})
 
 
 def check_bounds(section: str, config: Any) -> None:
-    """ValueError that names key, value and bounds if a bounded field of a config section, or of one in it,
-    lies outside."""
+    """Raise ValueError with key, value and bounds for the first bounded field of a config section, or of a
+    section in it, that is out of range."""
     for item in fields(config):
         low, high = item.metadata.get("bounds", (None, None))
         value = getattr(config, item.name)
         if is_dataclass(value):
             check_bounds(f"{section}.{item.name}", value)
         elif low is not None and not (low <= value <= min(high, sys.float_info.max)):
-            rule = f"be a number of at least {low}" if high == math.inf else f"lie between {low} and {high}"
+            rule = f"be finite and at least {low}" if high == math.inf else f"lie between {low} and {high}"
             raise ValueError(f"{section}.{item.name}={value} must {rule}")
 
 
@@ -33,24 +33,24 @@ VerifyMode = Literal["full", "size"]
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save and where to go on.
+    """When to save, and what to resume from.
 
     Args:
-        every: optimizer steps between checkpoints; the last step and a stop are saved too; 0 is never
-        keep: how many of the newest checkpoints stay; 0 keeps all
-        keep_every: checkpoints of steps that this number divides stay for good; 0 is none
-        asynchronous: write beside the training, from a copy in host memory; false lets the training wait (as
-            a CPU without room for the copy does anyway)
-        on_error: what a failed save does: stop ends the run as failed after the step; warn says so and trains
-            on. Too little host memory for the copy, which GPUs take before the first step, is an error of the
-            config, or likewise a warning
-        resume: auto goes on from the newest checkpoint of run.dir that verifies, or starts if there is none;
-            none starts anew; or the path of a checkpoint
-        verify: what is compared with the manifest before a tensor is used: full hashes every byte; size only
-            the files' sizes
-        init_from: weights to start with at step 0: folder of a Hugging Face Llama (config.json,
-            *.safetensors), or a checkpoint, of which the optimizer's state is left; null draws random ones. A
-            run that resumes does not read them
+        every: optimizer steps between checkpoints; the last step and a stopped run are also saved; 0 is never
+        keep: number of newest checkpoints to keep; 0 keeps all
+        keep_every: additionally keep every checkpoint whose step is a multiple of this number; 0 is off
+        asynchronous: copy the state to host memory and write it in the background; false pauses training
+            until the checkpoint is written (so does a CPU run without memory for the copy)
+        on_error: when a save fails, stop ends the run as failed after the step, warn prints a warning and
+            continues training. A GPU run allocates the host memory for the copy before the first step; if
+            there is too little, stop reports a config error and warn a warning
+        resume: auto resumes from the newest checkpoint of run.dir that passes verification, or starts from
+            step 0 if there is none; none always starts from step 0; or the path of a checkpoint
+        verify: comparison with the manifest before loading: full hashes every byte, size compares file sizes
+            only
+        init_from: initial weights at step 0: folder of a Hugging Face Llama (config.json, *.safetensors), or
+            a checkpoint, whose optimizer state is not loaded; null is random initialization. Ignored by a
+            run that resumes
     """
 
     every: int = bounded(0, low=0)
@@ -69,29 +69,27 @@ class DataConfig:
 
     Args:
         source: stdlib (the source code of this Python's standard library); a file, folder or glob of text
-            (.txt, .md, source
-            code ...: one document each) or of records (.jsonl[.gz|.zst], .parquet, .arrow: a document each);
-                or a folder
-            that tools.prepare_data has written
-        mixture: instead of source: name of a source -> its share of the sequences, as in {/data/web: 0.7,
-            /data/code: 0.3}
-        validation: name -> source, each evaluated whole besides what is held out, as in {wiki:
-            /data/wiki.jsonl}
-        tokenizer: bytes (every byte is a token, and 256 separates documents), or a tokenizer.json or the
-            folder it lies in; auto is the one that prepared data was made with, else bytes
-        bos: token in front of each document: auto (as the tokenizer's own files say), none, or a token such
-            as <s>
+            files (.txt, .md, source code ...: one document per file) or of record files (.jsonl[.gz|.zst],
+            .parquet, .arrow: one document per record); or a folder written by tools.prepare_data
+        mixture: instead of source: source -> mixture weight, its share of the sequences, such as {/data/web:
+            0.7, /data/code: 0.3}
+        validation: validation sets, name -> source, evaluated in full in addition to the held-out documents,
+            such as {wiki: /data/wiki.jsonl}
+        tokenizer: bytes (every byte is a token, and 256 separates documents), or a tokenizer.json or its
+            folder; auto is the tokenizer of prepared data, else bytes
+        bos: token before each document: auto (as the tokenizer's files define), none, or a token such as <s>
         eos: token after each document: auto, or a token such as </s>
-        text_field: field of a record that holds its text
-        eval_fraction: share of documents kept for evaluation, chosen by a hash of their names; prepared data
-            has its own
-        packing: true puts documents one after another and cuts the stream into sequences; false gives every
-            document a sequence of its own, clipped or padded
-        document_mask: with packing, attention does not cross documents, and positions begin anew in each
-        verify: full compares prepared shards with their checksums once, and again when they have changed;
-            size only their sizes
-        cache_dir: folder of tokenised text; null is ~/.cache/meshwright
-        prefetch: how many optimizer steps of batches the loader prepares ahead
+        text_field: field of a record that contains its text
+        eval_fraction: fraction of documents held out for evaluation, chosen by a hash of their names;
+            prepared data has its own held-out documents
+        packing: true concatenates documents and cuts the stream into sequences; false makes one sequence of
+            each document, truncated or padded
+        document_mask: with packing, attention does not cross document boundaries, and positions restart in
+            each document
+        verify: full compares prepared shards with their checksums at first use and after every change; size
+            compares only file sizes
+        cache_dir: folder for tokenized text; null is ~/.cache/meshwright
+        prefetch: number of optimizer steps whose batches the loader prepares ahead
     """
 
     source: str = "stdlib"
@@ -114,25 +112,25 @@ class DataConfig:
         for source, weight in self.mixture.items():
             if not 0 < weight < float("inf"):
                 raise ValueError(
-                    f"data.mixture: {source} has the weight {weight}, which must be greater than 0"
+                    f"data.mixture: {source} has weight {weight}: a weight must be finite and greater than 0"
                 )
         if self.document_mask and not self.packing:
             raise ValueError(
-                "data.document_mask is for packed sequences: with data.packing=false each has one document "
-                "anyway"
+                "data.document_mask needs packing: with data.packing=false every sequence is one document; "
+                "remove one of the two keys"
             )
 
 
 @dataclass(frozen=True)
 class TimeoutConfig:
-    """Seconds after which a run counts as stuck, ends, and says which rank is behind; 0: never.
+    """Timeouts in seconds: a run that exceeds one ends and reports which rank is behind; 0 is no timeout.
 
     Args:
-        setup_s: from the start to the first step or evaluation: joining, planning, weights, but not preparing
-            the corpus
-        data_s: preparing the corpus, which takes as long as it is large: never by default
+        setup_s: from the start to the first step or evaluation (rendezvous, planning, weights), without
+            preparing the corpus
+        data_s: preparing the corpus; no timeout by default, because its duration grows with the corpus
         first_step_s: the first step of a run, which compiles
-        step_s: any other step, with its share of loading data
+        step_s: any other step, including the wait for its data
         evaluation_s: one evaluation
         checkpoint_s: saving one checkpoint
     """
@@ -147,20 +145,20 @@ class TimeoutConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run lives and how long.
+    """Folder, seed, device and time limits of a run.
 
     Args:
-        dir: folder of the run, in which the same command goes on where it stopped. null: runs/ plus the
-            config's name
-        seed: seed of the initial weights and of the order of the data
-        device: auto takes the GPU where every local process has one, else the CPU; or cpu, or cuda
-        threads: CPU threads per process; 0 shares the cores among the local processes
-        max_hours: stop after this many hours, saving first; 0 is never
-        expandable_segments: on a GPU, let segments of allocated memory grow instead of leaving gaps between
-            them; without effect where PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set
-        grace_s: seconds a stop may take after a signal, before the process ends without saving; torchrun
-            allows its workers 30, or what --shutdown-timeout (torch 2.13) says. Slurm: --signal=TERM@180
-        timeouts: after which a section of the run counts as stuck
+        dir: folder of the run; the same command resumes the run in it. null is runs/ plus the config's name
+        seed: seed of the initial weights and of the data order
+        device: auto uses GPUs if every local process has one, else the CPU; or cpu, or cuda
+        threads: CPU threads per process; 0 divides the cores among the local processes
+        max_hours: save and stop after this many hours; 0 is no limit
+        expandable_segments: on a GPU, let the allocator's memory segments grow, which avoids fragmentation;
+            ignored if PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set
+        grace_s: grace period in seconds: after a signal, a process that has not stopped by then exits without
+            saving. torchrun gives its workers 30, or --shutdown-timeout (torch 2.13); Slurm:
+            --signal=TERM@180
+        timeouts: timeouts in seconds, one for each phase of the run
     """
 
     dir: str | None = None
@@ -178,25 +176,25 @@ class TrainConfig:
     """The training loop.
 
     Args:
-        steps: optimizer steps
-        epochs: instead of steps: passes over the training text (may be a fraction); of a mixture, as many
-            sequences as its sources have together; 0 means steps counts
+        steps: number of optimizer steps
+        epochs: instead of steps: passes over the training text (may be a fraction); for a mixture, one epoch
+            has as many sequences as all its sources together; 0 uses steps
         seq_len: tokens per sequence
-        micro_batch_size: sequences per rank in one forward and backward; auto is a rank's whole share of
-            global_batch_size, or 1 where that is -1; under parallel.plan=auto the planner chooses it, and
-            with it the global batch where that is -1
+        micro_batch_size: sequences per rank in one forward and backward; auto is global_batch_size divided by
+            the data-parallel degree, or 1 if global_batch_size is -1; with parallel.plan=auto the planner
+            chooses it, and also the global batch size if that is -1
         global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel
             degree
-        grad_clip: largest global gradient norm; 0 does not clip
+        grad_clip: maximum global gradient norm; 0 does not clip
         z_loss: weight of the squared log-partition of the logits, which keeps them from drifting (PaLM:
-            1e-4); counted in the reported loss, but not in evaluations; 0 is none
-        max_skipped_steps: steps that may go without an update because their loss or gradient is not finite,
-            before the run stops; 0 stops at the first
+            1e-4); part of the reported training loss, not of evaluations; 0 is off
+        max_skipped_steps: number of steps that may be skipped because their loss or gradient is not finite;
+            one more ends the run; 0 ends it at the first
         eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before
             training; 0 is never
-        eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
-        gc_every_steps: optimizer steps between collections of Python's cyclic garbage, on all ranks after the
-            same step; 0 leaves it to Python, which stops a rank whenever it likes
+        eval_sequences: maximum number of sequences per held-out or validation set in an evaluation; 0 is all
+        gc_every_steps: optimizer steps between Python garbage collections, on all ranks after the same step;
+            0 leaves the timing to Python, which pauses each rank at a different moment
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
     """
 
@@ -216,12 +214,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """How often a run reports.
+    """What a run reports, and how often.
 
     Args:
         every: optimizer steps between reports; 0 is never
-        tensorboard: write TensorBoard files into run.dir/tb
-        gradient_norms: at every report, the norm of each FSDP unit's gradient
+        tensorboard: write TensorBoard files to run.dir/tb
+        gradient_norms: add the gradient norm of each FSDP unit to every report
     """
 
     every: int = bounded(10, low=0)
@@ -237,14 +235,14 @@ class OptimConfig:
         lr: peak learning rate
         betas: decay rates of the first and second moment
         eps: added to the square root of the second moment; greater than 0
-        weight_decay: decoupled decay, of matrices only: norms and embeddings have none
+        weight_decay: decoupled weight decay of matrices; norms and embeddings are not decayed
         warmup_steps: optimizer steps of linear warm-up from 0
         schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then
             linear)
-        min_lr_ratio: learning rate at the end, as a share of lr (not for constant)
-        decay_ratio: wsd only: share of all steps, at the end, that decays
-        state_dtype: of the two moments: float32, or bfloat16, rounded stochastically, which takes half the
-            memory
+        min_lr_ratio: final learning rate as a fraction of lr (not for constant)
+        decay_ratio: wsd only: fraction of all steps, at the end, in which the learning rate decays
+        state_dtype: dtype of the two moments: float32, or bfloat16 with stochastic rounding, which takes half
+            the memory
     """
 
     lr: float = bounded(3e-4, low=0)
@@ -259,28 +257,29 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)} must both lie in [0, 1)")
+            raise ValueError(f"optim.betas={list(self.betas)}: both must lie in [0, 1)")
         if self.eps == 0:
             raise ValueError(
-                "optim.eps=0 must be greater than 0: a weight without a gradient so far would become 0/0"
+                "optim.eps=0 must be greater than 0: the update of a weight without a gradient so far would "
+                "be 0/0"
             )
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to profile, into run.dir/profile/step-START, which python -m tools.trace RUN explains.
+    """Which steps to profile, into run.dir/profile/step-START; python -m tools.trace RUN analyzes them.
 
     Args:
-        start: first optimizer step of the profiled window; 0 is never
-        steps: length of the window, in optimizer steps
-        all_ranks: profile every rank, not only the first: shows who waits for whom
-        stacks: note where in Python each operator was called; slows the profiled steps
-        memory: on a GPU, a snapshot of its memory at the end of the window, with what allocated it, for
-            pytorch.org/memory_viz; on a CPU, allocations in the trace
+        start: first optimizer step of the profiled window; 0 is off
+        steps: length of the window in optimizer steps
+        all_ranks: profile all ranks instead of rank 0 only, to see which rank waits for which
+        stacks: record the Python stack of each operator; slows the profiled steps
+        memory: on a GPU, write a memory snapshot with allocation stacks at the end of the window, for
+            pytorch.org/memory_viz; on a CPU, add allocations to the trace
     """
 
     start: int = bounded(0, low=0)
-    steps: int = bounded(3, low=1, high=100)  # a trace of more fills memory, and takes minutes to write
+    steps: int = bounded(3, low=1, high=100)  # a longer trace fills memory and takes minutes to write
     all_ranks: bool = False
     stacks: bool = False
     memory: bool = False
@@ -288,17 +287,17 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a plan, its memory and its speed depend on: all that planning knows of a run.
+    """The input of planning: the config values that a plan, its memory and its speed depend on.
 
     Args:
-        model: its shape
-        parallel: what is asked of the parallelisation
+        model: shape of the model
+        parallel: requested parallelization
         seq_len: tokens per sequence
         micro_batch_size, global_batch_size: as in TrainConfig
         freeze: fqn patterns of parameters that are not trained
         document_mask: attention does not cross documents
         z_loss: weight of the squared log-partition of the logits
-        state_dtype: of the optimizer's two moments
+        state_dtype: dtype of the optimizer's two moments
     """
 
     model: LlamaConfig
@@ -314,7 +313,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that describes a run. Each section documents its keys where they are used."""
+    """The complete configuration of a run, one field per section."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: LlamaConfig = field(default_factory=LlamaConfig)
@@ -328,7 +327,7 @@ class Config:
 
     @property
     def job(self) -> TrainingJob:
-        """The part that is planned."""
+        """The part of the config that planning reads."""
         train = self.train
         return TrainingJob(
             model=self.model,

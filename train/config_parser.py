@@ -1,4 +1,4 @@
-"""YAML files and dotted overrides -> Config; the help; unknown keys and values of a wrong type, in words."""
+"""Parse YAML files and overrides into a Config, and explain unknown keys and values of a wrong type."""
 
 import dataclasses
 import difflib
@@ -19,9 +19,9 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.train.config import Config
 from meshwright.train.errors import ConfigError
 
-# Keys that were renamed, old name -> new name in the same section. Old names are accepted in files and on
-# command lines until the next release; then this table goes, with what reads it. (How a config.yaml of older
-# runs and checkpoints is read from then on, as in tests/backward_compatibility, must be decided with it.)
+# Renamed keys: old name -> new name in the same section. Files and command lines may use old names until the
+# next release, which deletes this table and the code that reads it. (That release must also decide how to
+# read a config.yaml of older runs and checkpoints, as in tests/backward_compatibility.)
 RENAMED_KEYS = {
     "parallel.checkpointed_blocks": "parallel.activation_checkpoint_blocks",
     "parallel.tp_parts": "parallel.tp_modules",
@@ -32,90 +32,97 @@ RENAMED_KEYS = {
 
 @cache
 def warn_once(line: str) -> None:
-    """Print a line on standard error, the same one only once per process."""
+    """Print a line to standard error, once per process."""
     print(line, file=sys.stderr, flush=True)
 
 
 def no_warning(line: str) -> None:
-    """Say nothing: on ranks other than 0, and of files that an older version wrote."""
+    """Ignore a warning: for ranks other than 0, and for files that an older version wrote."""
 
 
 def rename_keys(keys: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Dotted `keys` under their names of today, in the same order; `warn` gets a line per old name.
+    """Return dotted `keys` with old names replaced by new ones, in the same order; `warn` gets a line for
+    each old name.
 
-    Raises ConfigError where `keys`, which stand in `place`, have both names of one.
+    Raises ConfigError if `keys` contains both names of a key; the message names `place`.
     """
     for old, new in RENAMED_KEYS.items():
         if old in keys and new in keys:
-            raise ConfigError(f"{place}: {old} is the old name of {new}, and both are given: leave {old} out")
+            raise ConfigError(f"{place}: {old} is the old name of {new}, and both are set: remove {old}")
         if old in keys:
-            warn(f"config: {old} is now {new}; the old name goes with the next release")
+            warn(f"config: {old} was renamed to {new}; the next release does not accept the old name")
     return {RENAMED_KEYS.get(key, key): value for key, value in keys.items()}
 
 
-def in_words(report: str) -> str:
-    """`report` without Python's types: what the value must be, and what it is. Unknown reports stay as they
-    are."""
+def describe_type_error(report: str) -> str:
+    """Return jsonargparse's `report` without Python types: what the value must be, and what it is. A report
+    in another format is returned unchanged."""
     report = re.sub(r"<class '(\w+)'>", r"\1", " ".join(report.split())).replace("typing.", "")
     if match := re.search(r"Subtypes: \[(.*)\] Errors: .* Given value: (.*)$", report):
-        wanted = re.findall(r"Literal\[[^]]*\]|[^,\s]+", match[1])
-        return f"must be {' or '.join(map(_type_in_words, wanted))}, not {match[2]}"
+        expected = re.findall(r"Literal\[[^]]*\]|[^,\s]+", match[1])
+        return f"must be {' or '.join(map(_describe_type, expected))}, not {match[2]}"
     if match := re.search(r"^Expected an? (.*)\. Got value: (.*)$", report):
-        return f"must be {_type_in_words(match[1])}, not {match[2]}"
+        return f"must be {_describe_type(match[1])}, not {match[2]}"
     return report
 
 
-def _type_in_words(name: str) -> str:
+def _describe_type(name: str) -> str:
     if name.startswith("Literal["):
         return name[len("Literal[") : -1].replace("'", "")
-    words = {
+    descriptions = {
         "int": "a whole number",
         "float": "a number",
         "bool": "true or false",
-        "str": "a text",
-        "tuple": "a list, as [first, second]",
+        "str": "a string",
+        "tuple": "a list such as [first, second]",
     }
-    return words.get(name, name)
+    return descriptions.get(name, name)
 
 
-def explain(message: str, keys: Mapping[Path, Sequence[str]], overrides: Sequence[str]) -> str:
-    """jsonargparse's report of a value of the wrong type, as one sentence that names the file it comes from,
-    if it is one of those with these `keys`; of another mistake all of them, unless an override may be to
-    blame."""
+def explain_parser_error(message: str, keys: Mapping[Path, Sequence[str]], overrides: Sequence[str]) -> str:
+    """Return jsonargparse's error as one line with the key, and with its file unless an override set the key.
+
+    An error without a key names all files if there are no overrides. `keys`: the dotted keys of each file.
+    """
     match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
     if not match:
         return message if overrides else ": ".join([*map(str, keys), message])
     key, rest = match.groups()
     overridden = any(override.startswith(f"--{key}") for override in overrides)
-    files = [path for path, inside in keys.items() if any(k.startswith(key) for k in inside)]
-    return f"{files[-1]}: {key}: {in_words(rest)}" if files and not overridden else f"{key}: {in_words(rest)}"
+    files = [path for path, names in keys.items() if any(name.startswith(key) for name in names)]
+    return (
+        f"{files[-1]}: {key}: {describe_type_error(rest)}"
+        if files and not overridden
+        else f"{key}: {describe_type_error(rest)}"
+    )
 
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
 
 
 def find_config(name: str) -> Path:
-    """A path as it is, or a bare name from configs/, with or without .yaml; ConfigError names the nearest
-    one."""
+    """Return a path unchanged, or the path of a name in configs/, with or without .yaml.
+
+    Raises ConfigError, which suggests the nearest name, if there is no such file.
+    """
     for path in (Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml"):
         if path.is_file():
             return path
     known = [path.name for path in list_configs()]
     near = difflib.get_close_matches(Path(name).name, known, n=1, cutoff=0.4)
-    hint = f"Did you mean {near[0]}?" if near else f"Shipped: {', '.join(known)}."
-    raise ConfigError(f"--config {name}: no such file, here or in {CONFIG_FOLDER}. {hint}")
+    hint = f"Did you mean {near[0]}?" if near else f"Available: {', '.join(known)}."
+    raise ConfigError(f"--config {name}: no such file, as a path or in {CONFIG_FOLDER}. {hint}")
 
 
 def parse_config(
     arguments: Sequence[str], prog: str = "train.main", warn: Callable[[str], None] = warn_once
 ) -> Config:
-    """Config from `--config NAME_OR_PATH` and `--section.key=value` overrides, which win. `warn` gets a line
-    for each key that has its old name.
+    """Return the config of `--config NAME_OR_PATH` and `--section.key=value` overrides, which take
+    precedence. `warn` gets a line for each old key name.
 
-    Raises ConfigError. `-h` and `--print_config` print and leave with SystemExit(0).
+    Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
     """
-    # A parser that was asked to print, and then found a mistake, would print at its next use: it is not used
-    # again.
+    # A parser that fails after --print_config would print at its next use, so it is not shared.
     parser = (
         make_parser(prog)
         if any(argument.startswith("--print_config") for argument in arguments)
@@ -125,24 +132,23 @@ def parse_config(
 
 
 def load_config(path: Path) -> Config:
-    """Config of a YAML file alone, such as one in a run's folder or a checkpoint. Old names of keys are no
-    mistake of who uses it, so nothing is said of them."""
+    """Return the config of a YAML file, such as one in a run folder or a checkpoint. Old key names do not
+    cause warnings, because the program and not the user wrote the file."""
     return parse_config([f"--config={path}"], warn=no_warning)
 
 
 def list_configs() -> list[Path]:
-    """The configs that come with the project."""
+    """Paths of the configs in configs/."""
     return sorted(CONFIG_FOLDER.glob("*.yaml"))
 
 
 def config_to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that reads back to an equal one."""
+    """Return the resolved configuration as YAML that parses to an equal Config."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, value and declared type of each key of a section of the config, whose own name is
-    `name`."""
+    """Yield dotted name, value and declared type of each key of the config section `name`."""
     for item in dataclasses.fields(section):
         value = getattr(section, item.name)
         if dataclasses.is_dataclass(value):
@@ -152,7 +158,8 @@ def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 class _ConfigParser(ArgumentParser):
-    """Its help leaves out jsonargparse's options for a file per section: --config is the one way."""
+    """An ArgumentParser whose help omits jsonargparse's options for one file per section: only --config reads
+    files."""
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         text = super().format_help(formatter)
@@ -160,7 +167,7 @@ class _ConfigParser(ArgumentParser):
 
 
 def make_parser(prog: str) -> ArgumentParser:
-    """A parser of every section's keys, for train.main and for tools that take a config."""
+    """Return a parser for the keys of all sections, for train.main and for tools that take a config."""
     set_parsing_settings(docstring_parse_attribute_docstrings=False)
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
     about = "Train a Llama, sharded and compiled."
@@ -176,37 +183,37 @@ def make_parser(prog: str) -> ArgumentParser:
 
 @cache
 def _shared_parser(prog: str) -> ArgumentParser:
-    """A parser of `make_parser` for many uses: to make one takes as long as to parse."""
+    """A cached parser of `make_parser`: making one takes as long as parsing."""
     return make_parser(prog)
 
 
 def parser_arguments(
     parser: ArgumentParser, arguments: Sequence[str], warn: Callable[[str], None] = warn_once
 ) -> Namespace:
-    """Parse the config file, read strictly, and the overrides, which win wherever they stand. `warn` as for
-    parse_config. Raises ConfigError."""
+    """Parse the config files, with strict checks, and the overrides, which take precedence in any position.
+    `warn` as for parse_config. Raises ConfigError."""
     files, overrides = _split_arguments(arguments)
-    said = list[str]()  # a key may have its old name in a file and on the command line: one line
-    overrides = rename_overrides(overrides, said.append)
+    warnings = list[str]()  # an old name in a file and on the command line is reported once
+    overrides = rename_overrides(overrides, warnings.append)
     paths = [find_config(name) for name in files]
-    mappings = {path: _read_strictly(path, said.append) for path in paths}
+    mappings = {path: _read_strictly(path, warnings.append) for path in paths}
     for override in overrides:
         _check_override(override)
-    for line in dict.fromkeys(said):
+    for line in dict.fromkeys(warnings):
         warn(line)
     lines = [f"--config={in_file}" for in_file, mapping in mappings.values() if mapping]
     try:
         namespace = parser.parse_args([*lines, *overrides])
-    except Exception as error:  # jsonargparse raises several kinds; all of them are about what the user wrote
+    except Exception as error:  # jsonargparse raises several types, all about the user's input
         keys = {path: [key for key, _ in _leaves(mapping)] for path, (_, mapping) in mappings.items()}
-        raise ConfigError(one_line(explain(str(error), keys, overrides))) from None
+        raise ConfigError(one_line(explain_parser_error(str(error), keys, overrides))) from None
     if not namespace["run.dir"]:
         namespace["run.dir"] = f"runs/{paths[-1].stem if paths else 'llama'}"
     return namespace
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names given to --config, and everything else."""
+    """Return the values of --config, and the other arguments."""
     files, overrides = [], []
     rest = iter(arguments)
     for argument in rest:
@@ -222,7 +229,8 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def rename_overrides(overrides: Sequence[str], warn: Callable[[str], None]) -> list[str]:
-    """`--section.key=value`, and `--section.key` with its value after it, under the keys' names of today."""
+    """Return overrides with old key names replaced by new ones, both `--section.key=value` and
+    `--section.key` followed by a value."""
     given = dict.fromkeys(_key_of(override) for override in overrides)
     rename_keys(given, "the command line", warn)
     renamed = []
@@ -234,7 +242,7 @@ def rename_overrides(overrides: Sequence[str], warn: Callable[[str], None]) -> l
 
 
 def _key_of(override: str) -> str:
-    """The key of `--section.key=value`, of `--section.key` or of `--section.key.help`; "" of a value."""
+    """The key of `--section.key=value`, `--section.key` or `--section.key.help`; "" for a value."""
     return override[2:].split("=")[0].removesuffix(".help") if override.startswith("--") else ""
 
 
@@ -245,12 +253,12 @@ def _check_override(argument: str) -> None:
     _check_key(key, "the command line")
     if key not in known_keys() and dataclasses.is_dataclass(_type_at(key)):
         raise ConfigError(
-            f"--{key} is a section: give its keys one by one, as --{key}.NAME=value, or in a --config file"
+            f"--{key} is a section: set its keys one by one with --{key}.NAME=value, or in a --config file"
         )
 
 
 def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
-    """Build the frozen dataclasses of a parsed namespace; their own checks raise ConfigError."""
+    """Build the frozen dataclasses of a parsed namespace. Raises ConfigError for values that they reject."""
     try:
         built = parser.instantiate(namespace)
         return Config(
@@ -261,9 +269,12 @@ def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
 
 
 def _read_strictly(path: Path, warn: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
-    """The file's mapping, after checking that every key exists, sections are mappings, and null is where it
-    may be. Before it stands what jsonargparse's --config takes: the path, or the mapping as YAML where keys
-    had their old names."""
+    """Return the value for jsonargparse's --config (the path, or YAML text if keys were renamed) and the
+    file's mapping.
+
+    Raises ConfigError if a key is unknown, given twice or null without being optional, or if a section is not
+    a mapping.
+    """
     try:
         written = load_mapping(path)
     except YamlError as error:
@@ -274,24 +285,23 @@ def _read_strictly(path: Path, warn: Callable[[str], None]) -> tuple[str, dict[s
     for i, (key, value) in enumerate(leaves):
         _check_key(key, str(path))
         if key in dict(leaves[:i]):
-            raise ConfigError(f"{path}: {key} stands twice, with a dot and without: delete one")
-        wanted = _type_at(key)
-        # A word in place of a section would do: jsonargparse takes one for a class, and imports its module.
+            raise ConfigError(f"{path}: {key} is set twice, nested and with a dot: delete one")
+        declared = _type_at(key)
+        # jsonargparse would accept a string instead of a section: it takes it as a class and imports its
+        # module.
         if value != {} and (
-            dataclasses.is_dataclass(wanted) or (_dataclass_in(wanted) and value is not None)
+            dataclasses.is_dataclass(declared) or (_dataclass_in(declared) and value is not None)
         ):
             raise ConfigError(
                 one_line(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}")
             )
-        if value is None and type(None) not in typing.get_args(wanted):
-            raise ConfigError(
-                f"{path}: {key} has no value. Give it one, or leave the key out for its default"
-            )
+        if value is None and type(None) not in typing.get_args(declared):
+            raise ConfigError(f"{path}: {key} has no value: set one, or remove the key to use its default")
     return str(path) if data == written else yaml.safe_dump(data), data
 
 
 def _rename_nested(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A file's mapping with today's names, each key in its place: nested, or dotted."""
+    """Return a file's mapping with old key names replaced by new ones, nested or dotted as before."""
     renamed = dict[str, Any]()
     for key, value in data.items():
         name = f"{prefix}{key}"
@@ -305,7 +315,7 @@ def _rename_nested(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        # but for keys that have mappings
+        # a known key whose value is a mapping (data.mixture) is a leaf
         if isinstance(value, dict) and value and f"{prefix}{key}" not in known_keys():
             yield from _leaves(value, f"{prefix}{key}.")
         else:
@@ -313,27 +323,27 @@ def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _check_key(key: str, place: str) -> None:
-    """ConfigError naming the nearest valid key, unless `key` (dotted) is one, or a section."""
+    """Raise ConfigError with the nearest valid key unless `key` (dotted) is a key or a section."""
     if not is_config_key(key):
         raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {near_key(key)}")
 
 
 def is_config_key(key: str) -> bool:
-    """Whether a config has this dotted key, or a section of this name."""
+    """Return whether `key` is a dotted key or a section of the config."""
     return any(known == key or known.startswith(f"{key}.") for known in known_keys())
 
 
 def near_key(key: str) -> str:
-    """What to say of a key that no config has: the one that was meant, or where they all are."""
+    """Return a hint for an unknown key: the nearest valid key, or the command that lists all keys."""
     known = known_keys()
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"Did you mean {near[0]}?" if near else "See train.main -h for all."
+    return f"Did you mean {near[0]}?" if near else "All keys: python -m train.main -h."
 
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every dotted key a config can have."""
+    """All dotted keys of a config."""
     return tuple(_keys_of(Config, ""))
 
 
@@ -345,14 +355,14 @@ def _keys_of(cls: Any, prefix: str) -> list[str]:
     return keys
 
 
-def _dataclass_in(wanted: Any) -> Any:
-    """The dataclass that a field's type is or may be (as in RopeScaling | None), or None."""
-    return next((t for t in (wanted, *typing.get_args(wanted)) if dataclasses.is_dataclass(t)), None)
+def _dataclass_in(declared: Any) -> Any:
+    """The dataclass in a field's declared type (such as RopeScaling | None), or None."""
+    return next((t for t in (declared, *typing.get_args(declared)) if dataclasses.is_dataclass(t)), None)
 
 
 def _type_at(key: str) -> Any:
     """The declared type of a dotted key."""
-    wanted: Any = Config
+    declared: Any = Config
     for name in key.split("."):
-        wanted = {item.name: item.type for item in dataclasses.fields(_dataclass_in(wanted))}[name]
-    return wanted
+        declared = {item.name: item.type for item in dataclasses.fields(_dataclass_in(declared))}[name]
+    return declared

@@ -1,4 +1,4 @@
-"""A value of the wrong type is told in words, through the real parser."""
+"""Messages of the real parser for values of a wrong type."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from meshwright.train.errors import ConfigError
         ),
         (
             "--parallel.tp_modules=attention",
-            "parallel.tp_modules: must be a list, as [first, second], not attention",
+            "parallel.tp_modules: must be a list such as [first, second], not attention",
         ),
         (
             "--parallel.activation_checkpoint=some",

@@ -1,5 +1,5 @@
-"""Files that others may have written, mutated at random: each mutant reads as something valid, or is refused
-in a sentence."""
+"""Files that others may have written, mutated at random: each mutant is read as something valid or refused
+with a message."""
 
 import dataclasses
 import json
@@ -50,8 +50,8 @@ from tests.support.checkpoint_targets import checkpoint_targets
 from tests.support.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
 from tests.support.texts import odd_texts, train_bpe, write_jsonl
 
-MEMORY_BYTES = 2 * 2**30  # that reading may take beyond what the process has
-REPORT = 60  # lines of a message that has all mistakes of a plan or an import
+MEMORY_BYTES = 2 * 2**30  # that reading may allocate in addition to the process's memory
+REPORT = 60  # maximum lines of a message that lists all mistakes of a plan or an import
 ACCELERATE = """distributed_type: FSDP
 num_processes: 8
 num_machines: 2
@@ -70,7 +70,7 @@ parallelism_config:
 """
 
 
-# What is read
+# Files and the functions that read them
 
 
 def config_targets(folder: Path) -> Iterator[Target]:
@@ -129,8 +129,8 @@ def plan_targets(folder: Path) -> Iterator[Target]:
 
 
 def data_targets(folder: Path) -> Iterator[Target]:
-    """A prepared folder's manifest, shards and ends, checked in full or by size; a tokenizer; what a
-    preparation left."""
+    """A prepared folder's manifest, shards and ends, checked in full or by size; a tokenizer; outputs of an
+    interrupted preparation."""
     source = write_jsonl(folder / "texts.jsonl", odd_texts(60, seed=1))
     out = folder / "bytes"
     prepare(str(source), "bytes", "auto", "auto", out, PrepareSettings(held_out=0.2))
@@ -174,15 +174,15 @@ def read_corpus(config: DataConfig) -> None:
 
 
 def tokenizer_targets(folder: Path, source: Path) -> Iterator[Target]:
-    """Data made with a tokenizer, that tokenizer and the config beside it, and the result of a piece."""
+    """Data prepared with a tokenizer, that tokenizer and the config next to it, and the result of a piece."""
     tokenizer = train_bpe(folder / "bpe", vocab_size=300)
     out = folder / "ids"
     prepare(str(source), str(tokenizer), "auto", "auto", out, PrepareSettings())
     config = DataConfig(source=str(out), cache_dir=str(folder / "cache"))
 
     def encode() -> None:
-        found = find_tokenizer(config)
-        assert isinstance(found.decode(found.encode([b"a <s> b"])[0].tolist()), str)
+        loaded = find_tokenizer(config)
+        assert isinstance(loaded.decode(loaded.encode([b"a <s> b"])[0].tolist()), str)
 
     yield Target(
         "manifest of ids",
@@ -206,7 +206,7 @@ def tokenizer_targets(folder: Path, source: Path) -> Iterator[Target]:
     )
 
     def read() -> None:
-        with suppress(OSError, ValueError, TypeError, KeyError):  # then the piece is done again
+        with suppress(OSError, ValueError, TypeError, KeyError):  # after these the piece is prepared again
             assert read_result(result).shards.keys() == shards.keys()
 
     yield Target("result of a piece", result, read, ())
@@ -252,7 +252,7 @@ def import_targets(folder: Path) -> Iterator[Target]:
 
 
 Maker = Callable[[Path], Iterator[Target]]
-MAKERS: dict[str, tuple[Maker, int]] = {  # and how many mutants
+MAKERS: dict[str, tuple[Maker, int]] = {  # maker of the targets, and number of mutants
     "configs": (config_targets, 60),
     "plans": (plan_targets, 80),
     "data": (data_targets, 150),
@@ -262,7 +262,7 @@ MAKERS: dict[str, tuple[Maker, int]] = {  # and how many mutants
 }
 
 
-# What must not come back
+# Single faults
 
 
 @pytest.mark.parametrize("value", [f"{CANARY_MODULE}.X", "../../etc/passwd", "other.yaml"])
@@ -276,7 +276,7 @@ def test_a_word_in_place_of_a_section_is_neither_imported_nor_opened(value: str,
 
 def test_a_key_is_not_given_twice_by_writing_it_with_a_dot(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {dir: a}\nrun.dir: b\n")
-    with pytest.raises(ConfigError, match=r"run\.dir stands twice"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: run\.dir .*twice.*: delete one"):
         load_config(tmp_path / "config.yaml")
 
 
@@ -330,7 +330,7 @@ def test_a_shard_is_no_link_to_elsewhere(verify: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["full", "size"])
 def test_a_shard_is_no_link_to_itself(verify: str, tmp_path: Path) -> None:
-    """Of which Path.resolve raises a RuntimeError (before Python 3.13)."""
+    """Path.resolve raises RuntimeError for it (before Python 3.13)."""
     config = make_prepared(tmp_path)
     shard = tmp_path / "out" / "train-00000.ends"
     shard.unlink()
@@ -379,12 +379,12 @@ def test_ends_that_no_checksum_guards_are_not_believed(
         read_corpus(config)
 
 
-# What must hold
+# Mutants
 
 
 @pytest.fixture
 def canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that a mutant's code would leave a file in, where processes start, and that is also home."""
+    """The folder in which code of a mutant would create a file; it is also the current folder and HOME."""
     outside = tmp_path / "outside"
     modules = tmp_path / "modules"
     for folder in (outside, modules, tmp_path / "inside" / "tmp"):
@@ -403,7 +403,7 @@ def canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """A MemoryError beyond MEMORY_BYTES more than now."""
+    """Context in which allocating more than MEMORY_BYTES raises MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES, hard))
@@ -414,13 +414,13 @@ def bounded_memory() -> Iterator[None]:
 
 
 def listing(folder: Path, inside: Path) -> set[tuple[str, int]]:
-    """Every file below a folder and its size, but what is below `inside`."""
+    """Path and size of every file below a folder, except below `inside`."""
     paths = [path for path in folder.rglob("*") if not path.is_relative_to(inside)]
     return {(str(path), path.stat().st_size) for path in paths if path.is_file()}
 
 
 def sweep(make: Maker, count: int, seed: int | str, outside: Path) -> list[str]:
-    """Read so many mutants; every fault found."""
+    """Read `count` mutants; return the faults."""
     root, inside = outside.parent, outside.parent / "inside"
     targets = list(make(inside))
     contents = [target.path.read_bytes() for target in targets]
@@ -455,9 +455,11 @@ def test_mutants_are_read_or_refused(kind: str, canaries: Path, capfd: pytest.Ca
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_many_other_mutants_are_read_or_refused(kind: str, canaries: Path) -> None:
-    """Those of the seed; of "all", ten times as many."""
+    """The mutants of the seed; ten times as many for the seed "all"."""
     make, count = MAKERS[kind]
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     faults = sweep(make, count * (20 if seed == "all" else 2), seed, canaries)
-    again = f"MESHWRIGHT_TESTS_SEED={seed} pytest -m slow tests/train/test_untrusted.py -k '{kind} and many'"
-    assert not faults, f"{len(faults)} faults, again with {again}:\n" + "\n".join(faults[:20])
+    command = (
+        f"MESHWRIGHT_TESTS_SEED={seed} pytest -m slow tests/train/test_untrusted.py -k '{kind} and many'"
+    )
+    assert not faults, f"{len(faults)} faults, repeat with {command}:\n" + "\n".join(faults[:20])
