@@ -1,1 +1,1 @@
-"""What a run reports: rows, TensorBoard, and the facts of the run."""
+"""The reports of a run: rows of metrics, TensorBoard, and the run summary."""

@@ -1,5 +1,5 @@
-"""The rows of metrics.jsonl: rates, memory, and the norm of each unit's gradient. The only place that waits
-for the device."""
+"""Collect the rows of metrics.jsonl: loss, rates, memory, and the gradient norm of each unit. Between
+evaluations and saves only this module waits for the device."""
 
 import statistics
 import time
@@ -28,38 +28,37 @@ from meshwright.train.step import StepResult
 
 
 class GradientNorms:
-    """Takes the norms just before the optimizer's step, at the steps that are asked for: gradients are whole
-    then, not yet clipped, and of all ranks; the optimizer may change them in place, and they are freed after
-    it."""
+    """Computes the gradient norm of each unit directly before the optimizer step, at requested steps. Only
+    then are the gradients accumulated, reduced over the ranks and not yet clipped: the optimizer may change
+    them in place, and they are freed after it."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         self._units = unit_parameters(model, plan)
-        self._wanted = False
+        self._requested = False
         self._norms: Tensor | None = None
         optimizer.register_step_pre_hook(self._before_optimizer)
 
-    def want(self, wanted: bool) -> None:
-        """Whether the next step is one whose norms are asked for; every rank says the same."""
-        self._wanted = wanted
+    def request(self, requested: bool) -> None:
+        """Set whether to compute the norms of the next step; all ranks must pass the same value."""
+        self._requested = requested
 
     def take(self) -> dict[str, float]:
-        """By unit, the norms of the last step that was asked for, which are then forgotten; waits for the
-        device."""
+        """Return and clear the norms of the last requested step, by unit; waits for the device."""
         if self._norms is None:
             return {}
         norms, self._norms = self._norms.tolist(), None
         return dict(zip(self._units, norms, strict=True))
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._wanted:
-            self._norms, self._wanted = unit_gradient_norms(list(self._units.values())), False
+        if self._requested:
+            self._norms, self._requested = unit_gradient_norms(list(self._units.values())), False
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What turns a step's time into rates: tokens and operations of an optimizer step, and the devices' peak.
+    """The constants that turn a step time into rates.
 
-    `peak_flops`: of one device, or None where it is unknown: then there is no MFU.
+    `peak_flops`: peak of one device in FLOP/s; None if unknown, then no MFU is reported.
     """
 
     tokens_per_step: int
@@ -70,10 +69,11 @@ class Throughput:
 
 
 class Metrics:
-    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes. `predicted`:
-    figures that the planner has predicted, by the names they have in a row. `shown`: what TensorBoard shows
-    of the run, from the first row on. Files that cannot be written do not end the run: `warn` hears of it,
-    once."""
+    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes.
+
+    `predicted`: predictions of the planner, by their names in a row. `shown`: the run summary in TensorBoard,
+    from the first row on. A file that cannot be written does not end the run: `warn` gets one message.
+    """
 
     def __init__(
         self,
@@ -91,32 +91,31 @@ class Metrics:
         self._rows = MetricsWriter(folder, config.tensorboard, shown, warn) if is_main else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
-        self._predicted = dict(predicted)  # by the name of the figure
+        self._predicted = dict(predicted)
         rates = self._rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
         self._predicted_row = {f"{PREDICTED}{name}": value for name, value in {**predicted, **rates}.items()}
         self._norms: GradientNorms | None = None
-        self._reported: list[dict[str, float]] = []  # the same figures, of each report
+        self._reported: list[dict[str, float]] = []  # the measured values of the predicted names, per report
 
     def watch_gradients(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-        """Have every report say the norm of each unit's gradient, if the config asks for it."""
+        """Add the gradient norm of each unit to every report if `metrics.gradient_norms` is set."""
         if self._config.gradient_norms:
             self._norms = GradientNorms(model, plan, optimizer)
 
     def before_step(self, reported: bool) -> None:
-        """Say whether the next step will be reported; every rank says the same."""
+        """Prepare the next step; `reported`: whether it will be reported, the same on all ranks."""
         if self._norms is not None:
-            self._norms.want(reported)
+            self._norms.request(reported)
 
     def step_done(self, data_wait_s: float) -> None:
-        """Count a step; after the first of this process the compiled graphs are all there should ever be."""
+        """Count a step; graphs that are compiled after this process's first step count as recompiles."""
         self._steps += 1
         self._wait_s += data_wait_s
         if self._graphs is None:
             self._graphs = count_compiled_graphs()
 
     def pause(self) -> None:
-        """Stop the clock once the device is done: what follows (an evaluation, a checkpoint) is not step
-        time."""
+        """Wait for the device and stop the clock: an evaluation or a checkpoint is not step time."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._busy_s += time.perf_counter() - self._since
@@ -133,15 +132,18 @@ class Metrics:
         used: Mapping[str, Any],
         scores: Mapping[str, Score] | None,
     ) -> dict[str, Any]:
-        """Have one row written, with rates over the steps since the last, and what data was `used`; every
-        rank calls it, with the clock paused. A row whose loss is a spike has loss_spike, in deviations (see
-        train/metrics/loss_spikes.py)."""
+        """Write and return one row, with rates over the steps since the last row; every rank calls it while
+        the clock is stopped.
+
+        `used`: the data position, added to the row. A row whose loss is a spike contains loss_spike, in
+        deviations (train/metrics/loss_spikes.py).
+        """
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         steps = max(1, self._steps)
         recompiles = count_compiled_graphs() - (self._graphs or 0)
-        mine = [self._busy_s / steps, self._wait_s / steps, recompiles, *_peak_memory_gib(self._device)]
-        worst = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: the slowest and the fullest rank counts
+        local = [self._busy_s / steps, self._wait_s / steps, recompiles, *_peak_memory_gib(self._device)]
+        worst = torch.tensor(local, dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: maximum time and memory over the ranks
         step_time_s, wait_s, most_recompiles, memory_gib, reserved_gib = worst.tolist()
         row: dict[str, Any] = {"step": step, "loss": loss}
         row |= _scores_row(scores or {})
@@ -169,26 +171,24 @@ class Metrics:
         return row
 
     def compare_with_predicted(self) -> str:
-        """One line: what was predicted against what was measured, the median of all reports but the first,
-        whose steps include compiling; "" where nothing was predicted."""
+        """Return one line that compares predictions with measurements, or "" without predictions. Measured is
+        the median over all reports except the first, which includes compiling."""
         later = self._reported[1:]
         if not self._predicted:
             return ""
         if not later:
             return (
-                "predicted against measured: nothing to compare with, one report only, whose steps "
-                "include compiling"
+                "predicted against measured: nothing to compare, because the only report includes compiling"
             )
         measured = {name: statistics.median(row[name] for row in later) for name in self._predicted}
-        told = (
+        comparisons = (
             f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
             for name, value in self._predicted.items()
         )
-        return f"predicted against measured: {', '.join(told)}"
+        return f"predicted against measured: {', '.join(comparisons)}"
 
     def later(self, job: Callable[[], None]) -> None:
-        """Have something done once all rows so far are written: by the thread that writes them, or here on
-        ranks without one."""
+        """Run `job` in the writing thread after all rows so far; on ranks without one run it immediately."""
         self._rows.later(job) if self._rows is not None else job()
 
     def flush(self) -> None:
@@ -197,7 +197,7 @@ class Metrics:
             self._rows.flush()
 
     def close(self) -> None:
-        """Write what has not been written yet."""
+        """Write the remaining rows and close the files."""
         if self._rows is not None:
             self._rows.close()
 
@@ -217,16 +217,16 @@ class Metrics:
 
 
 def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any]) -> str:
-    """A spike in Markdown: what happened, and how far in the data."""
-    place = ", ".join(f"{name} {value}" for name, value in used.items())
+    """Describe a spike in Markdown, with the data position."""
+    position = ", ".join(f"{name} {value}" for name, value in used.items())
     return (
-        f"step {row['step']}: loss {row['loss']:.4f}, usually {spike.usual:.4f} ({spike.deviations:.1f} "
-        f"deviations above)\n\ngrad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {place}"
+        f"step {row['step']}: loss {row['loss']:.4f}, usual loss {spike.usual:.4f} ({spike.deviations:.1f} "
+        f"deviations above)\n\ngrad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {position}"
     )
 
 
 def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
-    """eval_loss, the mean over the tokens of all sets; and of each set eval/NAME/loss, perplexity and
+    """Return eval_loss, the mean over the tokens of all sets, and for each set eval/NAME/loss, perplexity and
     bits_per_byte."""
     if not scores:
         return {}
@@ -240,8 +240,7 @@ def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
-    """Peak of allocated and of reserved memory on a GPU; of the process's resident memory, twice, on a
-    CPU."""
+    """Return peak allocated and peak reserved memory on a GPU; on a CPU the peak resident memory, twice."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
     resident = peak_resident_bytes() / GIB
@@ -249,7 +248,7 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
 
 
 def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughput:
-    """Tokens and operations of a step of the run on devices of that name."""
+    """Return the Throughput of a plan on devices named `device_name`."""
     seq_len, hardware, dtype = job.seq_len, find_hardware(device_name), plan.units[0].param_dtype
     return Throughput(
         tokens_per_step=plan.global_batch_size * seq_len,

@@ -1,4 +1,4 @@
-"""Spikes of the loss: values far above what the run has reported lately."""
+"""Loss spikes: values far above the recently reported losses."""
 
 import math
 import statistics
@@ -6,32 +6,31 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WINDOW = 100  # reports that say what is usual
-MIN_REPORTS = 20  # fewer say too little of how much the loss varies
-# deviations: what OLMo 2 counts as a spike (arXiv 2501.00656), though from a mean over 1,000 steps
+WINDOW = 100  # reports that define the usual loss
+MIN_REPORTS = 20  # with fewer reports the deviation is too uncertain
+# in deviations: the threshold of OLMo 2 (arXiv 2501.00656), which uses the mean over 1,000 steps
 THRESHOLD = 7.0
-MAD_TO_STD = 1.4826  # of normally distributed values, the standard deviation by the median absolute deviation
-MIN_DEVIATION = 1e-3  # of the usual loss: one that hardly varies does not spike in its last digits
+MAD_TO_STD = 1.4826  # standard deviation per median absolute deviation of a normal distribution
+MIN_DEVIATION = 1e-3  # fraction of the usual loss: changes in the last digits of a flat loss are no spikes
 
 
 @dataclass(frozen=True)
 class Spike:
-    """`deviations`: how many robust standard deviations the loss lies above `usual`, the median of the
-    reports before."""
+    """A loss that is `deviations` robust standard deviations above `usual`, the median of earlier reports."""
 
     deviations: float
     usual: float
 
 
 class SpikeDetector:
-    """Remembers the last reported losses and says of each new one whether it is a spike."""
+    """Stores the last reported losses and checks each new one for a spike."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, loss: float) -> Spike | None:
-        """A spike or not. Spikes count among the losses that follow, so that a new level becomes usual; what
-        is not finite does not, and is no spike."""
+        """Add a loss; return its spike, or None. Spikes are stored too, so that a new level becomes usual; a
+        loss that is not finite is neither stored nor a spike."""
         if not math.isfinite(loss):
             return None
         spike = find_spike(tuple(self._losses), loss)
@@ -40,9 +39,9 @@ class SpikeDetector:
 
 
 def find_spike(before: Sequence[float], loss: float) -> Spike | None:
-    """Compare a loss with those before it by median and median absolute deviation, which a few outliers do
-    not move (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993). Only what lies above is a
-    spike."""
+    """Compare a loss with the previous ones by median and median absolute deviation, which a few outliers do
+    not change (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993). Only a loss above the median
+    is a spike; None if there is none."""
     if len(before) < MIN_REPORTS:
         return None
     usual = statistics.median(before)

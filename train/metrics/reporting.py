@@ -1,4 +1,4 @@
-"""What a run tells while it trains: rows of metrics, the console, a profile, and how far it is."""
+"""The reports of a run during training: rows of metrics, console, profile, and progress."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +22,8 @@ from meshwright.train.step import StepResult
 
 
 class Reporting:
-    """Every rank has one; rank 0 writes. As a context it shows the training, and at its end writes what has
-    not been written yet."""
+    """The reports of a rank; only rank 0 writes. As a context manager it shows the progress bar, and writes
+    the remaining rows at its end."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Reporting:
         on_progress: Callable[[int], None],
         steps: range,
     ) -> None:
-        """`on_progress` hears of a step when all rows up to it are written. `steps`: those to come."""
+        """`on_progress` is called with a step after all its rows are written. `steps`: remaining steps."""
         self._console, self._metrics, self._profiler, self._kernels = console, metrics, profiler, kernels
         self._on_progress, self._steps = on_progress, steps
 
@@ -49,18 +49,19 @@ class Reporting:
         self._metrics.close()
 
     def start_clock(self) -> None:
-        """Training begins: what was before is not step time."""
+        """Start the clock: time before this call is not step time."""
         self._metrics.resume()
 
     def before_step(self, step: int, reported: bool) -> None:
-        """Called before every step, and before its data. `reported`: a row of it will be written."""
+        """Prepare metrics, profiler and kernel check; called before the data of every step. `reported`: a row
+        will be written for this step."""
         self._metrics.before_step(reported)
         self._profiler.before_step(step)
         if self._kernels:
             self._kernels.before_step()
 
     def after_step(self, step: int, data: StepData) -> None:
-        """Called after every step."""
+        """Update metrics, profiler and kernel check; called after every step."""
         if self._kernels:
             self._kernels.after_step()
         self._metrics.step_done(data.wait_s)
@@ -70,7 +71,7 @@ class Reporting:
 
     @contextmanager
     def paused(self, pausing: bool) -> Iterator[None]:
-        """The clock stands still, if it is to: what is done in here is not step time."""
+        """Context whose time is not step time; without `pausing` it does nothing."""
         if pausing:
             self._metrics.pause()
         yield
@@ -85,7 +86,8 @@ class Reporting:
         about: Mapping[str, Any],
         scores: Mapping[str, Score],
     ) -> None:
-        """Write and show a row; every rank calls it, with the clock paused. `about`: what else it says."""
+        """Write and show a row; every rank calls it while the clock is stopped. `about`: further entries of
+        the row."""
         self._console.report(self._metrics.log(step, result, lr, about, scores))
         self.progress(step)
 
@@ -94,7 +96,7 @@ class Reporting:
         self._console.report(self._metrics.log_eval(step, scores))
 
     def progress(self, step: int) -> None:
-        """Note how far the run is, as soon as all rows so far are written."""
+        """Call `on_progress` with `step` after all rows so far are written."""
         self._metrics.later(partial(self._on_progress, step))
 
     def print(self, text: str) -> None:
@@ -107,17 +109,17 @@ class Reporting:
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Steps are done in here; a profile that is under way at their end is written."""
+        """Context of the training steps; an open profile is written at its end."""
         try:
             yield
         finally:
             self._profiler.close()
 
     def finish(self) -> None:
-        """The run has ended by itself: print what the planner predicted against what was measured, if it
-        did."""
-        if told := self._metrics.compare_with_predicted():
-            self._console.print(told)
+        """Print the comparison of predicted and measured values, if the planner predicted any; called when a
+        run ends without an error."""
+        if line := self._metrics.compare_with_predicted():
+            self._console.print(line)
 
 
 def build_reporting(
@@ -129,7 +131,7 @@ def build_reporting(
     console: Console,
     on_progress: Callable[[int], None],
 ) -> Reporting:
-    """The reporting of a run, whose facts TensorBoard shows from the first row on."""
+    """Return the Reporting of a run; TensorBoard shows the run summary from the first row on."""
     plan, steps = planned.plan, range(state.position.step + 1, data.total_steps + 1)
     throughput = make_throughput(config.job, plan, planned.device_name)
     is_main = dist.get_rank() == 0
@@ -140,7 +142,7 @@ def build_reporting(
     metrics.watch_gradients(state.model, plan, state.optimizer)
     profiled = ProfiledRun(state.model, plan, planned.device, steps)
     profiler = StepProfiler(config.profile, folder / "profile", profiled, console.print)
-    # GPUs choose among kernels behind a name; a profile that was asked for shows them itself
-    looks = planned.device.type == "cuda" and is_main and not config.profile.start
-    kernels = KernelCheck(plan.attention, planned.device, console.print) if looks else None
+    # On a GPU torch chooses among kernels of one name; a configured profile shows the kernels anyway.
+    checking = planned.device.type == "cuda" and is_main and not config.profile.start
+    kernels = KernelCheck(plan.attention, planned.device, console.print) if checking else None
     return Reporting(console, metrics, profiler, kernels, on_progress, steps)

@@ -1,4 +1,4 @@
-"""The facts of a run: its first lines on the screen, and what TensorBoard shows beside its curves."""
+"""The summary of a run: its first log lines, and the texts, image and hyperparameters in TensorBoard."""
 
 import platform
 import sys
@@ -28,9 +28,9 @@ from meshwright.train.planning.run_plan import RunPlan
 if TYPE_CHECKING:
     from meshwright.parallel.planner.timeline import Timeline
 
-PREDICTED_STEP = "predicted_step"  # the image's name
-SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
-USUAL = frozenset(
+PREDICTED_STEP = "predicted_step"  # name of the image
+SECTIONS = ("model", "parallel", "data", "optim", "train")  # sections whose keys are hyperparameters
+DEFAULT_COLUMNS = frozenset(
     {
         "optim.lr",
         "parallel.activation_checkpoint",
@@ -39,7 +39,7 @@ USUAL = frozenset(
         "train.micro_batch_size",
     }
 )
-OF_UNITS = (
+UNIT_KEYS = (
     "reshard_after_forward",
     "forward_prefetch",
     "backward_prefetch",
@@ -50,26 +50,26 @@ OF_UNITS = (
 
 
 def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> RunSummary:
-    """What TensorBoard shows: the config, the plan, and the step that the planner expects; of `data`, in
-    `steps` steps."""
+    """Return the summary for TensorBoard: config, plan, and the step predicted by the planner. `data`: a
+    description of the data; `steps`: steps of the run."""
     plan, device_name, timeline = planned.plan, planned.device_name, planned.timeline
     facts = run_facts(config.job, plan, device_name, data, steps)
     texts = {
         "config": _code(config_to_yaml(config)),
         "plan": _code(plan_to_yaml(plan)),
-        # A list, not a table, whose columns are a letter wide on a narrow page.
+        # a list: on a narrow page the columns of a table are one character wide
         "about": "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
     }
     if planned.reasons:
         texts["planner"] = "\n".join(f"- {line}" for line in planned.reasons)
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
-    images = {} if timeline is None else {PREDICTED_STEP: partial(_paint, timeline, title)}
+    images = {} if timeline is None else {PREDICTED_STEP: partial(_draw, timeline, title)}
     values = hparams_of(config, plan, device_name)
     return RunSummary(texts, images, values, first_keys(values, sys.argv[1:]))
 
 
 def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
-    """Model, data and hardware, by what it is called on the page."""
+    """Return model, data, training, hardware and software in a line each, by label."""
     model, mesh, tokens = job.model, plan.mesh, plan.global_batch_size * job.seq_len
     python, axes = platform.python_version(), " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
     return {
@@ -82,15 +82,14 @@ def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: 
 
 
 def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
-    """Every key by which runs differ, by its name in the config: with the plan's value where the plan has
-    one."""
+    """Return the hyperparameters of a run by config key, with the plan's value where the plan decides it."""
     values = {
         name: _plain(value, declared)
         for section in SECTIONS
         for name, value, declared in keys_of(getattr(config, section), section)
     }
     del values["data.cache_dir"]
-    of_units = {name: _of_units([getattr(unit, name) for unit in plan.units]) for name in OF_UNITS}
+    of_units = {name: _summarize_units([getattr(unit, name) for unit in plan.units]) for name in UNIT_KEYS}
     decided = {axis: getattr(plan.mesh, axis) for axis in AXES} | of_units
     return {
         **values,
@@ -104,32 +103,32 @@ def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]
 
 
 def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozenset[str]:
-    """Keys that are shown first: those on the command line, where a sweep puts what it varies; without any
-    the usual ones."""
+    """Return the keys to show first: those on the command line, where a sweep sets the keys it varies;
+    otherwise DEFAULT_COLUMNS."""
     given = {
         argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")
     }
-    return frozenset(given & values.keys()) or USUAL & values.keys()
+    return frozenset(given & values.keys()) or DEFAULT_COLUMNS & values.keys()
 
 
 def _plain(value: Any, declared: Any) -> Value:
-    """A number or a truth value if every run has one there, so that they can be sorted; else words."""
-    return value if declared in (bool, int, float) else _words(value)
+    """Return the value of a bool or number key unchanged, so that runs can be sorted by it; else its text."""
+    return value if declared in (bool, int, float) else _to_text(value)
 
 
-def _words(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "none"}[value]
-    return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(map(_to_text, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _of_units(values: Sequence[Any]) -> str:
-    """What the units have; where they differ what most have, and how many."""
-    (most, count), *others = Counter(map(_words, values)).most_common()
+def _summarize_units(values: Sequence[Any]) -> str:
+    """Return the value of all units, or the most common one with its count."""
+    (most, count), *others = Counter(map(_to_text, values)).most_common()
     return f"{most} ({count} of {len(values)} units)" if others else most
 
 
-def _paint(timeline: "Timeline", title: str) -> bytes:
+def _draw(timeline: "Timeline", title: str) -> bytes:
     from meshwright.parallel.planner.timeline_plot import draw_timeline, to_png
 
     return to_png(draw_timeline(timeline, title))
@@ -142,7 +141,7 @@ def _code(text: str) -> str:
 def log_run_summary(
     console: Console, ranks: RankInfo, planned: RunPlan, job: TrainingJob, run_dir: str | None
 ) -> None:
-    """The first lines on the screen: versions, device, model, plan."""
+    """Print the first log lines of a run: versions, device, model, plan."""
     plan, plural = planned.plan, "es" if ranks.world_size > 1 else ""
     console.print(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     console.print(
@@ -158,9 +157,9 @@ def log_run_summary(
     if job.parallel.strategy:
         console.print(describe_strategy(job.parallel.strategy, plan.mesh))
     console.print(plan_to_table(plan))
-    if job.parallel.plan != "auto":  # there the planner has weighed what advice could say
+    if job.parallel.plan != "auto":  # the planner has already considered what advice would suggest
         console.print_lines(
-            f"advice: {told}" for told in (*advise(plan, ranks.local_world_size), *unused_keys(job.parallel))
+            f"advice: {line}" for line in (*advise(plan, ranks.local_world_size), *unused_keys(job.parallel))
         )
     console.print(f"run: {run_dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
     console.print_lines(f"planner: {line}" for line in planned.reasons)

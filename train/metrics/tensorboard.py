@@ -1,8 +1,7 @@
-"""A run's TensorBoard files: event files, the tags of a row's figures, the Custom Scalars layout, the HParams
-row.
+"""A run's TensorBoard files: event files, tags of the metrics, Custom Scalars layout, HParams row.
 
-The layout is the same in all runs: TensorBoard joins their layouts, and shows a chart once only if it is the
-same in each of them. What was predicted stands beside what is measured.
+The layout is the same in all runs: TensorBoard merges the layouts of runs, and shows a chart only once if it
+is identical in all of them. Predicted values are in the charts of the measured ones.
 """
 
 import io
@@ -18,13 +17,13 @@ from typing import Any
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 
 Value = bool | float | str
-COMPARED = {  # tag -> the column's name: what runs are compared by
+COMPARED = {  # tag -> column name: the metrics of the HParams tab
     "loss/eval": "loss, eval",
     "loss/train": "loss, train",
     "speed/tokens_per_s_per_gpu": "tokens/s per GPU",
     "memory/peak_gib": "peak memory, GiB",
 }
-CHARTS = {  # category -> chart -> regular expressions of tags, matched at a tag's beginning
+CHARTS = {  # category -> chart -> regular expressions, matched at the start of a tag
     "Overview": {
         "Loss: train and eval": ["loss/(train|eval)$"],
         "Tokens/s per GPU, predicted too": ["speed/tokens_per_s_per_gpu(_predicted)?$"],
@@ -40,16 +39,21 @@ CHARTS = {  # category -> chart -> regular expressions of tags, matched at a tag
         "Gradient norm of each unit (metrics.gradient_norms)": ["gradient_norm/"],
     },
 }
-VERSION = "brain.Event:2"  # of the format, which begins every file
-PNG_SIZE = slice(16, 24)  # where a PNG has its width and height (https://www.w3.org/TR/png-3/#11IHDR)
+VERSION = "brain.Event:2"  # format version, the first record of every file
+PNG_SIZE = slice(16, 24)  # width and height in a PNG (https://www.w3.org/TR/png-3/#11IHDR)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What TensorBoard shows of a run from its first row on, by name: texts in Markdown, PNG images, made
-    when they are needed by the thread that writes, and the run's row in the HParams tab, of which
-    `first_hparams` are shown from the start, five of them in the order of their names; the others when they
-    are ticked."""
+    """The description of a run that TensorBoard shows from the first row on, by name.
+
+    Args:
+        texts: Markdown
+        images: functions that return a PNG, called by the writing thread
+        hparams: the run's row in the HParams tab
+        first_hparams: hparams whose columns are shown at first, five of them in the order of their names; the
+            others are shown when the user ticks them
+    """
 
     texts: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
@@ -58,16 +62,16 @@ class RunSummary:
 
 
 class TensorBoardWriter:
-    """A TensorBoard event file with all of a row on disk as soon as it is added.
+    """A TensorBoard event file that writes each row to disk when it is added.
 
-    Not SummaryWriter: its thread dies on a full disk, with a traceback, and makes every later call raise,
-    what waited in it lost. Nor anything else of torch.utils.tensorboard: where TensorFlow is installed it
-    imports that.
+    SummaryWriter is not used: on a full disk its thread dies with a traceback, waiting rows are lost, and
+    every later call raises. Nothing else of torch.utils.tensorboard is used either, because it imports
+    TensorFlow if that is installed.
     """
 
-    def __init__(self, folder: Path, trouble: WriteErrors, shown: RunSummary, first_step: int) -> None:
-        """All of `shown` but its images is in the file from the first row on. Of files written before, steps
-        from `first_step` on are hidden: a resumed run does them again."""
+    def __init__(self, folder: Path, errors: WriteErrors, shown: RunSummary, first_step: int) -> None:
+        """The file starts with `shown`, except for its images. TensorBoard hides the steps from `first_step`
+        on of earlier files, because a resumed run repeats them."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
         from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
@@ -76,21 +80,21 @@ class TensorBoardWriter:
         texts = [text_pb(name, text) for name, text in shown.texts.items()]
         summaries = [_layout(), *_begin_row(shown), *texts]
         start += [_event(summary=summary) for summary in summaries]
-        # read in the order of names
+        # TensorBoard reads the files in the order of their names
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = LogFile(folder / name, trouble, _records(start))
+        self._file = LogFile(folder / name, errors, _records(start))
 
     def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Add scalars and texts, by tag, of a step."""
+        """Add the scalars and texts of a step, by tag."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        # One event for all scalars: an event each, as SummaryWriter does it, takes three times as long.
+        # One event for all scalars: one event per scalar, as in SummaryWriter, takes three times as long.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._append(step, Summary(value=values), *(text_pb(*text) for text in texts.items()))
 
     def add_image(self, step: int, name: str, png: bytes) -> None:
-        """Add an image, a PNG file's bytes."""
+        """Add an image, given as the bytes of a PNG file."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         width, height = struct.unpack(">II", png[PNG_SIZE])
@@ -98,7 +102,7 @@ class TensorBoardWriter:
         self._append(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
     def close(self) -> None:
-        """Try once more to write what waits."""
+        """Try once more to write the waiting rows."""
         self._file.close()
 
     def _append(self, step: int, *summaries: Any) -> None:
@@ -112,7 +116,7 @@ def _event(**content: Any) -> Any:
 
 
 def _records(events: Iterable[Any]) -> bytes:
-    """Events in the framing that TensorBoard reads."""
+    """Serialize events in TensorBoard's record format."""
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
     buffer = io.BytesIO()
@@ -123,7 +127,7 @@ def _records(events: Iterable[Any]) -> bytes:
 
 
 def _layout() -> Any:
-    """The charts of the Custom Scalars tab; all but the first category are closed until one opens them."""
+    """The charts of the Custom Scalars tab; only the first category is open at first."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata  # type: ignore[import-untyped]
@@ -140,13 +144,13 @@ def _layout() -> Any:
         for title, charts in CHARTS.items()
     ]
     layout = layout_pb2.Layout(category=categories).SerializeToString()
-    tensor, about = TensorProto(dtype="DT_STRING", string_val=[layout]), metadata.create_summary_metadata()
-    return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=about)])
+    tensor, plugin = TensorProto(dtype="DT_STRING", string_val=[layout]), metadata.create_summary_metadata()
+    return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=plugin)])
 
 
 def _begin_row(shown: RunSummary) -> list[Any]:
-    """Which columns the HParams tab has, and the run's row. TensorBoard takes the columns from any one of the
-    runs that it shows: so every run names all keys and the same metrics. Of several rows in one folder it
+    """The columns of the HParams tab, and the run's row. TensorBoard takes the columns from any one of the
+    runs it shows, so every run lists all keys and the same metrics. If a folder contains several rows, it
     takes the first."""
     from google.protobuf.struct_pb2 import Struct  # type: ignore[import-untyped]
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
@@ -156,7 +160,7 @@ def _begin_row(shown: RunSummary) -> list[Any]:
     types = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
     values = Struct()
     values.update(dict(shown.hparams))
-    # "Differs" over runs, which no single run can know, is what TensorBoard puts first.
+    # TensorBoard shows the keys with differs=True first. A run does not know which keys differ between runs.
     keys = [
         api_pb2.HParamInfo(
             name=name,
@@ -166,28 +170,30 @@ def _begin_row(shown: RunSummary) -> list[Any]:
         for name, value in shown.hparams.items()
     ]
     metrics = [
-        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words)
-        for tag, words in COMPARED.items()
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=label)
+        for tag, label in COMPARED.items()
     ]
-    # without a group's name: the run's folder is one
+    # without a group name: TensorBoard uses the run's folder
     row = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time(), hparams=values.fields)
     return [
-        _of_row("experiment", experiment=api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics)),
-        _of_row("session_start_info", session_start_info=row),
+        _hparams_summary(
+            "experiment", experiment=api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics)
+        ),
+        _hparams_summary("session_start_info", session_start_info=row),
     ]
 
 
-def _of_row(name: str, **content: Any) -> Any:
+def _hparams_summary(name: str, **content: Any) -> Any:
     """A summary of the HParams plugin."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
-    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
-    value = Summary.Value(tag=f"_hparams_/{name}", metadata=about, tensor=metadata.NULL_TENSOR)
+    plugin = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
+    value = Summary.Value(tag=f"_hparams_/{name}", metadata=plugin, tensor=metadata.NULL_TENSOR)
     return Summary(value=[value])
 
 
-PREDICTED = "predicted_"  # begins the name of a figure of metrics.jsonl that the planner has predicted
+PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
 UNIT_NORMS = "unit_grad_norms"
 TAGS = {
     "loss": "loss/train",
@@ -207,15 +213,14 @@ TAGS = {
     "data_wait_s": "data/wait_s",
     "epoch": "data/epoch",
 }
-# of names that go on with a set or source
+# prefixes of names that end with a validation set or a source
 GROUPS = {"eval/": "eval/", "epoch/": "data/epoch/", "sequences/": "data/sequences/"}
 
 
 def tag_of(name: str) -> str:
-    """The tag of a figure that has this name in metrics.jsonl; one that nobody has listed is in the group
-    other."""
+    """Return the TensorBoard tag of a name in metrics.jsonl; other/NAME for a name that is not listed."""
     if name.startswith(PREDICTED):
-        return f"{tag_of(name.removeprefix(PREDICTED))}_predicted"  # sorted just behind the measured one
+        return f"{tag_of(name.removeprefix(PREDICTED))}_predicted"  # sorts directly after the measured one
     for prefix, group in GROUPS.items():
         if name.startswith(prefix):
             return group + name.removeprefix(prefix)
@@ -223,7 +228,7 @@ def tag_of(name: str) -> str:
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by their tags, those of each unit among them; neither the step nor words."""
+    """Return the numbers of a row by tag, except the step, with the gradient norm of each unit."""
     scalars = {
         tag_of(name): value
         for name, value in row.items()

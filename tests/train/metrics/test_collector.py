@@ -1,4 +1,4 @@
-"""metrics.jsonl and status.json, as far as they need no process group."""
+"""metrics.jsonl and status.json, without a process group."""
 
 import json
 import math
@@ -105,7 +105,7 @@ def test_status_reads_back_and_leaves_no_partial_file(state: State, tmp_path: Pa
     write_status(tmp_path, state, 7, 3, True, 'signal "SIGTERM"\n')
     status = read_status(tmp_path)
     assert status is not None
-    words = status.pop("how_to_go_on")
+    advice = status.pop("how_to_go_on")
     assert status == {
         "state": state,
         "step": 7,
@@ -114,5 +114,5 @@ def test_status_reads_back_and_leaves_no_partial_file(state: State, tmp_path: Pa
         "failed_starts": 0,
         "failed_at_step": 0,
     }
-    assert bool(words) is (state != "running")
+    assert bool(advice) is (state != "running")
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

@@ -1,4 +1,4 @@
-"""`metrics.gradient_norms`: right under every way of sharding, and free where it is off."""
+"""`metrics.gradient_norms`: correct with every kind of sharding, and free when it is off."""
 
 import math
 from collections.abc import Iterator
@@ -37,24 +37,31 @@ PLANS = {
 
 
 def take_step(keys: list[str]) -> dict[str, Any]:
-    """The norm that the step found; by unit those that were taken and those of the whole gradients."""
+    """The gradient norm of the step; and by unit the measured norms and those of the full gradients."""
     run = build_sharded([*TINY, "--model.n_kv_heads=4", *EAGER, *keys])
     expected: dict[str, float] = {}
 
     def gather(*_: Any) -> None:
         for unit in run.plan.units:
             modules = [run.model.get_submodule(name) for name in unit.modules]
-            held = dict.fromkeys(p for module in modules for p in module.parameters() if p.grad is not None)
-            whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in held]
-            if whole:
-                expected[unit.name] = torch.cat([grad.double().flatten() for grad in whole]).norm().item()
+            trained = dict.fromkeys(
+                p for module in modules for p in module.parameters() if p.grad is not None
+            )
+            full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained]
+            if full:
+                expected[unit.name] = torch.cat([grad.double().flatten() for grad in full]).norm().item()
 
     run.optimizer.register_step_pre_hook(gather)
     norms = GradientNorms(run.model, run.plan, run.optimizer)
-    norms.want(True)
+    norms.request(True)
     result = train_step(run.model, run.optimizer, random_batches(run), 0.01, run.group)
-    found = norms.take()
-    return {"grad_norm": result.grad_norm.item(), "found": found, "expected": expected, "then": norms.take()}
+    measured = norms.take()
+    return {
+        "grad_norm": result.grad_norm.item(),
+        "measured": measured,
+        "expected": expected,
+        "second": norms.take(),
+    }
 
 
 def take_steps(plans: list[list[str]]) -> list[dict[str, Any]]:
@@ -67,11 +74,11 @@ def test_the_norms_of_units_are_those_of_the_whole_gradients_on_all_ranks_and_ad
     results = run_ranks(processes, take_steps, plans)
     for number, keys in enumerate(plans):
         result = results[0][number]
-        assert result["found"] == pytest.approx(result["expected"], rel=1e-5), keys
-        assert all(other[number]["found"] == result["found"] for other in results), keys
-        assert math.hypot(*result["found"].values()) == pytest.approx(result["grad_norm"], rel=1e-6), keys
-        assert result["then"] == {}, "they are told once"
-        assert ("layers.0" in result["found"]) is (not any("freeze" in key for key in keys))
+        assert result["measured"] == pytest.approx(result["expected"], rel=1e-5), keys
+        assert all(rank[number]["measured"] == result["measured"] for rank in results), keys
+        assert math.hypot(*result["measured"].values()) == pytest.approx(result["grad_norm"], rel=1e-6), keys
+        assert result["second"] == {}, "take() returns the norms of a step once"
+        assert ("layers.0" in result["measured"]) is (not any("freeze" in key for key in keys))
 
 
 @pytest.fixture
@@ -81,7 +88,7 @@ def trainer() -> Iterator[Sharded]:
 
 
 def operations_of(trainer: Sharded, metrics: Metrics, reported: bool) -> int:
-    """How many operators a step runs, collectives among them."""
+    """Number of operators that a step runs, including collectives."""
     batches = random_batches(trainer)
     metrics.before_step(reported)
     with Count("aten.", "c10d.") as counted:
@@ -103,8 +110,8 @@ def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_repo
         return metrics
 
     off = opened(False)
-    assert not trainer.optimizer._optimizer_step_pre_hooks, "off, not even a function is called"
-    operations_of(trainer, off, False)  # FSDP sets itself up
+    assert not trainer.optimizer._optimizer_step_pre_hooks, "without norms no hook is registered"
+    operations_of(trainer, off, False)  # FSDP initializes itself
     usual = operations_of(trainer, off, False)
     assert operations_of(trainer, off, True) == usual
     on = opened(True)

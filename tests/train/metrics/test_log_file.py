@@ -1,4 +1,4 @@
-"""Log files on disks that are full, folders that are gone or no folders, and after a kill."""
+"""Log files on a full disk, in a deleted or invalid folder, on a hanging disk, and after a kill."""
 
 import errno
 import fcntl
@@ -36,8 +36,8 @@ ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step i
 
 @contextmanager
 def full_at(size_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond a size: a write that would stops short, as on a full disk, and the
-    next one fails."""
+    """Limit the file size of this process: a write beyond it is cut short, as on a full disk, and the next
+    one fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -49,6 +49,11 @@ def full_at(size_bytes: int) -> Iterator[None]:
 def open_log(path: Path, head: bytes = b"") -> tuple[LogFile, list[str]]:
     warnings: list[str] = []
     return LogFile(path, WriteErrors(warnings.append), head), warnings
+
+
+def assert_recovered(message: str, path: Path, lost: str) -> None:
+    facts = (f"{path} ", "can be written again", f"{lost} ", "lost")
+    assert [fact for fact in facts if fact not in message] == [], message
 
 
 @pytest.mark.parametrize(
@@ -85,10 +90,11 @@ def test_a_row_that_does_not_fit_is_not_there_at_all_and_comes_later_with_all_ot
     assert f"{path} cannot be written" in warnings[0]
     log.append(ROWS[30])
     assert path.read_bytes() == b"".join(ROWS[:31])
-    assert warnings[1:] == [f"{path} can be written again; no row is lost"]
+    assert len(warnings) == 2
+    assert_recovered(warnings[1], path, "no row")
     with full_at(10):
         log.append(ROWS[31])
-    assert len(warnings) == 3, "what fails again is said again"
+    assert len(warnings) == 3, "a new failure is reported again"
 
 
 def test_a_full_device_is_named_as_such_and_the_rows_that_were_never_written_are_counted(
@@ -101,7 +107,8 @@ def test_a_full_device_is_named_as_such_and_the_rows_that_were_never_written_are
         log.append(row)
     log.close()
     assert os.strerror(errno.ENOSPC) in warnings[0]
-    assert warnings[1:] == [f"warning: {path} lacks its last 5 rows, which could not be written"]
+    assert len(warnings) == 2
+    assert warnings[1].startswith(f"warning: {path} lacks its last 5 rows")
 
 
 def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_it_is_said(
@@ -115,7 +122,8 @@ def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_it_is_said(
     (tmp_path / "file").unlink()
     log.append(b"")
     assert (tmp_path / "file" / "log").read_bytes().split(b"\n")[0] == b"3"
-    assert warnings[1:] == [f"{tmp_path}/file/log can be written again; 3 rows are lost"]
+    assert len(warnings) == 2
+    assert_recovered(warnings[1], tmp_path / "file" / "log", "3 rows")
 
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
@@ -141,13 +149,13 @@ def steps_of(folder: Path) -> list[int]:
 def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_steps_done_again(
     tmp_path: Path,
 ) -> None:
-    trouble = WriteErrors(lambda line: pytest.fail(line))
-    first = TensorBoardWriter(tmp_path, trouble, RunSummary({"config": "a: 1"}), 1)
+    errors = WriteErrors(lambda line: pytest.fail(line))
+    first = TensorBoardWriter(tmp_path, errors, RunSummary({"config": "a: 1"}), 1)
     for step in range(1, 6):
         first.add(step, {"loss": step / 2, "lr": 1.0}, {})
         assert steps_of(tmp_path) == list(range(1, step + 1))
-    again = TensorBoardWriter(tmp_path, trouble, RunSummary(), 4)
-    again.add(4, {"loss": 9.0}, {"note": "seen again"})
+    resumed = TensorBoardWriter(tmp_path, errors, RunSummary(), 4)
+    resumed.add(4, {"loss": 9.0}, {"note": "seen again"})
     read = read_board(tmp_path)
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [
         (1, 0.5),
@@ -168,9 +176,9 @@ def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(t
     with full_at(file.stat().st_size + 800):
         for step in range(1, 40):
             board.add(step, {"loss": 1.0, "lr": 2.0}, {})
-        here = steps_of(tmp_path)
-        assert 0 < len(here) < 40
-        assert here == list(range(len(here)))
+        written = steps_of(tmp_path)
+        assert 0 < len(written) < 40
+        assert written == list(range(len(written)))
     assert len(warnings) == 1
     board.add(40, {"loss": 1.0}, {})
     assert steps_of(tmp_path) == list(range(41))
@@ -178,10 +186,10 @@ def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(t
 
 
 def write_until_killed(folder: Path) -> None:
-    """Rows of all kinds, and after each step its number on stdout."""
-    trouble = WriteErrors(print)
+    """Write rows of all kinds, and after each step its number to stdout."""
+    errors = WriteErrors(print)
     shown = RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5})
-    log, board = LogFile(folder / "log", trouble), TensorBoardWriter(folder / "tb", trouble, shown, 0)
+    log, board = LogFile(folder / "log", errors), TensorBoardWriter(folder / "tb", errors, shown, 0)
     for step in itertools.count():
         log.append(b"%d\n" % step)
         board.add(step, {"loss": 1.0}, {"note": "so"})
@@ -235,14 +243,14 @@ def test_metrics_of_a_run_without_a_folder_warn_once_and_are_all_there_when_it_c
     assert len(warnings) == 2
 
 
-LEASE_S = 45  # /proc/sys/fs/lease-break-time, as kernels have it
+LEASE_S = 45  # default of /proc/sys/fs/lease-break-time
 
 
 @contextmanager
 def hanging(path: Path) -> Iterator[None]:
-    """Whoever opens a file hangs in the kernel, as on a network disk that is away: a lease on it is held, and
-    given back at the end only. LEASE_S after the first has come the kernel takes it away: what is to be seen
-    meanwhile must be done by then."""
+    """Context in which opening a file hangs in the kernel, as on a network disk without its server, because
+    of a lease on the file. LEASE_S after the first open the kernel revokes the lease: the test must be done
+    by then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file, before = os.open(path, os.O_RDWR | os.O_CREAT), signal.signal(signal.SIGIO, signal.SIG_IGN)
     try:
@@ -254,6 +262,11 @@ def hanging(path: Path) -> Iterator[None]:
 
 
 needs_leases = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's file leases")
+
+
+def assert_hang(output: str, folder: Path, seconds: int) -> None:
+    facts = ("warning: ", "metrics", f"{folder} ", f" hung for {seconds} s", "training continues")
+    assert [fact for fact in facts if fact not in output] == [], output
 
 
 @needs_leases
@@ -270,9 +283,8 @@ def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(
         for _ in range(20):
             metrics.flush()
         assert time.monotonic() - start_s < 15, "only the first flush waits; all twenty would for 30 s"
-        assert [words.partition(" for")[0] for words in warnings] == [
-            f"warning: {tmp_path} has not taken a row of metrics"
-        ]
+        assert len(warnings) == 1
+        assert_hang(warnings[0], tmp_path, 2)
     wait_for_rows(tmp_path, 10)
     metrics.log_eval(10, {"a": Score(1.0, 1, 1.0)})
     metrics.close()
@@ -293,7 +305,8 @@ def test_of_rows_for_a_disk_that_hangs_no_more_than_a_limit_are_kept_and_it_is_s
         for step in range(100):
             metrics.log_eval(step, {"a": Score(1.0, 1, 1.0)})
         metrics.close()
-    assert warnings[-1].startswith(f"warning: {tmp_path} lacks the last rows of metrics, 103 writes")
+    assert warnings[-1].startswith(f"warning: {tmp_path} lacks the last rows of metrics")
+    assert "103 writes" in warnings[-1]
     wait_for_rows(tmp_path, 19)
     wait_for_end_of("metrics")
     assert steps_in(tmp_path) == list(range(19)), (
@@ -308,7 +321,7 @@ def wait_for_rows(folder: Path, count: int) -> None:
 
 
 def wait_for_end_of(name: str) -> None:
-    """Of every thread of that name."""
+    """Join every thread of that name."""
     for thread in threading.enumerate():
         if thread.name == name:
             thread.join(60)
@@ -342,7 +355,7 @@ def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_when_it_hangs_n
         while len(list_checkpoints(folder / "checkpoints")) < 2:
             assert process.poll() is None, f"it ended without two checkpoints: {output.read_text()}"
             assert time.monotonic() < deadline_s, (
-                "so slow is this machine that the kernel would end the hanging itself"
+                "the machine is too slow: the kernel revokes the lease before the second checkpoint"
             )
             time.sleep(0.05)
         assert [path.name for path in list_checkpoints(folder / "checkpoints")][:2] == [
@@ -351,7 +364,7 @@ def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_when_it_hangs_n
         ]
         assert (folder / "metrics.jsonl").stat().st_size == 0
     assert process.wait(60) == 0, output.read_text()
-    assert "has not taken a row of metrics for 1 s" in output.read_text()
+    assert_hang(output.read_text(), folder, 1)
     assert sorted(read_metrics(folder)) == list(range(1, 7))
 
 
@@ -359,11 +372,13 @@ def test_a_picture_that_cannot_be_drawn_is_said_in_a_line_and_ends_nothing(tmp_p
     def draw() -> bytes:
         raise ImportError("no\nlibrary")
 
-    said: list[str] = []
+    warnings: list[str] = []
     shown = RunSummary(images={"predicted_step": draw})
-    writer = MetricsWriter(tmp_path, tensorboard=True, shown=shown, warn=said.append)
+    writer = MetricsWriter(tmp_path, tensorboard=True, shown=shown, warn=warnings.append)
     for step in (1, 2):
         writer.write({"step": step, "loss": 1.0}, {})
     writer.close()
-    assert said == ["warning: predicted_step is not drawn: ImportError: no library"]
+    (warning,) = warnings
+    for fact in ("warning: ", " predicted_step ", "ImportError: no library"):
+        assert fact in warning
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,5 +1,5 @@
-"""TensorBoard's page as TensorBoard itself reads it: tags, charts, texts, pictures, and the rows of the
-HParams tab."""
+"""TensorBoard's page, read by TensorBoard's own code: tags, charts, texts, images, and rows of the HParams
+tab."""
 
 import io
 import json
@@ -33,7 +33,7 @@ from meshwright.train.planning.run_plan import RunPlan
 from tests.support.launch import EAGER, ROOT, TINY, environment
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of what TensorBoard's server has copied of html5lib
+    warnings.simplefilter("ignore", DeprecationWarning)  # from TensorBoard's copy of html5lib
     from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
     from tensorboard.plugins.hparams import backend_context, list_session_groups
     from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
@@ -43,7 +43,7 @@ CPU = "CPU (no GPU)"
 
 
 class Page:
-    """What TensorBoard's own code makes of a folder of runs."""
+    """The page that TensorBoard's own code shows for a folder of runs."""
 
     def __init__(self, folder: Path) -> None:
         self.runs = (
@@ -70,20 +70,18 @@ class Page:
         )
 
     def hparams(self) -> tuple[Any, dict[str, Any]]:
-        """The columns, and by name the rows."""
+        """The columns, and the rows by name."""
         plugin = backend_context.Context(self.context)
         request = api_pb2.ListSessionGroupsRequest(allowed_statuses=STATUSES, slice_size=100)
         groups = list_session_groups.Handler(RequestContext(), plugin, "", request).run().session_groups
-        nothing = list_session_groups.provider.ListHyperparametersResult(
-            hyperparameters=[], session_groups=[]
-        )
+        empty = list_session_groups.provider.ListHyperparametersResult(hyperparameters=[], session_groups=[])
         content = plugin.hparams_metadata(RequestContext(), "")
-        columns = plugin.experiment_from_metadata(RequestContext(), "", True, content, nothing)
+        columns = plugin.experiment_from_metadata(RequestContext(), "", True, content, empty)
         return columns, {group.name: group for group in groups}
 
 
 def board_of(folder: Path, shown: RunSummary, steps: range, loss: float = 1.0) -> None:
-    """A run, or a part of one, that is evaluated at some steps."""
+    """Write a run, or a part of one, with an evaluation at each of `steps`."""
     throughput = Throughput(
         tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
     )
@@ -169,7 +167,7 @@ def test_runs_are_rows_that_compare_and_a_chart_that_they_share_is_shown_once(tm
         "the loss, eval"
     )
     assert [metric.name.tag for metric in columns.metric_infos] == list(COMPARED)
-    assert columns.hparam_infos[0].name == "optim.lr", "what is asked for comes first"
+    assert columns.hparam_infos[0].name == "optim.lr", "the requested key comes first"
     assert len(page.layout()["category"][0]["chart"]) == len(CHARTS["Overview"])
 
 
@@ -198,11 +196,11 @@ def test_a_run_shows_config_plan_and_the_predicted_step(config: Config, tmp_path
         for name in ("about", "config", "plan", "planner")
     }
     assert "n_layers: 2" in texts["config"]
-    for words in ("350 steps of 256 tokens", "1,000 tokens", f"2 x {CPU}", "tp 2", "2 layers"):
-        assert words in texts["about"]
+    for fact in ("350 steps of 256 tokens", "1,000 tokens", f"2 x {CPU}", "tp 2", "2 layers"):
+        assert fact in texts["about"]
     assert texts["planner"] == "- tp=2: faster"
-    (picture,) = page.runs.Tensors("run/tb", "predicted_step")
-    width, height, png = picture.tensor_proto.string_val
+    (image,) = page.runs.Tensors("run/tb", "predicted_step")
+    width, height, png = image.tensor_proto.string_val
     assert Image.open(io.BytesIO(png)).size == (int(width), int(height))
     assert int(width) > 2000
     _, rows = page.hparams()
@@ -243,7 +241,7 @@ board.close()
 
 
 def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> None:
-    """It would take seconds, and memory of the GPU."""
+    """Importing it takes seconds and GPU memory."""
     (tmp_path / "tensorflow.py").write_text("print('TensorFlow is imported')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "-c", WRITE]

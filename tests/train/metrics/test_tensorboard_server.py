@@ -1,5 +1,5 @@
-"""The page of a real TensorBoard server, whose own loader reads the files in another language than the
-library does."""
+"""The page of a real TensorBoard server, which reads the files with its own loader, not with the Python
+library."""
 
 import json
 import re
@@ -25,7 +25,7 @@ STATUSES = ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNIN
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The address of a server that shows a folder."""
+    """Start a server for a folder and yield its address."""
     arguments = [
         sys.executable,
         "-m",
@@ -43,19 +43,19 @@ def serving(folder: Path) -> Iterator[str]:
         try:
             assert server.stdout is not None
             yield next(
-                found.group()
+                match.group()
                 for line in server.stdout
-                if (found := re.search(r"http://127\.0\.0\.1:\d+/", line))
+                if (match := re.search(r"http://127\.0\.0\.1:\d+/", line))
             )
         finally:
             server.send_signal(signal.SIGTERM)
 
 
-def ask(address: str, body: dict[str, Any] | None = None) -> Any:
+def query(address: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
 
 
 def test_a_server_shows_charts_texts_and_a_row_for_each_run_also_of_one_that_was_resumed(
@@ -67,22 +67,22 @@ def test_a_server_shows_charts_texts_and_a_row_for_each_run_also_of_one_that_was
     with serving(tmp_path) as address:
         plugins = f"{address}data/plugin"
         deadline_s = time.monotonic() + 60
-        while len(ask(f"{plugins}/scalars/tags")) < 2 and time.monotonic() < deadline_s:
+        while len(query(f"{plugins}/scalars/tags")) < 2 and time.monotonic() < deadline_s:
             time.sleep(0.2)
         assert [
-            category["title"] for category in ask(f"{plugins}/custom_scalars/layout")["category"]
+            category["title"] for category in query(f"{plugins}/custom_scalars/layout")["category"]
         ] == list(CHARTS)
-        loss = ask(f"{plugins}/scalars/scalars?run=a/tb&tag=loss/eval")
+        loss = query(f"{plugins}/scalars/scalars?run=a/tb&tag=loss/eval")
         assert [step for _, step, _ in loss] == list(range(5))
-        assert ask(f"{plugins}/text/text?run=b/tb&tag=config")[0]["text"] == "<p>a: 1</p>"
-        asked = {
+        assert query(f"{plugins}/text/text?run=b/tb&tag=config")[0]["text"] == "<p>a: 1</p>"
+        body = {
             "experimentName": "",
             "allowedStatuses": STATUSES,
             "colParams": [],
             "startIndex": 0,
             "sliceSize": 9,
         }
-        rows = {row["name"]: row for row in ask(f"{plugins}/hparams/session_groups", asked)["sessionGroups"]}
+        rows = {row["name"]: row for row in query(f"{plugins}/hparams/session_groups", body)["sessionGroups"]}
         assert {name: row["hparams"]["optim.lr"] for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}
-        metrics = ask(f"{plugins}/hparams/experiment", {"experimentName": ""})["metricInfos"]
+        metrics = query(f"{plugins}/hparams/experiment", {"experimentName": ""})["metricInfos"]
         assert [metric["name"]["tag"] for metric in metrics] == list(COMPARED)
