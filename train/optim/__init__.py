@@ -1,1 +1,1 @@
-"""The optimizer, its schedule, and AdamW in bfloat16 with its kernels, each beside its reference."""
+"""The optimizer, its learning-rate schedule, and AdamW in bfloat16: a reference and a Triton kernel."""

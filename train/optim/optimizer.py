@@ -10,7 +10,7 @@ from meshwright.train.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 1 to `total_steps`."""
+    """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     decay_steps = max(1, total_steps - config.warmup_steps)
@@ -24,9 +24,11 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW in two groups: torch's fused one, or ours where parameters or moments are bfloat16, which draws
-    from `seed` how it rounds. The moments exist at once, as zeros, so that a checkpoint can be read into
-    them."""
+    """Return AdamW with two parameter groups, with and without weight decay: torch's fused AdamW, or
+    RoundedAdamW if parameters or moments are bfloat16, whose rounding depends on `seed`.
+
+    The moments are allocated immediately, as zeros, so that a checkpoint can be loaded into them.
+    """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
     decay = [p for p in trained if p.dim() > 1 and id(p) not in embeddings]

@@ -133,8 +133,8 @@ BROKEN = (
     Fault(
         "rounding-by-place-in-shard",
         "stochastic rounding depends on where a rank's shard begins",
-        "whole.first + place + place // whole.columns * whole.gap",
-        "place",
+        "shard.first + index + index // shard.columns * shard.gap",
+        "index",
         tests=("tests/train/optim/test_stochastic_adamw.py",),
     ),
     # Data
