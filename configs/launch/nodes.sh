@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Train on several machines. The same line on each of them, from the repository's root, in the same environment:
+# Train on several machines. Run the same command on each of them, from the repository's root, in the same environment:
 #
 #   configs/launch/nodes.sh FIRST_HOST[:PORT] NODES CONFIG [--section.key=value ...]
 #
-# FIRST_HOST is one of the machines, by a name or address that all of them reach; there they meet (c10d rendezvous, port 29400).
-# run.dir must be a folder that every machine sees under the same path: rank 0 writes the logs there, every rank its shards.
-# One process per GPU; PET_NPROC_PER_NODE=2 before the line says otherwise, and is needed where there is no GPU.
-# The screen shows local rank 0 of this machine; what any rank prints is in runs/logs/ID/HOST/*/attempt_*/RANK/{stdout,stderr}.log.
-# To stop: SIGTERM or Ctrl-C on all machines; all save after the same step, and the same line goes on. One machine's signal is
-# enough for all to save, but the other machines' torchruns then wait 300 s for the one that has left, and hear no signal.
+# FIRST_HOST is the rendezvous host (c10d, port 29400): one of the machines, as a name or address that all of them can reach.
+# run.dir must be a folder with the same path on every machine: rank 0 writes the logs there, every rank its shards.
+# One process per GPU is started; set PET_NPROC_PER_NODE=2 before the command to change that, or if there is no GPU.
+# The screen shows local rank 0 of this machine; the output of every rank is in runs/logs/ID/HOST/*/attempt_*/RANK/{stdout,stderr}.log.
+# To stop: SIGTERM or Ctrl-C on all machines; all save after the same step, and the same command resumes. A signal on one machine
+# makes all machines save, but torchrun on the others then waits 300 s for the machine that has left, and ignores signals.
 set -euo pipefail
 
 if [ $# -lt 3 ] || [[ ! $2 =~ ^[1-9][0-9]*$ ]]; then
@@ -21,8 +21,8 @@ first=${1%%:*} port=29400 nodes=$2 config=$3
 shift 3
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# Who opens the port. Slurm and Kubernetes number their nodes; else it is the machine that has one of FIRST_HOST's addresses.
-# (torchrun itself compares FIRST_HOST with what this machine's own name resolves to, which is often 127.0.1.1.)
+# Whether this machine opens the port. Slurm and Kubernetes number their nodes; otherwise it is the machine with one of FIRST_HOST's
+# addresses. (torchrun compares FIRST_HOST with the address of this machine's own name, which is often 127.0.1.1.)
 is_first() {
   local number=${SLURM_NODEID:-${PET_NODE_RANK:-}} address
   [ -n "$number" ] && { [ "$number" = 0 ]; return; }
@@ -33,7 +33,7 @@ is_first() {
   return 1
 }
 
-# This machine's address on the way to FIRST_HOST, and the interface that has it. Nothing where there is no `ip` to ask (iproute2).
+# This machine's address on the route to FIRST_HOST, and the interface with that address. Empty without `ip` (iproute2).
 own_address() {
   local address
   address=$(getent ahosts "$first" | awk 'NR == 1 {print $1}')
@@ -43,35 +43,35 @@ interface_of() {
   ip -o address show | awk -v wanted="$1" '{split($4, part, "/"); if (part[1] == wanted) {print $2; exit}}'
 }
 
-# Left alone, the processes take the address of this machine's own name, torchrun for where they meet, and gloo, which carries the
-# agreements between ranks (stop, save, who is stuck) also beside NCCL, for what it listens at. Where /etc/hosts makes that
-# 127.0.1.1, as Debian and Ubuntu do, no other machine reaches it, and all wait.
+# By default torchrun (for the rendezvous) and gloo (for listening) use the address of this machine's own name. gloo carries the
+# agreements between ranks (stop, save, which rank is stuck), also next to NCCL. Where /etc/hosts maps the name to 127.0.1.1, as
+# Debian and Ubuntu do, no other machine can reach it, and all hang.
 local_address=()
 own=$(own_address || true)
 if [ -n "$own" ]; then
   local_address=(--local-addr "$own")
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$(interface_of "$own")}
 fi
-# NCCL finds InfiniBand and its interfaces itself. Where it takes a wrong one (a management network), say NCCL_SOCKET_IFNAME and
-# NCCL_IB_HCA before the line. WARN names the call that failed; without it an error says only "unhandled system error".
+# NCCL finds InfiniBand and its interfaces automatically. If it uses a wrong one (a management network), set NCCL_SOCKET_IFNAME and
+# NCCL_IB_HCA before the command. WARN logs the failed call; without it an error is only "unhandled system error".
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-# RDMA pins memory: a low limit is "ibv_reg_mr failed: Cannot allocate memory". Files: the shards, the data, the sockets to every peer.
+# -l: RDMA pins memory; a low limit fails with "ibv_reg_mr failed: Cannot allocate memory". -n: shards, data, and sockets to all peers.
 ulimit -S -l "$(ulimit -H -l)"
 ulimit -S -n "$(ulimit -H -n)"
 if [ -d /dev/infiniband ] && [ "$(ulimit -l)" != unlimited ]; then
   echo "nodes.sh: $(hostname): ulimit -l is $(ulimit -l) KiB; InfiniBand needs unlimited (limits.conf, or LimitMEMLOCK of slurmd)" >&2
 fi
-# torchrun says 1 where nobody has said anything, and prints a warning; our threads are run.threads.
+# torchrun would set 1 with a warning if it is unset; run.threads sets the threads of the run.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PET_NPROC_PER_NODE=${PET_NPROC_PER_NODE:-gpu}
-# How long torchrun lets its workers save after a signal, before it kills them: longer than run.grace_s (120). torch 2.13 reads it.
+# The time torchrun gives its workers to save after a signal, before it kills them: longer than run.grace_s (120). Read by torch 2.13.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-150}
 
 id=${SLURM_JOB_ID:-nodes}
 logs=runs/logs/$id/${SLURMD_NODENAME:-$(hostname)}
 mkdir -p "$logs"
-# join_timeout: machines do not come at once (images, queues). max-restarts: a worker that dies is started again, with all others,
-# from the last commit; three failures at the same step end it. exec: signals reach torchrun, which passes them to its workers.
+# join_timeout: machines start at different times (images, queues). max-restarts: if a worker dies, all workers restart from the last
+# commit; three failures at the same step end the run. exec: signals reach torchrun, which forwards them to its workers.
 exec torchrun --nnodes "$nodes" --rdzv-backend c10d --rdzv-id "$id" --rdzv-endpoint "$first:$port" \
   --rdzv-conf "is_host=$(is_first && echo 1 || echo 0),join_timeout=1800" --max-restarts 3 \
   "${local_address[@]}" --log-dir "$logs" --tee 3 --local-ranks-filter 0 \
