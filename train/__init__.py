@@ -1,1 +1,1 @@
-"""Introduces the model to the parallelism: config, data, step, optimizer, checkpoint, metrics, main."""
+"""Training: joins model and parallelism with config, data, step, optimizer, checkpoint, metrics and main."""

@@ -1,4 +1,4 @@
-"""A thread that does one thing after another in the background."""
+"""A background thread that runs submitted calls in order."""
 
 import threading
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class BackgroundThread:
-    """A thread that does one call after the other, so that whoever submits them can stop waiting for one.
+    """A thread that runs submitted calls one after another; the caller may stop waiting for any of them.
 
-    It is a daemon, unlike those of concurrent.futures: a store or disk that never answers must not keep a
+    It is a daemon thread, unlike those of concurrent.futures: a hanging store or disk must not keep the
     process alive.
     """
 
@@ -20,13 +20,13 @@ class BackgroundThread:
         self._thread.start()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        """Have a function called; its result or exception arrives in the future."""
+        """Queue a call; the returned future receives its result or exception."""
         future: Future[Any] = Future()
         self._queue.put((function, future))
         return future
 
     def close(self, limit_s: float) -> None:
-        """Wait for what was submitted, and for the thread, no longer than the limit."""
+        """Wait at most `limit_s` seconds for the queued calls and the end of the thread."""
         self._queue.put(None)
         self._thread.join(limit_s)
 
@@ -35,5 +35,5 @@ class BackgroundThread:
             function, future = item
             try:
                 future.set_result(function())
-            except BaseException as error:  # the sender decides what it means
+            except BaseException as error:  # the caller of submit() handles it
                 future.set_exception(error)

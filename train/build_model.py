@@ -1,4 +1,4 @@
-"""The sharded model with its initial weights."""
+"""Build the sharded model with its initial weights."""
 
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -18,10 +18,11 @@ from meshwright.train.errors import ConfigError
 def build_model(
     config: LlamaConfig, train: TrainConfig, plan: Plan, mesh: DeviceMesh, device: torch.device, seed: int
 ) -> Llama:
-    """Built on the meta device and filled one parameter at a time, so no rank ever holds the whole.
+    """Return the sharded model with initial weights, built on the meta device and filled one parameter at a
+    time, so that no rank ever holds the full model.
 
-    With `plan.cpu_offload` parameters stay in host memory. Raises ConfigError for a `train.freeze` that
-    matches nothing.
+    With `plan.cpu_offload` parameters are in host memory. Raises ConfigError if a pattern of `train.freeze`
+    matches no parameter.
     """
     model = shard_model(config, plan, mesh, train.freeze, train.z_loss)
     fill_model(model, plan, device, seed)
@@ -31,12 +32,12 @@ def build_model(
 def shard_model(
     config: LlamaConfig, plan: Plan, mesh: DeviceMesh, frozen: Sequence[str] = (), z_loss: float = 0.0
 ) -> Llama:
-    """The first half of building: a model on the meta device with the plan applied to it. `frozen`: patterns
-    of `train.freeze`; `z_loss`: as `train.z_loss`."""
+    """First half of `build_model`: return a model on the meta device with the plan applied. `frozen`:
+    patterns of `train.freeze`; `z_loss`: as `train.z_loss`."""
     with torch.device("meta"):
         model = Llama(config)
     model.head.loss.z_loss = z_loss
-    for parameter in model.parameters():  # not the buffers: RoPE's tables stay float32
+    for parameter in model.parameters():  # not the buffers: the RoPE tables stay float32
         parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
     freeze(model, frozen)
     apply_plan(model, plan, mesh)
@@ -46,30 +47,34 @@ def shard_model(
 def fill_model(
     model: Llama, plan: Plan, device: torch.device, seed: int, copy: Callable[..., None] = copy_shard
 ) -> None:
-    """The second half: this rank's tensors, with initial values that `copy` puts into them, as in
-    `init_weights`."""
+    """Second half of `build_model`: allocate this rank's tensors and write initial values with `copy`, as
+    `init_weights` does."""
     model.to_empty(device="cpu" if plan.cpu_offload else device)
-    for name, buffer in model.named_buffers():  # all of them belong to the model itself
+    for name, buffer in model.named_buffers():  # all buffers are attributes of the root module
         setattr(model, name, buffer.to(device))
     init_weights(model, seed, copy)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude parameters from training by fqn pattern, as in layers.0.* (their gradients are not even
-    computed)."""
+    """Exclude parameters from training by fqn pattern, such as layers.0.*; their gradients are not computed.
+
+    Raises ConfigError for a pattern without a match, and if nothing is left to train.
+    """
     for pattern in patterns:
-        # A tied weight by either of its names.
-        found = [
+        # remove_duplicate=False: a tied weight matches by either of its names
+        matches = [
             p
             for name, p in model.named_parameters(remove_duplicate=False)
             if fnmatch.fnmatchcase(name, pattern)
         ]
-        if not found:
+        if not matches:
             raise ConfigError(
-                f"train.freeze: {pattern} matches no parameter; names are as tok_embeddings.weight or "
+                f"train.freeze: {pattern} matches no parameter: use a name such as tok_embeddings.weight or "
                 "layers.0.*"
             )
-        for parameter in found:
+        for parameter in matches:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"train.freeze={list(patterns)} leaves nothing to train")
+        raise ConfigError(
+            f"train.freeze={list(patterns)} matches all parameters and leaves nothing to train: remove one"
+        )

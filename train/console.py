@@ -1,4 +1,4 @@
-"""What a person sees: log lines from rank 0, and on a terminal a live line of progress."""
+"""Screen output: log lines of rank 0, and on a terminal a progress bar."""
 
 import contextlib
 import os
@@ -11,8 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class Console:
-    """Plain lines on standard output; on a terminal the last line is a progress bar. Silent on other
-    ranks."""
+    """Prints plain lines to standard output, on a terminal above a progress bar; only on rank 0."""
 
     def __init__(self, is_main: bool) -> None:
         self._is_main = is_main
@@ -20,7 +19,7 @@ class Console:
         self._total = 0
 
     def print(self, text: str) -> None:
-        """Print a line (or several)."""
+        """Print one or more lines."""
         if not self._is_main:
             return
         try:
@@ -28,16 +27,16 @@ class Console:
                 self._progress.console.print(text, markup=False, highlight=False)
             else:
                 print(text, flush=True)
-        except OSError:  # the terminal, or whoever read the pipe, is gone: training goes on without
-            self._leave()
+        except OSError:  # the terminal or the pipe's reader has exited: training continues without output
+            self._disable()
 
     def print_lines(self, texts: Iterable[str]) -> None:
-        """Print each of them."""
+        """Print each text."""
         for text in texts:
             self.print(text)
 
     def start_progress(self, done: int, total: int) -> None:
-        """Show the live line, if this is a terminal."""
+        """Show the progress bar if standard output is a terminal."""
         self._total = total
         if self._is_main and sys.stdout.isatty():
             columns = (
@@ -51,12 +50,12 @@ class Console:
             self._progress.start()
 
     def step_done(self, step: int) -> None:
-        """Move the bar."""
+        """Advance the progress bar to `step`."""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
     def report(self, row: dict[str, Any]) -> None:
-        """Show a row of metrics: in the live line, or as a line of its own."""
+        """Show a row of metrics: in the progress bar, or as a separate line."""
         text = _describe(row)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], description=text)
@@ -66,14 +65,14 @@ class Console:
             self.print(f"step {row['step']}/{self._total}  {text}")
 
     def close(self) -> None:
-        """Leave the live line."""
+        """Stop the progress bar."""
         if self._progress is not None:
             with contextlib.suppress(OSError):
                 self._progress.stop()
             self._progress = None
 
-    def _leave(self) -> None:
-        """Say nothing any more, and let nobody else try: Python's own last flush would fail."""
+    def _disable(self) -> None:
+        """Stop printing; redirect standard output to /dev/null, because Python's flush at exit would fail."""
         self._is_main = False
         self.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,54 +1,53 @@
-"""Every error that a user of a run can see, by what it ends with: exit code 2 (USER_ERRORS), or 1 with no
-traceback (EXPLAINED_ERRORS)."""
+"""The errors that a run reports to its user, by exit code: 2 (USER_ERRORS), or 1 without a traceback
+(EXPLAINED_ERRORS)."""
 
 from meshwright.parallel.errors import PlanError
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used: the message names it, what is wrong and the way out."""
+    """A checkpoint cannot be used: the message names the checkpoint, the problem and the fix."""
 
 
 class UnreadableError(CheckpointError):
-    """Whether a checkpoint is whole cannot be told now: the disk or the system does not let us read it. It
-    may well be, so nobody passes it over."""
+    """The checkpoint could not be read (I/O or permission error). It may be intact, so `resume: auto` must
+    not skip it."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be saved; nothing of it is left, and those before are as they were."""
+    """A checkpoint could not be saved; nothing of it remains, and earlier checkpoints are unchanged."""
 
 
 class DataError(ValueError):
-    """The data asked for cannot be used: the message names what, where and the way out."""
+    """The configured data cannot be used: the message names the problem, the place and the fix."""
 
 
 class LockError(ValueError):
-    """Another run works in this folder."""
+    """Another run uses this folder."""
 
 
 class CrashLoopError(ValueError):
-    """Started again and again by torchrun or Slurm, the run fails at the same step: for a human to look
-    at."""
+    """The run failed at the same step after repeated restarts by torchrun or Slurm, and needs a person."""
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong: the message names key, value, place and way out."""
+    """The configuration is invalid: the message names the key, the value, the place and the fix."""
 
 
-# one message, exit code 2
+# printed as one message, with exit code 2
 USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, CrashLoopError)
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps were not finite, or something that is not finite would have been saved."""
+    """Too many steps had a non-finite loss or gradient, or a checkpoint would contain non-finite values."""
 
 
 class OutOfMemory(RuntimeError):
-    """The message says all."""
+    """The device ran out of memory; the message gives the cause and what to change."""
 
 
 class PeerLostError(RuntimeError):
-    """A process of this run has died: nothing can be agreed any more, and nothing is saved."""
+    """A process of this run has died: the ranks can no longer agree on anything, and nothing is saved."""
 
 
-# failures of which the message says all: no traceback
+# the message explains the failure: no traceback
 EXPLAINED_ERRORS = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)

@@ -1,5 +1,4 @@
-"""How well the model predicts text it has not seen: each named set shared out over the data-parallel
-ranks."""
+"""Evaluation on held-out text and validation sets, each distributed over the data-parallel ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,12 +21,12 @@ from meshwright.train.step import count_targets, summed
 
 @dataclass(frozen=True)
 class Score:
-    """What an evaluation of one set found.
+    """The result of evaluating one set.
 
     Args:
-        nats: summed loss
-        tokens: that were predicted
-        bytes_per_token: of the whole set: its text in UTF-8, by the tokens in it that are predicted
+        nats: sum of the loss over the tokens
+        tokens: number of predicted tokens
+        bytes_per_token: bytes of UTF-8 text per predicted token, over the entire set
     """
 
     nats: float
@@ -36,17 +35,19 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Mean over the tokens, in nats."""
+        """Mean loss over the tokens, in nats."""
         return self.nats / max(1, self.tokens)
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))  # beyond, a float64 overflows
+        """The exponential of the loss."""
+        return math.exp(min(self.loss, 700.0))  # a larger exponent overflows float64
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss per byte of text, which models with different tokenizers can be compared by. Exact for a
-        set that is evaluated whole, without clipped documents; else by the whole set's bytes per token."""
+        """Loss per byte of text in bits, comparable between models with different tokenizers. Exact if the
+        set is evaluated in full, without truncated documents; otherwise the bytes per token of the entire set
+        are an approximation."""
         return self.loss / math.log(2) / self.bytes_per_token
 
 
@@ -59,8 +60,8 @@ def score_sets(
     device: torch.device,
     data_parallel: dist.ProcessGroup,
 ) -> dict[str, Score]:
-    """The score of every set, the same on all ranks and, but for rounding, on every mesh. `limit`: sequences
-    of each set, from its first on, at most; 0 is all."""
+    """Return the score of every set: identical on all ranks and, except for rounding, on every mesh. `limit`:
+    evaluate at most the first `limit` sequences of each set; 0 is all."""
     scores = {}
     for name, split in sets.items():
         batches = set_batches(split, sequences, shape, limit, device)
@@ -74,8 +75,8 @@ def score_sets(
 def set_batches(
     split: TokenStream, sequences: SequenceShape, shape: BatchShape, limit: int, device: torch.device
 ) -> Iterator[Batch]:
-    """This rank's share of a set's first sequences, in batches of one shape, as many on every rank; `limit` 0
-    is all, the last filled up."""
+    """Yield this rank's share of the first `limit` sequences of a set (0: all), in batches of one shape.
+    Every rank yields the same number of batches; the last ones are padded."""
     count = -(-(split.tokens - 1) // sequences.seq_len) if sequences.packing else split.documents
     count = min(limit, count) if limit else count
     per_round = shape.micro_batch_size * shape.data_parallel
@@ -86,22 +87,22 @@ def set_batches(
 
 
 def _predicted(split: TokenStream, shape: SequenceShape) -> int:
-    """How many tokens of a set are ever a target: not the first of all, nor of any document that is kept
-    apart."""
+    """Number of tokens of a set that are targets: all but the first token of the set, or of each document if
+    documents are separate."""
     if shape.packing:
         return split.tokens - (split.documents if shape.document_mask else 1)
     return split.tokens - (split.documents if shape.start_id is None else 0)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
-    """(loss, tokens) summed over all ranks' batches, float64 [2] on the device, the loss in nats. Weights and
-    gradients stay.
+    """Return (loss in nats, tokens) summed over the batches of all ranks, float64 [2] on the device. Weights
+    and gradients do not change.
 
-    Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second
+    Autograd stays enabled, although there is no backward: without it the compiled blocks would need a second
     graph.
     """
     totals = None
-    with without_backward(model), _not_learning(model):
+    with without_backward(model), _loss_only(model):
         for batch in batches:
             loss = model(batch.tokens, batch.targets, batch.first).detach()
             add = torch.stack((loss, count_targets([batch]))).double()
@@ -111,8 +112,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.Pro
 
 
 @contextmanager
-def _not_learning(model: nn.Module) -> Iterator[None]:
-    """Within it the loss of the model counts no z-loss and makes no gradients."""
+def _loss_only(model: nn.Module) -> Iterator[None]:
+    """Context in which the model's loss excludes the z-loss and computes no gradients."""
     switches = [module.learning for module in model.modules() if isinstance(module, LinearCrossEntropySum)]
     for switch in switches:
         switch.zero_()
@@ -124,7 +125,7 @@ def _not_learning(model: nn.Module) -> Iterator[None]:
 
 
 def mean_loss(scores: Mapping[str, Score]) -> float:
-    """Mean over the tokens of all sets, in nats."""
+    """Mean loss over the tokens of all sets, in nats."""
     return sum(score.nats for score in scores.values()) / max(
         1, sum(score.tokens for score in scores.values())
     )

@@ -1,5 +1,5 @@
-"""Files: JSON of bounded size, whole writes by one rename, folders that survive a power cut, paths that a
-user names, and how many files may be open. No torch."""
+"""File helpers: JSON of bounded size, atomic writes by rename, fsync of folders, user paths, locks, and the
+limit of open files. Does not import torch."""
 
 import contextlib
 import errno
@@ -17,14 +17,14 @@ from meshwright.train.errors import DataError
 if TYPE_CHECKING:
     from filelock import FileLock
 
-_SHOWN = 80  # letters of a name that a message repeats
+_SHOWN = 80  # characters of a name that a message quotes
 
 
 def user_path(name: str, key: str, error: type[ValueError] = DataError) -> Path:
-    """The path that a name means, ~ and ~user expanded; nothing need be there.
+    """Return the path of a user's `name`, with ~ and ~user expanded; it need not exist.
 
-    Raises `error`, which says that it is `key`, where no path is meant (no such user) or the system refuses
-    to look it up (too long, a folder that may not be entered).
+    Raises `error`, whose message names `key`, if there is no such user or the system cannot look up the path
+    (too long, no permission for a folder).
     """
     if not name:
         raise error(f"{key} is empty: name a path")
@@ -35,13 +35,13 @@ def user_path(name: str, key: str, error: type[ValueError] = DataError) -> Path:
         return path
     except (OSError, ValueError, RuntimeError) as problem:
         shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}... ({len(name):,} letters)"
-        said = getattr(problem, "strerror", None) or str(problem).rstrip(".")
-        raise error(f"{key}={shown!r} is no usable path ({said}): name another") from None
+        reason = getattr(problem, "strerror", None) or str(problem).rstrip(".")
+        raise error(f"{key}={shown!r} is no usable path ({reason}): name another") from None
     return path
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder. Raises OSError."""
+    """Fsync a folder, so that the names in it survive a power failure. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -50,39 +50,39 @@ def flush_folder(folder: Path) -> None:
 
 
 def read_bounded(path: Path, limit_bytes: int) -> bytes:
-    """A file's content. OSError if it cannot be read; ValueError for what is no regular file, which may never
-    end, and for one of more than `limit_bytes`."""
+    """Return the content of a file. Raises OSError if it cannot be read; ValueError if it is not a regular
+    file, which may never end, or is larger than `limit_bytes`."""
     if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with open(path, "rb") as file:
         content = file.read(limit_bytes + 1)
     if len(content) > limit_bytes:
-        raise ValueError(f"larger than the {limit_bytes:,} bytes that are read")
+        raise ValueError(f"larger than the limit of {limit_bytes:,} bytes")
     return content
 
 
 def read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
-    """The mapping that a JSON file holds. ValueError if it is no regular file, is larger than `limit_bytes`,
-    is not JSON in UTF-8 or holds no mapping; OSError if it cannot be read."""
+    """Return the mapping in a JSON file. Raises ValueError if it is not a regular file, is larger than
+    `limit_bytes`, is not JSON in UTF-8 or contains no mapping; OSError if it cannot be read."""
     return parse_mapping(read_bounded(path, limit_bytes).decode("utf-8"))
 
 
 def parse_mapping(text: str) -> dict[str, Any]:
-    """The mapping that a JSON text holds. ValueError if it holds something else, or is nested too deeply."""
+    """Return the mapping in a JSON text. Raises ValueError if it is not a mapping or is nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError("no mapping of names to values")
+        raise ValueError("not a mapping of names to values")
     return value
 
 
 @contextmanager
 def replacing(path: Path, ending: str = ".tmp") -> Iterator[Path]:
-    """A file beside `path` to write, which then takes its place by one rename: nobody sees half of it. After
-    an error nothing is left of it. `ending`: of its name, by which some writers choose the format."""
-    # processes of several nodes may write at once, and threads of one: none may share it
+    """Yield a temporary file next to `path`, which replaces `path` by an atomic rename at the end; after an
+    error it is deleted. `ending`: end of its name, from which some writers choose the format."""
+    # a random name: processes of several nodes and threads of one may write at the same time
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{ending}")
     try:
         yield partial
@@ -94,45 +94,46 @@ def replacing(path: Path, ending: str = ".tmp") -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears by one rename once the disk has it. Raises OSError."""
+    """Write a file atomically: fsync, then rename. Raises OSError."""
     with replacing(path) as partial, open(partial, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-# what flock(2) answers on a network file system without locks; Lustre without its flock option ENOSYS
+# errors of flock(2) on a network file system without locks; ENOSYS is Lustre without its flock option
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def make_lock(path: Path) -> "FileLock":
-    """A lock between processes (flock(2)), not taken yet, which the kernel lets go of when its process dies.
+    """Return a lock between processes (flock(2)), not yet acquired; the kernel frees it if its process dies.
 
-    Forked processes do not keep it. Where there are no locks, taking it raises OSError with one of NO_LOCKS:
-    filelock's own way then, a file whose being there is the lock, would outlive a killed process on network
-    file systems.
+    Forked processes do not keep it. On a file system without locks, acquiring it raises OSError with one of
+    NO_LOCKS. The fallback of filelock, a file whose existence is the lock, is off, because it would outlive a
+    killed process.
     """
     from filelock import FileLock
 
     return FileLock(path, thread_local=False, poll_interval=0.2, fallback_to_soft=False)
 
 
-# a socket to every peer of thousands, and all shards; programs that walk through all numbers stay quick
+# enough for a socket to each of thousands of peers and all shards; small enough for programs that loop over
+# all file descriptors
 ENOUGH = 65_536
 
 
 def open_files_limit() -> int:
-    """How many it may have open now (ulimit -n), `ENOUGH` at most."""
+    """The current limit of open files (ulimit -n), at most `ENOUGH`."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return ENOUGH if soft == resource.RLIM_INFINITY else min(soft, ENOUGH)
 
 
 def allow_open_files() -> None:
-    """Raise the limit as far as the system lets a user: a shell's own, of 1,024, is meant for programs that
-    use select(2)."""
+    """Raise the limit of open files to the hard limit, at most `ENOUGH`. The usual soft limit of 1,024 exists
+    for programs that use select(2)."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if open_files_limit() < wanted:
-        # macOS allows less than its hard limit says; then the old one holds
+        # macOS allows less than its reported hard limit; then the old limit remains
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

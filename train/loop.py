@@ -26,7 +26,7 @@ def train_loop(
     supervision: Supervision,
     reporting: Reporting,
 ) -> TrainPosition:
-    """Train from `state.position` to the last step, or until a stop is agreed; returns how far it got.
+    """Train from `state.position` to the last step, or until the ranks agree to stop; return the position.
 
     Raises SaveError if a checkpoint could not be saved, NonFiniteError, and PeerLostError.
     """
@@ -41,7 +41,7 @@ def train_loop(
     with (
         closing(data.load_from(position, config.data.prefetch)) as loader,
         reporting.profiling(),
-        saves.awaited(),
+        saves.finished_at_exit(),
     ):
         if config.train.eval_every and position.step == 0:
             reporting.report_evaluation(0, evaluate(0))
@@ -60,7 +60,7 @@ def train_loop(
             reporting.after_step(step, batch)
             position = data.advance(position)
 
-            saves.hear(step)
+            saves.poll(step)
             stopping = supervision.should_stop()
             saving = _due(config.checkpoint.every, step, last or stopping)
             with reporting.paused(reported or saving):
@@ -80,7 +80,7 @@ def _due(every: int, step: int, last: bool) -> bool:
 
 
 class Saves:
-    """The saves of a run, what becomes of which is told, and may end the run."""
+    """Starts the saves of a run and reports their results; a failed save may end the run."""
 
     def __init__(
         self,
@@ -90,51 +90,53 @@ class Saves:
         reporting: Reporting,
         step: int,
     ) -> None:
-        """`step`: the last that is done."""
+        """`step`: the last finished step."""
         self._saver, self._stops = saver, on_error == "stop"
         self._supervision, self._reporting = supervision, reporting
         self._step = step
 
     def save(self, position: TrainPosition) -> None:
-        """Start to save, when the steps before are known to be finite, and all their rows are on disk."""
+        """Start a save, after checking that all steps so far were finite and flushing their rows to disk."""
         self._supervision.enter("checkpoint", position.step)
         self._supervision.finish_steps()
         self._reporting.flush()
         self._saver.save(position)
-        self.hear(position.step)
+        self.poll(position.step)
 
-    def hear(self, step: int) -> None:
-        """Tell what has become of saves by now; one that failed asks for the end of the run, unless
+    def poll(self, step: int) -> None:
+        """Report the saves that have finished. A failed save requests a stop of the run, unless
         `checkpoint.on_error` is warn.
 
-        Raises PeerLostError where one was cut off: this rank must end for the others to notice, which may
-        wait for it.
+        Raises PeerLostError if a save lost contact with the other ranks: they may be waiting for this rank
+        and notice only that it exits.
         """
-        self._step, saved = step, self._saver.poll()
+        self._step, finished = step, self._saver.poll()
         if self._saver.cut_off:
-            raise PeerLostError(f"{self._saver.cut_off}; {INTACT}, and the same command goes on from there")
-        for one in saved:
-            if not one.error:
+            raise PeerLostError(f"{self._saver.cut_off}; {INTACT}, and the same command resumes from there")
+        for save in finished:
+            if not save.error:
                 self._reporting.print(
-                    f"saved {one.path} (stood still {one.stall_s:.2f} s, committed after {one.total_s:.2f} s)"
+                    f"saved {save.path} (training waited {save.stall_s:.2f} s, committed after "
+                    f"{save.total_s:.2f} s)"
                 )
                 self._reporting.progress(step)
             elif self._stops:
-                self._supervision.request_stop(one.error)
+                self._supervision.request_stop(save.error)
             else:
-                self._reporting.print(f"warning: not saved: {one.error}")
+                self._reporting.print(f"warning: not saved: {save.error}")
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Wait for a save under way, whatever ends the run: what has been copied is not lost."""
+    def finished_at_exit(self) -> Iterator[None]:
+        """Context that waits at its end for a save in progress, also after an error: a state that has been
+        copied is written."""
         try:
             yield
         finally:
             self._supervision.enter("checkpoint", self._step)
             self._saver.wait()
-            self.hear(self._step)
+            self.poll(self._step)
 
     def raise_failure(self) -> None:
-        """Raise SaveError if the last save has failed, and that ends a run."""
+        """Raise SaveError if the last save failed and `checkpoint.on_error` is stop."""
         if self._saver.failed and self._stops:
             raise SaveError(self._saver.failed)

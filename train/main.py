@@ -1,4 +1,4 @@
-"""`torchrun -m train.main --config llama_debug.yaml`: the journey of a run, top to bottom."""
+"""`torchrun -m train.main --config llama_debug.yaml`: all phases of a run, from top to bottom."""
 
 import sys
 import traceback
@@ -21,14 +21,14 @@ from meshwright.train.distributed.exit import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
     exit_process,
-    say_error,
+    print_error,
     say_user_error,
 )
 from meshwright.train.distributed.process_group import init_distributed
 from meshwright.train.distributed.ranks import (
     RankInfo,
-    check_alike,
-    lines_of,
+    check_same_settings,
+    plan_lines,
     read_rank_info,
     settings_of,
     with_restarts_of_all,
@@ -47,7 +47,7 @@ from meshwright.train.state import restore
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run, and turn whatever happens into one message and an exit code."""
+    """Train, and turn any exception into one message and an exit code."""
     ranks = read_rank_info()
     try:
         config = parse_config(
@@ -58,28 +58,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         say_user_error(ranks, f"{type(error).__name__}: {error}")
         exit_process(ranks, EXIT_USER_ERROR, error)
     except EXPLAINED_ERRORS as error:
-        say_error(f"{type(error).__name__}: {error}")
+        print_error(f"{type(error).__name__}: {error}")
         exit_process(ranks, EXIT_FAILED, error)
     except KeyboardInterrupt as error:
         exit_process(ranks, EXIT_STOPPED, error)
     except Exception as error:
         lost = as_lost_peer(error)
-        say_error(f"PeerLostError: {lost}" if lost else traceback.format_exc())
+        print_error(f"PeerLostError: {lost}" if lost else traceback.format_exc())
         exit_process(ranks, EXIT_FAILED, lost or error)
-    # torchrun calls every other code than 0 a failure
+    # torchrun treats every exit code except 0 as a failure
     exit_process(ranks, EXIT_STOPPED if stopped and not ranks.under_torchrun else 0)
 
 
 def run(config: Config, ranks: RankInfo) -> bool:
-    """The whole journey, watched over from the first moment; True if it was stopped before its last step."""
+    """Run all phases under supervision; return True if the run was stopped before its last step."""
     console = Console(ranks.is_main)
     with supervised(config.run, ranks, console, named=config.checkpoint.resume != "auto") as supervision:
-        # what the user can get wrong is found out before anything is made
+        # user errors are found before anything is created
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, config.model.vocab_size)
         init_distributed(config.run, settings_of(config), ranks, device)
-        check_alike(ranks, lines_of(plan))
+        check_same_settings(ranks, plan_lines(plan))
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)
         ranks = with_restarts_of_all(ranks)
@@ -124,13 +124,14 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
 
 def _describe_save(config: CheckpointConfig, failed: str) -> str:
-    """Whether a run that was stopped is saved, and how to resume it. `failed`: why its last save has."""
+    """Describe whether a stopped run is saved, and how to resume it. `failed`: error of its last save, or
+    ""."""
     if not config.every:
-        return "not saved, because checkpoint.every is 0; the same command starts again"
+        return "not saved, because checkpoint.every is 0; the same command starts over"
     if failed:
         return f"not saved: {failed}"
     again = "" if config.resume == "auto" else " with --checkpoint.resume=auto"
-    return f"saved; the same command{again} goes on"
+    return f"saved; the same command{again} resumes it"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Memory of the machine and of this process: what is free, what can be given back, and Python's collector of
-cyclic garbage, which runs between steps and not in the middle of one."""
+"""Memory of the machine and of this process: free memory, returning memory to the system, and Python's
+garbage collector, which runs between steps instead of within one."""
 
 import ctypes
 import gc
@@ -14,20 +14,19 @@ from meshwright.train.distributed.ranks import RankInfo
 
 
 class GarbageCollector:
-    """Collects after every `every`-th step, so on all ranks after the same one: a rank whose Python collects
-    when it likes makes all others wait for it in the next collective. With `every` 0 Python keeps its own
-    ways.
+    """Collects garbage after every `every`-th step, on all ranks after the same step. A rank that Python
+    pauses at another moment makes all others wait in the next collective. 0 leaves the timing to Python.
 
-    What is there after the first step (300,000 objects, mostly modules and the compiler's) is set apart and
-    not looked at again. A collection of everything then takes 0.1 ms, without that 150 ms (on one CPU core),
-    so no generation is left out and nothing unreachable grows old.
+    The objects that exist after the first step (300,000, mostly of modules and the compiler) are frozen, so
+    later collections skip them. A full collection then takes 0.1 ms instead of 150 ms (on one CPU core), and
+    therefore each one covers all generations.
     """
 
     def __init__(self, every: int) -> None:
         self._every, self._took_over, self._was_enabled = every, False, gc.isenabled()
 
     def step_done(self, step: int) -> None:
-        """Called after each step; the first call, of whatever step, takes over from Python."""
+        """Collect if due; called after each step. The first call disables Python's automatic collection."""
         if not self._every:
             return
         if not self._took_over:
@@ -39,7 +38,7 @@ class GarbageCollector:
             gc.collect()
 
     def close(self) -> None:
-        """Leave the collector as it was."""
+        """Restore the collector's previous state."""
         if self._took_over:
             gc.unfreeze()
             if self._was_enabled:
@@ -48,15 +47,15 @@ class GarbageCollector:
 
 
 def device_memory_bytes(device: torch.device, ranks: RankInfo) -> int:
-    """Memory that one process can have: a whole GPU, or its share of what the node has free."""
+    """Memory available to one process: a full GPU, or its share of the node's free host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return free_host_bytes() // ranks.local_world_size
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that all processes of this machine, or of this container, can still have together: also what the
-    kernel can give back of its page cache. `root`: where /proc and /sys are, of the container's limit."""
+    """Host memory that the processes of this machine or container can still allocate together, including
+    reclaimable page cache. `root`: folder that contains /proc and /sys, for the container's limit."""
     import psutil
 
     free, left = int(psutil.virtual_memory().available), memory_left_bytes(root)
@@ -64,8 +63,8 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def peak_resident_bytes(root: Path = Path("/")) -> int:
-    """The most that this process has had in memory. Linux's getrusage(2) would count its launcher too, before
-    the exec."""
+    """Peak resident memory of this process, from VmHWM: Linux's getrusage(2) would include the launcher
+    before the exec."""
     status = root / "proc/self/status"
     if status.is_file():
         lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -75,9 +74,9 @@ def peak_resident_bytes(root: Path = Path("/")) -> int:
 
 
 def return_free_memory() -> None:
-    """Give memory that Python and C++ have freed back to the system, where the C library can (glibc).
+    """Return memory that Python and C++ have freed to the system, if the C library can (glibc).
 
-    Compiling frees over 100 MiB in small pieces that glibc would keep, besides what training then takes.
+    Compiling frees over 100 MiB in small pieces, which glibc would otherwise keep during training.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,5 +1,5 @@
-"""A window of steps through torch's profiler: a Chrome trace of each profiled rank, which `tools.trace`
-explains. And which attention kernel a run really uses, read from a profile of one step."""
+"""Profiling: a Chrome trace of a window of steps for each profiled rank, which `tools.trace` analyzes; and a
+check of which attention kernel a run uses, from a profile of one step."""
 
 import json
 import re
@@ -19,13 +19,12 @@ from meshwright.parallel.compile.stats import compiled_graphs
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import ProfileConfig
-from meshwright.train.distributed.exit import say_error
+from meshwright.train.distributed.exit import print_error
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.files import replacing, write_whole
 
-CHECKED_STEP = 2  # of this process: the first one compiles
-# How a kernel's names begin or what is in them, on a GPU as the driver reports them, on a CPU as torch's
-# operators.
+CHECKED_STEP = 2  # counted from this process's start: the first step compiles
+# Patterns of kernel names, on a GPU as the driver reports them, on a CPU the names of torch's operators.
 NAMES = {
     "cudnn": r"cudnn.*(sdpa|attention|flash_fprop)",
     "flash": r"flash_(fwd|attention|fprop)",
@@ -37,15 +36,16 @@ NAMES = {
 
 
 class KernelCheck:
-    """Profiles one step and says which attention ran in it. `kernel`: of the plan."""
+    """Profiles one step and reports which attention kernel ran in it. `kernel`: the planned one; `report`
+    receives the line."""
 
-    def __init__(self, kernel: str, device: torch.device, say: Callable[[str], None]) -> None:
-        self._kernel, self._device, self._say = kernel, device, say
+    def __init__(self, kernel: str, device: torch.device, report: Callable[[str], None]) -> None:
+        self._kernel, self._device, self._report = kernel, device, report
         self._steps_left = CHECKED_STEP
         self._profile: torch.profiler.profile | None = None
 
     def before_step(self) -> None:
-        """Called before every step."""
+        """Start the profiler if this is the checked step; called before every step."""
         self._steps_left -= 1
         if self._steps_left == 0:
             kind = ProfilerActivity.CUDA if self._device.type == "cuda" else ProfilerActivity.CPU
@@ -53,31 +53,33 @@ class KernelCheck:
             self._profile.start()
 
     def close(self) -> None:
-        """Stop looking: the step has failed."""
+        """Stop the profiler after a failed step."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
 
     def after_step(self) -> None:
-        """Called after every step."""
+        """Report the kernel if this was the checked step; called after every step."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         profile.stop()
-        self._say(describe_attention(self._kernel, {event.name for event in profile.events() or ()}))
+        self._report(describe_attention(self._kernel, {event.name for event in profile.events() or ()}))
 
 
 def describe_attention(kernel: str, names: Iterable[str]) -> str:
-    """One line: the attention kernels among all names of a step, and whether they are what was asked for."""
+    """Return one line: the attention kernels among all kernel names of a step, and whether the planned
+    `kernel` is one of them."""
     first = {
-        kind: min(found)
+        kind: min(matches)
         for kind, pattern in NAMES.items()
-        if kind != "math" and (found := [name for name in names if re.search(pattern, name, re.IGNORECASE)])
+        if kind != "math" and (matches := [name for name in names if re.search(pattern, name, re.IGNORECASE)])
     }
     if first.keys() & {"cudnn", "cpu"}:
-        first.pop("flash", None)  # cuDNN's names say flash too, and our own forward is torch's
+        # cuDNN's kernel names contain flash, and our CPU attention uses torch's flash forward
+        first.pop("flash", None)
     ran = ", ".join(f"{kind} ({name[:100]})" for kind, name in first.items()) or "math (no fused kernel)"
     if kernel in first or (kernel == "math" and not first):
         return f"attention: {ran} ran, as planned"
@@ -86,23 +88,23 @@ def describe_attention(kernel: str, names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """What is profiled, and on what."""
+    """The run that is profiled."""
 
     model: nn.Module
     plan: Plan
     device: torch.device
-    to_come: range  # the steps that the run will do
+    remaining_steps: range  # the steps from here to the end of the run
 
 
-ERROR_SHOWN = 300  # characters of what the profiler or the disk said
-HISTORY_ENTRIES = 1_000_000  # allocations that a snapshot remembers, the last ones
+ERROR_SHOWN = 300  # characters of an error that a message quotes
+HISTORY_ENTRIES = 1_000_000  # newest allocations that a memory snapshot contains
 
 
 class StepProfiler:
-    """Profiles a window of steps on rank 0 or on all; with start 0 it does nothing and costs nothing.
+    """Profiles a window of steps on rank 0 or on all ranks; with start 0 it does nothing and costs nothing.
 
-    The profiler is warmed up during the step before the window. An error of the profiler, or a folder that
-    cannot be written, ends the profile and not the run: `warn` hears one line.
+    The profiler warms up during the step before the window. An error of the profiler or of writing its files
+    ends the profile, not the run: `warn` gets one line.
     """
 
     def __init__(
@@ -113,41 +115,40 @@ class StepProfiler:
         self._rank = dist.get_rank()
         enabled = config.start > 0 and (config.all_ranks or self._rank == 0)
         self._first, self._last = (config.start, config.start + config.steps - 1) if enabled else (0, 0)
-        if enabled and config.start not in subject.to_come:
-            steps = f"{subject.to_come.start} to {subject.to_come.stop - 1}"
+        if enabled and config.start not in subject.remaining_steps:
+            steps = f"{subject.remaining_steps.start} to {subject.remaining_steps.stop - 1}"
             warn(
-                f"warning: no profile: profile.start={config.start} is none of the steps that this run does, "
-                f"{steps}"
+                f"warning: no profile: profile.start={config.start} is outside the steps of this run, {steps}"
             )
             self._last = 0
         self._profile: torch.profiler.profile | None = None
         self._step: torch.profiler.record_function | None = None
-        self._names: list[RemovableHandle] = []
+        self._annotations: list[RemovableHandle] = []
         self._recording = False
 
     def before_step(self, step: int) -> None:
-        """Called before every optimizer step, counted from 1, and before its data."""
+        """Start or continue the window; called before the data of every optimizer step, counted from 1."""
         if step <= self._last:
-            with self._giving_up():
+            with self._errors_as_warning():
                 self._before(step)
 
     def after_step(self, step: int) -> Path | None:
-        """Called after every step; returns the folder of the traces when this rank's has just been written,
-        else None."""
+        """End the window after its last step; called after every step. Returns the folder of the traces if
+        this rank has just written its trace, else None."""
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
         return self.close() if step == self._last else None
 
     def close(self) -> Path | None:
-        """End a window that is still open, writing what it has; None where nothing could be written, or there
-        is none."""
-        profile, self._profile = self._profile, None  # first: whatever goes wrong, it is over
+        """End an open window and write its trace; return the folder, or None if there is no window or it
+        could not be written."""
+        profile, self._profile = self._profile, None  # first, so that an error cannot end it twice
         if profile is None:
             return None
         written = None
-        with self._giving_up():
-            # the run ends while the profiler warms up: it does not like to be dropped
+        with self._errors_as_warning():
+            # the run ends while the profiler warms up: it must be started and stopped, not dropped
             if not self._recording:
                 profile.start_trace()
                 profile.stop_trace()
@@ -173,25 +174,25 @@ class StepProfiler:
             from meshwright.parallel.profiler_annotations import name_units
 
             self._clear_folder()
-            self._wait_for_device()  # what still runs was launched before the window
-            if self._remembers:
+            self._wait_for_device()  # kernels that still run were launched before the window
+            if self._records_memory:
                 torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-            self._names = name_units(self._subject.model, self._subject.plan)
+            self._annotations = name_units(self._subject.model, self._subject.plan)
             self._profile.start_trace()
             self._profile.add_metadata_json("meshwright", json.dumps(self._facts()))
             self._recording = True
         if self._recording:
-            # the name that other tools look for
+            # other tools look for this name
             self._step = torch.profiler.record_function(f"ProfilerStep#{step}")
             self._step.__enter__()
 
     def _clear_folder(self) -> None:
-        """Take away what an earlier run of these steps has left, of as many ranks as it had."""
+        """Delete the files of an earlier run of these steps, of all its ranks."""
         for old in self._folder.glob("rank-*") if self._rank == 0 else ():
             old.unlink(missing_ok=True)
 
     def _facts(self) -> Mapping[str, Any]:
-        """What a trace says of the run that it is of."""
+        """The facts of the run that a trace contains."""
         device = self._subject.device
         return {
             "rank": self._rank,
@@ -205,11 +206,11 @@ class StepProfiler:
         }
 
     @property
-    def _remembers(self) -> bool:
+    def _records_memory(self) -> bool:
         return self._config.memory and self._subject.device.type == "cuda"
 
     def _write_memory(self) -> None:
-        if self._remembers:
+        if self._records_memory:
             with replacing(self._path("memory.pickle")) as partial:
                 torch.cuda.memory._dump_snapshot(str(partial))
 
@@ -221,21 +222,24 @@ class StepProfiler:
             torch.cuda.synchronize(self._subject.device)
 
     def _end(self) -> None:
-        """Leave nothing behind."""
-        for handle in self._names:
+        """Remove the annotations, stop recording, and reset the state."""
+        for handle in self._annotations:
             handle.remove()
-        if self._recording and self._remembers:
+        if self._recording and self._records_memory:
             torch.cuda.memory._record_memory_history(None)
-        self._profile, self._step, self._names, self._recording, self._last = None, None, [], False, 0
+        self._profile, self._step, self._annotations, self._recording, self._last = None, None, [], False, 0
 
     @contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def _errors_as_warning(self) -> Iterator[None]:
+        """Context that turns an error into a warning and ends the profile."""
         try:
             yield
         except (OSError, RuntimeError) as error:
-            said = one_line(f"{type(error).__name__}: {error}", ERROR_SHOWN)
-            words = f"warning: no profile from step {self._first} in {self._folder}, the run goes on ({said})"
-            self._warn(words) if self._rank == 0 else say_error(f"rank {self._rank}: {words}")
+            reason = one_line(f"{type(error).__name__}: {error}", ERROR_SHOWN)
+            message = (
+                f"warning: no profile from step {self._first} in {self._folder}: {reason}; the run continues"
+            )
+            self._warn(message) if self._rank == 0 else print_error(f"rank {self._rank}: {message}")
             self._end()
 
 

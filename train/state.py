@@ -1,4 +1,4 @@
-"""What training changes: the model and its optimizer, with the values that a run begins with."""
+"""The training state: model and optimizer, with the values that a run starts with."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from meshwright.train.data.training_data import TrainingData
 
 @dataclass(frozen=True)
 class TrainState:
-    """The model and the optimizer, which change in place; and `position`, where in the run they began."""
+    """Model and optimizer, which are updated in place, and the `position` in the run at which they start."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -31,16 +31,16 @@ def restore(
     data: TrainingData,
     console: Console,
 ) -> TrainState:
-    """Read the checkpoint that the run resumes from, or the weights that it begins with; without either they
-    are as they were made. Raises CheckpointError."""
+    """Load the checkpoint that the run resumes from, or the weights of `checkpoint.init_from`; without either
+    keep the initial weights. Raises CheckpointError."""
     console.print_lines((*start.said, *say_start(config.init_from, start.checkpoint)))
     if start.checkpoint and start.manifest:
         load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
         position = start.manifest.position
         if not data.same_order(position):
             console.print(
-                "data: run.seed, train.seq_len or the data has changed since the checkpoint, so its order "
-                "begins anew"
+                "data: run.seed, train.seq_len or the data has changed since the checkpoint; the data order "
+                "restarts from the beginning"
             )
             position = replace(position, samples=0)
         console.print(f"resumed from {start.checkpoint}: step {position.step} of {data.total_steps} is done")

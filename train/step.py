@@ -1,4 +1,4 @@
-"""One optimizer step. No host synchronisation in it.
+"""One optimizer step, without host synchronization.
 
 Shapes: B sequences of a micro batch, T tokens.
 """
@@ -19,10 +19,10 @@ from meshwright.train.data.batch import Batch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind, as scalars still on the device: reading one waits for it.
+    """The results of a step, as scalars on the device: reading one waits for the device.
 
     `loss`: mean over the tokens of the global batch, in nats, before the update. `grad_norm`: before
-    clipping. `skipped`: 1 where the loss or the norm was not finite, so that nothing was updated, else 0.
+    clipping. `skipped`: 1 if the loss or the norm was not finite and nothing was updated, else 0.
     """
 
     loss: Tensor
@@ -37,13 +37,13 @@ def train_step(
     grad_clip: float,
     data_parallel: dist.ProcessGroup,
 ) -> StepResult:
-    """Accumulate the gradient of the global batch's mean loss, and update the weights with it, clipped, if
-    all of it is finite.
+    """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights if all of it
+    is finite.
 
-    The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result
-    does not depend on how sequences, padding or ranks are cut.
+    The loss of each micro batch is divided by the number of tokens of the global batch, so the result does
+    not depend on how sequences and padding are divided into micro batches and ranks.
     """
-    # documents without any text have none
+    # clamp: a batch of empty documents has no targets
     global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)
     loss = torch.zeros_like(global_tokens)
     for i, batch in enumerate(micro_batches):
@@ -53,8 +53,8 @@ def train_step(
         loss += micro_loss.detach()
     share_copies(model.parameters())
     grad_norm = gradient_norm(list(model.parameters()), loss)
-    # What GradScaler tells fused AdamW: what to divide gradients by; and, at 1, to leave weights, moments and
-    # step count.
+    # The attributes that GradScaler sets for fused AdamW: the divisor of the gradients, and a flag that, at
+    # 1, keeps weights, moments and step count unchanged.
     optimizer.grad_scale = clip_divisor(grad_norm, grad_clip)  # type: ignore[attr-defined]
     optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
     optimizer.step()
@@ -63,12 +63,12 @@ def train_step(
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:
-    """How many targets count, as a float32 scalar on the device (exact up to 16.7 million per rank and
-    step)."""
+    """Number of targets that count in the loss, as a float32 scalar on the device (exact up to 16.7 million
+    per rank and step)."""
     return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum().float()
 
 
 def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of a group, in place."""
+    """All-reduce `value` over a group in place (sum), and return it."""
     dist.all_reduce(value, group=group)
     return value

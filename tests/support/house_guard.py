@@ -76,7 +76,10 @@ PLACEHOLDERS = [
         (r"[\d.]+ MB/s in [\d.]+ s", "<speed> in <time>"),
         (r"\d+ (s|min|h) +(?=<tmp>\S*/checkpoints/)", "<age> "),
         (r"[\d,.]+ tokens/s  [\d.]+ GiB", "<speed> tokens/s  <memory> GiB"),
-        (r"stood still [\d.]+ s, committed after [\d.]+ s", "stood still <time>, committed after <time>"),
+        (
+            r"training waited [\d.]+ s, committed after [\d.]+ s",
+            "training waited <time>, committed after <time>",
+        ),
         (r"[\d.]+ GiB in [\d.]+ s, [\d.]+ GB/s", "<size> in <time>"),
         (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[\d.]*", "<date>"),
         (r"\d+(\.\d+)? (s|min|h|seconds|minutes|hours) ago", "<time> ago"),

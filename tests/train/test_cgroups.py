@@ -1,5 +1,5 @@
-"""Memory that a container or a job leaves to a process: without the page cache, in the tightest group, of
-either version."""
+"""Memory limits of a container or a job: the page cache does not count, the tightest group decides, in both
+cgroup versions."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.support.control_groups import write_groups
 from tests.support.worlds import run_ranks
 
 GIB = 2**30
-NO_LIMIT = 2**63 - 4096  # as version 1 says it
+NO_LIMIT = 2**63 - 4096  # the value of version 1 for no limit
 REAL = Path("/sys/fs/cgroup/memory")
 
 
@@ -108,23 +108,24 @@ def test_the_host_has_the_less_of_machine_and_container(
 
 
 def test_the_peak_is_this_processs_own(tmp_path) -> None:
-    """getrusage would count what the launcher had before it started this program."""
+    """getrusage would count the memory of the launcher before exec."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/status").write_text("Name:\tpython\nVmHWM:\t   1234 kB\nVmRSS:\t 1000 kB\n")
     assert peak_resident_bytes(tmp_path) == 1234 * 1024
     (tmp_path / "proc/self/status").write_text("Name:\tpython\nVmRSS:\t 1000 kB\n")
-    assert peak_resident_bytes(tmp_path) > 2**26, "of a kernel that does not say it"
+    assert peak_resident_bytes(tmp_path) > 2**26, "a kernel without VmHWM"
     assert 2**26 < peak_resident_bytes() < 2**34
 
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A real control group with a limit of 192 MiB, where this process may make one: as root, version 1."""
+    """A real control group with a limit of 192 MiB; skips unless this process may create one (root, version
+    1)."""
     folder = REAL / f"meshwright-test-{os.getpid()}"
     try:
         folder.mkdir()
     except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
+        pytest.skip(f"this process cannot create a control group: {error}")
     try:
         (folder / "memory.limit_in_bytes").write_text(str(192 * 2**20))
         yield folder
@@ -134,16 +135,16 @@ def group() -> Iterator[Path]:
 
 def test_writing_a_file_leaves_a_real_groups_memory_as_it_is(group: Path, tmp_path: Path) -> None:
     if find_filesystem(tmp_path) == "tmpfs":
-        pytest.skip("what is written to a tmpfs is memory")
+        pytest.skip("files on a tmpfs are memory")
     used, before, after = run_ranks(1, write_in, group, tmp_path / "file")[0]
-    assert used > 120 * 2**20, "the page cache is counted as used"
-    assert before < 192 * 2**20, "the group's limit is found"
-    assert after > before - 32 * 2**20, "and is not missed"
+    assert used > 120 * 2**20, "the kernel counts the page cache as used"
+    assert before < 192 * 2**20, "the group's limit applies"
+    assert after > before - 32 * 2**20, "the page cache is not subtracted from the free memory"
 
 
 def write_in(group: Path, path: Path) -> tuple[int, int, int]:
-    """In the group: its use and what is left after a file of 128 MiB was written, between them what was left
-    before."""
+    """In the group, write a file of 128 MiB: the group's usage afterwards, and the free memory before and
+    after."""
     own = own_groups("memory")[0]
     (group / "cgroup.procs").write_text(str(os.getpid()))
     before = free_host_bytes()

@@ -1,11 +1,11 @@
-"""train/console.py: whoever watches may leave."""
+"""train/console.py: the reader of the output may exit."""
 
 import subprocess
 import sys
 
 from tests.support.launch import ROOT, environment
 
-TALK = """
+WRITE = """
 import sys
 from meshwright.train.console import Console
 console = Console(is_main=True)
@@ -19,16 +19,16 @@ print("done", file=sys.stderr)
 
 def test_a_reader_that_leaves_does_not_end_what_it_read() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", TALK],
+        [sys.executable, "-c", WRITE],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as talker:
-        assert talker.stdout
-        assert talker.stderr
-        assert talker.stdout.readline() == "step 0\n"
-        talker.stdout.close()
-        assert talker.stderr.read() == "done\n"
-    assert talker.returncode == 0
+    ) as writer:
+        assert writer.stdout
+        assert writer.stderr
+        assert writer.stdout.readline() == "step 0\n"
+        writer.stdout.close()
+        assert writer.stderr.read() == "done\n"
+    assert writer.returncode == 0

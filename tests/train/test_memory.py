@@ -1,5 +1,4 @@
-"""Cyclic garbage is collected between steps, by the count of steps, and Python has its collector back
-afterwards."""
+"""Garbage is collected between steps, by the step count, and Python's collector is restored afterwards."""
 
 import gc
 import weakref
@@ -11,7 +10,7 @@ from meshwright.train.memory import GarbageCollector
 
 
 class Node:
-    """Something that can refer to itself."""
+    """An object that refers to itself."""
 
     def __init__(self) -> None:
         self.me = self
@@ -19,8 +18,7 @@ class Node:
 
 @pytest.fixture
 def collections() -> Iterator[list[int]]:
-    """The generation of every collection, as Python reports them. Afterwards the collector is as it was
-    before."""
+    """The generation of every collection, as reported by Python. Restores the collector."""
     seen: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -39,7 +37,7 @@ def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: 
     seen = []
     for step in range(7, 260):
         garbage.step_done(step)
-        keep = [Node() for _ in range(1000)]  # of itself Python would collect every 700 objects
+        keep = [Node() for _ in range(1000)]  # Python would collect every 700 objects
         seen += [step] * len(collections)
         collections.clear()
         del keep
@@ -53,29 +51,29 @@ def test_every_collection_takes_old_garbage_too(collections: list[int]) -> None:
     garbage = GarbageCollector(10)
     garbage.step_done(1)
     node = Node()
-    gone = weakref.ref(node)
+    reference = weakref.ref(node)
     for step in range(2, 41):
         garbage.step_done(step)
-    assert gone() is not None
+    assert reference() is not None
     del node
     garbage.step_done(49)
-    assert gone() is not None
+    assert reference() is not None
     garbage.step_done(50)
-    assert gone() is None
+    assert reference() is None
     garbage.close()
 
 
 def test_what_was_there_after_the_first_step_is_not_looked_at_again(collections: list[int]) -> None:
-    def looked_at(node: Node) -> bool:
-        return any(one is node for one in gc.get_objects())
+    def tracked(node: Node) -> bool:
+        return any(item is node for item in gc.get_objects())
 
     garbage, before = GarbageCollector(1), Node()
-    assert looked_at(before)
+    assert tracked(before)
     garbage.step_done(1)
     after = Node()
-    assert (looked_at(before), looked_at(after)) == (False, True)
+    assert (tracked(before), tracked(after)) == (False, True)
     garbage.close()
-    assert looked_at(before)
+    assert tracked(before)
     assert gc.get_freeze_count() == 0
 
 
@@ -87,7 +85,7 @@ def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections:
     for step in range(1, steps + 1):
         garbage.step_done(step)
         assert not gc.isenabled()
-    for _ in range(2):  # and again, as a `finally` may
+    for _ in range(2):  # twice, as a `finally` may
         garbage.close()
     assert gc.isenabled() is enabled
     assert gc.get_freeze_count() == 0

@@ -1,4 +1,4 @@
-"""docs/speed.md names keys that exist, with the defaults that they have, and tests that exist."""
+"""The table of docs/speed.md: its keys, defaults and tests are those of the code."""
 
 from functools import reduce
 
@@ -24,13 +24,13 @@ ROWS = [
 def test_the_table_of_speed_is_that_of_the_code(row: list[str]) -> None:
     key, _, default, _, test, _ = row
     value = reduce(getattr, key.strip("`").split("."), Config())
-    said = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    said = f"[{', '.join(value)}]" if isinstance(value, tuple) else said
-    assert default.startswith(f"`{said}`")
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = f"[{', '.join(value)}]" if isinstance(value, tuple) else text
+    assert default.startswith(f"`{text}`")
     assert test.startswith("none") or (ROOT / test.strip("`")).is_file()
 
 
 def test_the_table_has_every_key_of_compiling() -> None:
-    said = {row[0].strip("`") for row in ROWS}
+    documented = {row[0].strip("`") for row in ROWS}
     keys = {f"parallel.compile.{key}" for key in Config().parallel.compile.__dataclass_fields__}
-    assert keys - {"parallel.compile.on_recompile"} <= said
+    assert keys - {"parallel.compile.on_recompile"} <= documented

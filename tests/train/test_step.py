@@ -1,4 +1,5 @@
-"""The training step: nothing in it waits for the device."""
+"""The training step: it never waits for the device, skips updates that are not finite, and averages over
+tokens."""
 
 import copy
 import gc
@@ -19,12 +20,12 @@ from meshwright.train.step import count_targets, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
 
-# What makes the host wait: reading a value (.item()) and shapes that depend on values.
+# Operators that make the host wait: reading a value (.item()), and shapes that depend on values.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal")
 
 
 class Count(TorchDispatchMode):
-    """Counts the operators whose names begin with one of these."""
+    """Counts the operators whose names begin with one of `names`."""
 
     def __init__(self, *names: str):
         super().__init__()
@@ -73,13 +74,13 @@ def test_the_profiler_sees_no_read_either_whether_a_step_is_skipped_or_not(train
 
 
 def ancestors(event) -> list[str]:
-    """What an operator ran within. The CPU's kernel of AdamW reads step counts, where the GPU's takes them on
-    the device."""
+    """Names of an operator and those it ran in. AdamW's CPU kernel reads the step counts; the GPU kernel
+    takes them on the device."""
     return [event.name, *ancestors(event.cpu_parent)] if event is not None else []
 
 
 def spoil(model, factor: float) -> None:
-    """Multiply the loss, and so every gradient."""
+    """Multiply the loss, and therefore every gradient."""
     model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * factor)
 
 
@@ -91,7 +92,7 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_weights_moments_and_step_co
     before = everything(model, optimizer)
     result = train_step(model, optimizer, make_batches(2), 1.0, group)
     assert result.skipped.item() == 1
-    assert not math.isfinite(result.grad_norm.item()), "it is reported as it is"
+    assert not math.isfinite(result.grad_norm.item()), "the norm is reported unchanged"
     assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
 
@@ -99,12 +100,12 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_weights_moments_and_step_co
 def test_a_step_after_a_skipped_one_is_what_it_would_have_been_without(trainer):
     model, optimizer, group = trainer
     first, skipped, second = (make_batches(2) for _ in range(3))
-    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    at_first = copy.deepcopy(whole)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    initial = copy.deepcopy(state)
     ends = []
     for batches in ([first, second], [first, skipped, second]):
-        model.load_state_dict(at_first["model"])
-        optimizer.load_state_dict(copy.deepcopy(at_first["optimizer"]))
+        model.load_state_dict(initial["model"])
+        optimizer.load_state_dict(copy.deepcopy(initial["optimizer"]))
         for batch in batches:
             hook = model.head.loss.register_forward_hook(
                 lambda _m, _i, x, bad=batch is skipped: x * math.nan if bad else None
@@ -117,7 +118,7 @@ def test_a_step_after_a_skipped_one_is_what_it_would_have_been_without(trainer):
 
 def everything(model, optimizer) -> list[torch.Tensor]:
     """Copies of weights, moments and step counts."""
-    state = [value for one in optimizer.state.values() for value in one.values()]
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
     return [
         (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
         for x in (*model.parameters(), *state)
@@ -159,7 +160,7 @@ def test_a_tied_weight_is_frozen_by_either_name():
     ("pattern", "words"), [("layer.0.*", "layer.0.* matches no parameter"), ("*", "nothing to train")]
 )
 def test_a_freeze_that_means_nothing_is_refused(trainer, pattern, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=f"train.freeze.*{re.escape(words)}"):
         build_sharded([*TINY, *EAGER, f'--train.freeze=["{pattern}"]'])
 
 
@@ -177,7 +178,7 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_nothing_is_kept_for_a_backward_that_an_evaluation_does_not_make(trainer, z_loss):
-    """Autograd is on in it: only what a forward saves is dropped. Afterwards training is as before."""
+    """Autograd stays on, only saved tensors are dropped. Training works as before afterwards."""
     model, _, group = trainer
     batches, losses = make_batches(1), []
     plain = evaluate(model, batches, group)[0].item()
@@ -196,7 +197,7 @@ def test_nothing_is_kept_for_a_backward_that_an_evaluation_does_not_make(trainer
 
 
 def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_batch(trainer):
-    """Of micro batches that have unlike numbers of them."""
+    """With micro batches of different numbers of tokens."""
     model, optimizer, group = trainer
     batches = make_batches(2)
     batches[1] = Batch(batches[1].tokens, batches[1].targets.masked_fill(torch.arange(32) < 20, -100))
@@ -209,8 +210,8 @@ def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_
     result = train_step(model, optimizer, batches, math.inf, group)
     assert tokens.item() == 2 * 32 + 2 * 12
     assert result.loss.item() == pytest.approx((total / tokens).item(), rel=1e-6)
-    for grad, wanted in zip(seen, expected, strict=True):
-        torch.testing.assert_close(grad, wanted)
+    for grad, reference in zip(seen, expected, strict=True):
+        torch.testing.assert_close(grad, reference)
 
 
 def test_ignored_targets_are_not_counted():
@@ -229,25 +230,24 @@ def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer
 
 
 def test_steps_leave_no_tensor_in_a_cycle(trainer):
-    """Such a tensor would keep its memory until Python's garbage is collected, train.gc_every_steps steps
-    later."""
+    """A tensor in a cycle keeps its memory until the next garbage collection, train.gc_every_steps later."""
     model, optimizer, group = trainer
     train_step(model, optimizer, make_batches(2), 1.0, group)
     gc.collect()
     gc.disable()
-    gc.freeze()  # what there is already, such as tensors of other tests, is none of this one's
+    gc.freeze()  # excludes existing objects, such as tensors of other tests
     gc.garbage.clear()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         for _ in range(3):
             train_step(model, optimizer, make_batches(2), 1.0, group)
         gc.collect()
-        assert [type(one) for one in gc.garbage if isinstance(one, torch.Tensor)] == []
-        looped = [torch.zeros(1)]
-        looped.append(looped)
-        del looped
+        assert [type(item) for item in gc.garbage if isinstance(item, torch.Tensor)] == []
+        cycle = [torch.zeros(1)]
+        cycle.append(cycle)
+        del cycle
         gc.collect()
-        assert any(isinstance(one, torch.Tensor) for one in gc.garbage), "the search must see one"
+        assert any(isinstance(item, torch.Tensor) for item in gc.garbage), "the search must see one"
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -256,7 +256,7 @@ def test_steps_leave_no_tensor_in_a_cycle(trainer):
 
 
 def test_the_norm_of_bfloat16_gradients_is_float32_and_exact_to_more_than_their_8_bits(trainer):
-    """As is what gradients are divided by, which a GPU's kernel takes in float32 only."""
+    """The divisor of the gradients is float32 too: a GPU kernel accepts only that."""
     parameters = [torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(3)]
     for p in parameters:
         p.grad = torch.randn(1000).to(torch.bfloat16)

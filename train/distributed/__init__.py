@@ -1,1 +1,1 @@
-"""The processes of a run: their ranks, their process group, and how they end."""
+"""The processes of a run: ranks, process group, and process exit."""

@@ -1,4 +1,4 @@
-"""How a process ends: its exit code, what torchrun hears, and no teardown that could spoil it."""
+"""Process exit: exit codes, the error report for torchrun, and exit without interpreter teardown."""
 
 import atexit
 import contextlib
@@ -8,35 +8,35 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-if TYPE_CHECKING:  # tools.doctor ends a process by it that has torch and nothing of ours
+if TYPE_CHECKING:  # a process of tools.doctor that uses this module must not import the rest of the product
     from meshwright.train.distributed.ranks import RankInfo
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
-SPEAK_S = 5.0  # that another rank leaves to rank 0 for its message
+SPEAK_S = 5.0  # how long the other ranks wait, so that rank 0 prints its message first
 
 
-def say_user_error(ranks: "RankInfo", words: str) -> None:
-    """Rank 0 says what the user did wrong, for all ranks mostly find it alike; another one if rank 0 has not,
-    a while later.
+def say_user_error(ranks: "RankInfo", message: str) -> None:
+    """Print a user error on rank 0; on another rank wait `SPEAK_S`, then print it there.
 
-    torchrun ends them all when it sees the first end, which so is rank 0, if it has something to say.
+    Usually all ranks find the same error. torchrun ends all ranks when the first one exits, so the others
+    print only if rank 0 has no error.
     """
     if ranks.is_main:
-        say_error(words)
+        print_error(message)
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(SPEAK_S)
-    say_error(f"rank {ranks.rank}: {words}")
+    print_error(f"rank {ranks.rank}: {message}")
 
 
-def say_error(words: str) -> None:
-    """Print on stderr, if anybody still reads it."""
+def print_error(message: str) -> None:
+    """Print to stderr; do nothing if it is closed."""
     with contextlib.suppress(OSError):
-        print(words, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
 
 def exit_process(ranks: "RankInfo", code: int, error: BaseException | None = None) -> NoReturn:
-    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one
+    """End the process with `code`; under torchrun, record `error` so that torchrun's report contains its
     message."""
     if ranks.under_torchrun and error is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -48,23 +48,22 @@ def exit_process(ranks: "RankInfo", code: int, error: BaseException | None = Non
 
 
 def end_process(code: int) -> NoReturn:
-    """End with this exit code: exit functions run, output is flushed, but the interpreter is not torn down.
+    """End with this exit code: run exit functions and flush output, but do not tear down the interpreter.
 
-    A thread of gloo may still be letting go of the last collective's tensors. Where that waits for the
-    interpreter as its teardown begins, Python before 3.14 unwinds the thread, which C++ forbids, and a
-    process that had done all its work aborts (SIGABRT, "terminate called without an active exception";
-    pytorch/pytorch#179291).
+    A gloo thread may still be releasing the last collective's tensors. If it waits for the interpreter when
+    teardown begins, Python before 3.14 unwinds the thread, which C++ forbids, and a process that has finished
+    its work aborts (SIGABRT, "terminate called without an active exception"; pytorch/pytorch#179291).
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it is gone
+        with contextlib.suppress(OSError):  # its reader has exited
             stream.flush()
     os._exit(code)
 
 
-def end_at_once(code: int, words: str) -> NoReturn:
-    """End from any thread, wherever the others are, and whichever locks of Python's streams they hold:
-    nothing is flushed."""
+def end_at_once(code: int, message: str) -> NoReturn:
+    """Write `message` to stderr and end the process immediately, from any thread. Nothing is flushed, because
+    other threads may hold the locks of Python's streams."""
     with contextlib.suppress(OSError):
-        os.write(2, f"{words}\n".encode())
+        os.write(2, f"{message}\n".encode())
     os._exit(code)

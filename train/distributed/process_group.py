@@ -1,5 +1,5 @@
-"""The process of a rank: its limits, its threads and cores, its allocator, and its process group, which meets
-in a part of the launcher's store that no earlier start has written into."""
+"""Process setup of a rank: limits, threads and cores, GPU allocator, and the process group, whose rendezvous
+uses a part of the launcher's store that no earlier start has written to."""
 
 import logging
 import os
@@ -17,20 +17,19 @@ from torch.distributed.rendezvous import rendezvous
 
 from meshwright.train.cgroups import processors
 from meshwright.train.config import RunConfig
-from meshwright.train.distributed.ranks import RankInfo, check_alike
+from meshwright.train.distributed.ranks import RankInfo, check_same_settings
 from meshwright.train.files import allow_open_files
 
-# what torch reads at the first use of the allocator
+# torch reads these at the first use of the allocator
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def use_expandable_segments() -> bool:
-    """Let the allocator's segments grow in place, before anything is allocated on the GPU; False where one of
-    VARIABLES is set, which then alone decides.
+    """Let the allocator's segments grow in place; call it before the first GPU allocation. Returns False, and
+    changes nothing, if one of VARIABLES is set.
 
-    A segment that can grow leaves no gaps too small for the next request: memory that is reserved and not
-    allocated, of which sharded training has much, because units of different sizes are gathered and freed all
-    the time
+    Growing segments avoid fragmentation: gaps of reserved memory that are too small for the next request.
+    Sharded training fragments memory, because it gathers and frees units of different sizes all the time
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf).
     """
     if any(name in os.environ for name in VARIABLES):
@@ -40,30 +39,30 @@ def use_expandable_segments() -> bool:
 
 
 def usable_cores(root: Path = Path("/"), cpus: Collection[int] | None = None) -> int:
-    """Cores, of which two hardware threads share one: a second thread on a core gains matrix products
-    nothing.
+    """Number of physical cores that this process may use. Hardware threads of one core count once, because a
+    second thread on a core does not speed up matrix products.
 
-    Counted are those of `cpus`, by default what the scheduler lets this process run on, and no more than a
-    container's quota of processor time amounts to, rounded up. `root`: where /proc and /sys are.
+    Counts the cores of `cpus`, by default the CPUs of the process's affinity, up to the container's CPU
+    quota, rounded up. `root`: folder that contains /proc and /sys.
     """
-    cpus = _allowed() if cpus is None else cpus
-    cores = len({_siblings(root, cpu) for cpu in cpus})
+    cpus = _affinity() if cpus is None else cpus
+    cores = len({_thread_siblings(root, cpu) for cpu in cpus})
     return max(1, min(cores, processors(root) or cores))
 
 
 def usable_threads() -> int:
-    """Hardware threads that this process may use at a time: for work that gains from both of a core, as that
-    of text."""
-    return min(len(_allowed()), processors() or len(_allowed()))
+    """Number of hardware threads that this process may use, for work that gains from both threads of a core,
+    such as text processing."""
+    return min(len(_affinity()), processors() or len(_affinity()))
 
 
-def _allowed() -> Collection[int]:
-    """The hardware threads that the scheduler lets this process run on."""
+def _affinity() -> Collection[int]:
+    """The hardware threads on which the scheduler may run this process."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
-def _siblings(root: Path, cpu: int) -> str:
-    """The hardware threads of this one's core, the same text for each of them; where nothing says so,
+def _thread_siblings(root: Path, cpu: int) -> str:
+    """The hardware threads of the core of `cpu`, the same text for all of them; without that file `cpu`
     itself."""
     try:
         return (
@@ -79,8 +78,7 @@ POLL_S = 0.02
 
 
 def init_process_group(backend: str, timeout: timedelta, alone: bool) -> None:
-    """Make the process group of this start; of one process if `alone`, so that the same code runs
-    everywhere."""
+    """Initialize the process group; with `alone` a group of one, so that code works without a launcher."""
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
@@ -95,34 +93,34 @@ def init_process_group(backend: str, timeout: timedelta, alone: bool) -> None:
 
 
 def rendezvous_fresh_store(store: Store, rank: int, world_size: int) -> Store:
-    """The same store under a new name of this start's own, the same on every rank; all ranks call it.
+    """Return the store with a key prefix that is new for this start and equal on all ranks (all call it).
 
     torchrun (torch 2.13, elastic/rendezvous/dynamic_rendezvous.py) keeps one store for its workers over all
-    restarts, and what the dead have left in it is taken for the living's: gloo connects to addresses that
-    nobody listens at any more. TORCHELASTIC_RESTART_COUNT is no name for a start, as each node counts its own
-    failures only.
+    restarts, and the entries of dead processes remain in it: gloo would connect to addresses where no process
+    listens. TORCHELASTIC_RESTART_COUNT cannot be the prefix, because each node counts only its own failures.
 
-    Rank 0 makes up a name; each other rank answers to the name it reads there, and begins again when that
-    changes, until rank 0 has greeted it by a word of its own: then both live.
+    Rank 0 writes a random prefix. Each other rank writes a random token under the prefix it reads, and
+    repeats this when the prefix changes, until rank 0 has confirmed its token: then both processes belong to
+    this start.
     """
     if rank == 0:
-        name = uuid.uuid4().hex
-        store.set("start", name)
-        for other in range(1, world_size):
-            store.set(f"{name}/greeted/{store.get(f'{name}/came/{other}').decode()}", "")
-        return PrefixStore(name, store)
-    word, name = uuid.uuid4().hex, ""
-    while not (name and store.check([f"{name}/greeted/{word}"])):
-        if (now := store.get("start").decode()) != name:
-            name = now
-            store.set(f"{name}/came/{rank}", word)
+        prefix = uuid.uuid4().hex
+        store.set("start", prefix)
+        for peer in range(1, world_size):
+            store.set(f"{prefix}/greeted/{store.get(f'{prefix}/came/{peer}').decode()}", "")
+        return PrefixStore(prefix, store)
+    token, prefix = uuid.uuid4().hex, ""
+    while not (prefix and store.check([f"{prefix}/greeted/{token}"])):
+        if (current := store.get("start").decode()) != prefix:
+            prefix = current
+            store.set(f"{prefix}/came/{rank}", token)
         time.sleep(POLL_S)
-    return PrefixStore(name, store)
+    return PrefixStore(prefix, store)
 
 
 def group_timeout(config: RunConfig) -> timedelta:
-    """How long a collective may wait: longer than any section, so that the watchdog speaks first; a day where
-    it never does."""
+    """Timeout of a collective: longer than any timeout of the config, so that the watchdog reports first; one
+    day if one of them is 0 (no timeout)."""
     return (
         timedelta(days=1)
         if 0 in astuple(config.timeouts)
@@ -131,16 +129,15 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 
 def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> None:
-    """Set limits, threads and device, and join the process group (alone too: the same code runs
-    everywhere)."""
+    """Set limits, threads and device, and join the process group; a single process gets a group of one."""
     allow_open_files()
     if device.type == "cuda":
         if config.expandable_segments:
             use_expandable_segments()
         torch.cuda.set_device(device)
-    else:  # it warns of a CUDA toolkit without a GPU, which is no fault here
+    else:  # torch would warn about a CUDA toolkit without a GPU, which is not an error here
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # OMP_NUM_THREADS does not count: torchrun sets it to 1 where nobody else has.
+    # OMP_NUM_THREADS is ignored: torchrun sets it to 1 if it is unset.
     torch.set_num_threads(config.threads or max(1, usable_cores() // ranks.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     init_process_group(
@@ -152,8 +149,8 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> N
 def init_distributed(
     config: RunConfig, settings: Mapping[str, str], ranks: RankInfo, device: torch.device
 ) -> None:
-    """Join the other ranks, unless that is done, which must have been started with the same settings. Raises
-    ConfigError."""
+    """Join the process group, unless this process has done so, and check that all ranks have the same
+    settings. Raises ConfigError."""
     if not dist.is_initialized():
         start_process(config, ranks, device)
-    check_alike(ranks, settings)
+    check_same_settings(ranks, settings)

@@ -1,4 +1,4 @@
-"""The rank of this process among the others, its device, and what one rank does for all."""
+"""Rank information of this process, its device, and helpers that exchange Python objects between ranks."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -18,30 +18,31 @@ from meshwright.train.errors import USER_ERRORS, ConfigError
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the others, as torchrun tells it; alone without torchrun."""
+    """Rank and world size of this process, as set by torchrun; a single process without torchrun."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     under_torchrun: bool
-    restarts: int = 0  # how often torchrun or Slurm has started the run again by itself
-    torchrun_restarts: int = 0  # and of these torchrun alone
-    store_keeper: str = "rank 0"  # whose process keeps the store that the ranks meet at
+    restarts: int = 0  # automatic restarts of the run by torchrun and Slurm
+    torchrun_restarts: int = 0  # of these, the restarts by torchrun
+    store_keeper: str = "rank 0"  # the process that hosts the rendezvous store
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def machine(self) -> int:
-        """The lowest rank on this machine, whose ranks follow one another, as torchrun numbers them: a number
-        of its own."""
+        """The lowest rank on this machine, which identifies the machine: torchrun gives the processes of a
+        machine consecutive ranks."""
         return self.rank - self.local_rank
 
 
 def read_rank_info() -> RankInfo:
-    """Read the launcher's environment variables, here and nowhere else."""
+    """Return the RankInfo from the launcher's environment variables, which only this function reads."""
     env = os.environ
     torchrun, slurm = (
         int(env.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -60,18 +61,18 @@ def read_rank_info() -> RankInfo:
 
 
 def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str]:
-    """The device of this process, and a sentence that says why. Raises PlanError where cuda is asked for in
-    vain."""
+    """Return the device of this process, and its name, for a CPU with the reason. Raises PlanError if
+    `run.device` is cuda and there are too few GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = gpus >= ranks.local_world_size
     if config.device == "cuda" and not enough:
         raise PlanError(
-            f"run.device=cuda needs {ranks.local_world_size} GPUs for as many local processes, here are "
-            f"{gpus}: start {max(gpus, 1)} per node, or use --run.device=cpu"
+            f"run.device=cuda needs {ranks.local_world_size} GPUs for as many local processes, but this "
+            f"machine has {gpus}: start {max(gpus, 1)} per node, or use --run.device=cpu"
         )
     if config.device == "cpu" or not enough:
         why = f"{gpus} GPUs for {ranks.local_world_size} local processes" if gpus else "no GPU"
-        return torch.device("cpu"), f"CPU ({'asked for' if config.device == 'cpu' else why})"
+        return torch.device("cpu"), f"CPU ({'requested' if config.device == 'cpu' else why})"
     device = torch.device("cuda", ranks.local_rank)
     return device, torch.cuda.get_device_name(device)
 
@@ -80,8 +81,8 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank; every rank calls it. What the user did wrong is raised on all of
-    them alike."""
+    """Call `make` on rank 0 and return its result on every rank; every rank calls this. One of USER_ERRORS is
+    raised on all ranks."""
     made: list[Any] = [None]
     if ranks.is_main:
         try:
@@ -95,33 +96,33 @@ def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
 
 
 def gather_from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank has, on every rank, exchanged on the host; every rank calls it."""
+    """Return the values of all ranks on every rank, exchanged on the host; every rank calls it."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     return gathered
 
 
-def check_alike(ranks: RankInfo, mine: Mapping[str, str]) -> None:
-    """That every rank was started with rank 0's settings, or makes its plan of them. Raises ConfigError on
-    all ranks, with the first difference: else each would train its part of the model in its own way."""
-    box = [mine]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    (theirs,) = box
-    different = [key for key in {**theirs, **mine} if mine.get(key) != theirs.get(key)][:1]
-    mine_differs = "".join(
-        f"{key} is {theirs.get(key)} on rank 0, {mine.get(key)} on rank {ranks.rank}" for key in different
+def check_same_settings(ranks: RankInfo, local: Mapping[str, str]) -> None:
+    """Check that every rank has the settings, or the plan, of rank 0; otherwise the ranks would train the
+    parts of the model differently. Raises ConfigError with the first difference on all ranks."""
+    broadcast = [local]
+    dist.broadcast_object_list(broadcast, src=0, device=torch.device("cpu"))
+    (main,) = broadcast
+    different = [key for key in {**main, **local} if local.get(key) != main.get(key)][:1]
+    difference = "".join(
+        f"{key} is {main.get(key)} on rank 0, {local.get(key)} on rank {ranks.rank}" for key in different
     )
-    if others := [one for one in gather_from_all(mine_differs) if one]:
+    if differences := [text for text in gather_from_all(difference) if text]:
         raise ConfigError(
-            f"the ranks were started with different settings: {others[0]} ({len(others)} of "
-            f"{ranks.world_size} ranks differ from rank 0). Start all by the same command, with the same "
-            "files; where auto means another thing on another kind of machine, give the key a value"
+            f"the ranks were started with different settings: {differences[0]} ({len(differences)} of "
+            f"{ranks.world_size} ranks differ from rank 0). Start all ranks with the same command and the "
+            "same files; if auto resolves differently on different machines, set the key"
         )
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """Every key of the config, but those that nodes may have for themselves: folders of caches, and
-    threads."""
+    """Return every key of the config with its value, except those that may differ between nodes: cache
+    folders and threads."""
     sections = {section.name: getattr(config, section.name) for section in fields(config)}
     return {
         name: repr(value)
@@ -131,14 +132,14 @@ def settings_of(config: Config) -> dict[str, str]:
     }
 
 
-def lines_of(plan: Plan) -> dict[str, str]:
-    """The lines of the plan, in which what is auto in the config has a value."""
+def plan_lines(plan: Plan) -> dict[str, str]:
+    """Return the lines of the plan's YAML, in which every auto of the config has a value."""
     text = plan_to_yaml(replace(plan, compile=replace(plan.compile, cache_dir=None)))
     return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
 
 
 def with_restarts_of_all(ranks: RankInfo) -> RankInfo:
-    """The place with the most restarts that any rank knows of: each node's launcher counts its own."""
+    """Return `ranks` with the maximum restart counts of all ranks; each node's launcher counts its own."""
     restarts = torch.tensor([ranks.restarts, ranks.torchrun_restarts])
     dist.all_reduce(restarts, op=dist.ReduceOp.MAX)
     most, torchrun = restarts.tolist()

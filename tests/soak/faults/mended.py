@@ -187,7 +187,7 @@ MENDED = (
     Fault(
         "profile-untold",
         "a profile whose first step is never reached is not warned of",
-        "if enabled and config.start not in subject.to_come:",
+        "if enabled and config.start not in subject.remaining_steps:",
         "if False:",
         tests=("tests/train/test_profiling.py",),
     ),

@@ -207,7 +207,7 @@ def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Pa
     assert read_manifest(final) == manifest
     with open(final / MANIFEST, "ab") as file:
         file.truncate(LIMIT_BYTES + 10)
-    with pytest.raises(CheckpointError, match="larger than the 67,108,864 bytes that are read"):
+    with pytest.raises(CheckpointError, match=r"larger than .*67,108,864 bytes"):
         read_manifest(final)
 
 
