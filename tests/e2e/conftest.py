@@ -1,4 +1,4 @@
-"""Runs on which several files look, made once for the session."""
+"""Data and runs that several test files share, made once per session."""
 
 from pathlib import Path
 
@@ -11,16 +11,16 @@ SMALL = [*TINY, *EAGER, "--optim.schedule=constant"]  # a constant rate: a run m
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The arguments of a text that can be learned."""
+    """Arguments for a learnable text."""
     return write_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
 def two_ranks(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """The folder of a run of six steps on two ranks, and what it printed on stdout and stderr. Copy it, and
-    leave it as it is.
+    """The folder of a run of six steps on two ranks, and its stdout and stderr. Copy the folder instead of
+    changing it.
 
-    Thirteen held-out sequences do not divide over the ranks.
+    Thirteen held-out sequences do not divide evenly over the ranks.
     """
     folder = tmp_path_factory.mktemp("runs") / "two"
     keys = [

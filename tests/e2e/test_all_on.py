@@ -1,5 +1,4 @@
-"""100 steps with everything on that makes training fast, against a plain run in float32 with all of it
-off."""
+"""100 steps with all speed features on, compared with a plain float32 run with all of them off."""
 
 import pytest
 
@@ -17,8 +16,8 @@ ON = [
     "--parallel.storage_dtype=bfloat16",
     "--optim.state_dtype=bfloat16",
 ]
-# In nats. bfloat16 has 8 bits: a step's loss is off by a few thousandths (tests/distributed/test_parity.py),
-# and weights that are rounded at random take another path, whose mean must stay.
+# In nats. bfloat16 has 8 bits: a step's loss differs by a few thousandths (tests/distributed/test_parity.py),
+# and stochastically rounded weights take another path with the same mean.
 OF_A_STEP, OF_THE_MEAN = 0.06, 0.005  # measured: 0.018, 0.0001
 
 

@@ -1,4 +1,4 @@
-"""`parallel.plan=auto` in real runs: it plans, trains, and says what it had predicted."""
+"""`parallel.plan=auto` in real runs: it plans, trains, and compares with its prediction."""
 
 import statistics
 from pathlib import Path
@@ -29,8 +29,8 @@ def test_a_run_plans_for_itself_compares_itself_with_the_prediction_and_runs_aga
         f"mesh: dp_replicate {plan.mesh.dp_replicate} x dp_shard {plan.mesh.dp_shard} x tp {plan.mesh.tp}"
         in result.stdout
     )
-    found = rows(folder)
-    predicted = {name: found[-1][f"predicted_{name}"] for name in FIGURES}
+    metrics = rows(folder)
+    predicted = {name: metrics[-1][f"predicted_{name}"] for name in FIGURES}
     assert all(value > 0 for value in predicted.values())
     board = EventAccumulator(str(folder / "tb")).Reload()
     for name in FIGURES:
@@ -41,7 +41,7 @@ def test_a_run_plans_for_itself_compares_itself_with_the_prediction_and_runs_aga
     last = next(
         line for line in result.stdout.splitlines() if line.startswith("predicted against measured: ")
     )
-    measured_s = statistics.median(row["step_time_s"] for row in found[1:])
+    measured_s = statistics.median(row["step_time_s"] for row in metrics[1:])
     off = predicted["step_time_s"] / measured_s - 1
     assert f"step_time_s {predicted['step_time_s']:.3g} against {measured_s:.3g} ({off:+.1%})" in last
 

@@ -1,5 +1,5 @@
-"""A run on prepared data as its user sees it: the same sequences whatever the mesh, also after a kill;
-mixtures; sets to evaluate; documents kept apart; mistakes."""
+"""Runs on prepared data: the same sequences on every mesh, also after a kill; mixtures; validation sets;
+document masks; user errors."""
 
 import hashlib
 import json
@@ -63,7 +63,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 
 def mixture(stores: dict[str, Path]) -> list[str]:
-    """Three of four sequences from the first source, documents kept apart."""
+    """Three of four sequences from the first source, with a document mask."""
     return [
         f"--data.mixture={json.dumps({str(stores['web']): 3, str(stores['code']): 1})}",
         "--data.document_mask=true",
@@ -71,7 +71,7 @@ def mixture(stores: dict[str, Path]) -> list[str]:
 
 
 def sets(stores: dict[str, Path]) -> list[str]:
-    """Three sets to evaluate: what the two sources hold out, and another text."""
+    """Three sets to evaluate: the held-out documents of both sources, and another text."""
     return [
         f"--data.validation={json.dumps({'wiki': str(stores['wiki'])})}",
         f"--data.tokenizer={stores['tokenizer']}",
@@ -86,7 +86,7 @@ def hashes(folder: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(stores, tmp_path_factory) -> Path:
-    """One process, uninterrupted, a mixture with documents kept apart and three sets to evaluate."""
+    """An uninterrupted run of one process on a mixture, with a document mask and three sets to evaluate."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     result = run(1, *arguments(folder, *mixture(stores), *sets(stores)))
     assert result.returncode == 0, result.stderr
@@ -99,10 +99,10 @@ def test_every_step_has_the_same_sequences_and_scores_on_another_mesh(whole, sto
     assert result.returncode == 0, result.stderr
     assert hashes(tmp_path / "run") == hashes(whole)
     assert len(set(hashes(whole).values())) == STEPS
-    expected, found = read_metrics(whole), read_metrics(tmp_path / "run")
+    expected, got = read_metrics(whole), read_metrics(tmp_path / "run")
     for step, row in expected.items():
         for key in ("loss", "grad_norm", *(key for key in row if key.startswith("eval"))):
-            assert key not in row or found[step][key] == pytest.approx(row[key], rel=2e-5), (step, key)
+            assert key not in row or got[step][key] == pytest.approx(row[key], rel=2e-5), (step, key)
 
 
 def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(whole):
@@ -151,7 +151,7 @@ def test_other_data_than_the_checkpoints_begins_its_order_anew_and_says_so(store
         assert fact in line
     sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
     assert read_metrics(folder)[3]["epoch"] == pytest.approx(8 / sequences), (
-        "eight sequences, not those of three steps"
+        "the eight sequences of one step, not those of three"
     )
 
 
@@ -180,19 +180,19 @@ MISTAKES = [
 
 def test_a_mistake_is_one_clear_message_and_exit_code_2(stores, tmp_path):
     wrong = []
-    for mistake, words in MISTAKES:
+    for mistake, facts in MISTAKES:
         result = run(1, *arguments(tmp_path / "run", f"--data.source={stores['web']}", *mistake))
         if (
             result.returncode != 2
             or "Traceback" in result.stderr
-            or not all(word in result.stderr for word in words)
+            or not all(fact in result.stderr for fact in facts)
         ):
             wrong.append(f"{mistake}: {result}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_an_id_beyond_the_vocabulary_stops_the_run_before_the_model_sees_it(stores, tmp_path):
-    """A shard whose manifest was made for it: checksums say nothing, ids do."""
+    """The shard matches its manifest: the checksums are right, only the ids are wrong."""
     store = shutil.copytree(stores["web"], tmp_path / "store")
     shard, manifest = store / "train-00000.bin", json.loads((store / MANIFEST).read_text())
     ids = np.fromfile(shard, np.uint16)

@@ -1,8 +1,7 @@
-"""Every command in the README and in docs/ is run, in the order in which it stands there, in one folder, as a
-reader would.
+"""Run every command of the README and of docs/, in the order of the pages, in one folder, as a reader would.
 
-What a laptop cannot do is made smaller (SMALLER: fewer processes, a tiny model under the same config's name),
-never left out, but for ELSEWHERE, each with where it is run instead.
+Commands that are too large for a laptop are made smaller (SMALLER: fewer processes, a tiny model under the
+name of the same config), never left out, except those in ELSEWHERE, which another test runs.
 """
 
 import os
@@ -46,15 +45,15 @@ PAGES = (
 )
 CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
 ELSEWHERE = {
-    r"pytest -m 'not slow'": "this is what runs here: .ci/run starts it from the README",
+    r"pytest -m 'not slow'": "the test suite itself: .ci/run starts it from the README",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
 }
 SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])
-# they are traced once
+# all blocks are traced once
 BLOCKS_OF_8B = "--model.n_layers=4 --model.dim=4096 --model.n_heads=32 --model.ffn_dim=14336"
 QUICK = "--parallel.compile.enabled=false --train.steps=2 --train.eval_every=0"
 OVERRIDES = " ".join(f"--override {key[2:]}" for key in f"{SMALL} {QUICK}".split())
-SMALLER = [  # pattern, what it becomes; all that match, in this order
+SMALLER = [  # pattern, replacement; all that match are applied in this order
     (r"^python3 -m venv .*pip install -q -e \. && ", ""),
     (r"--nproc-per-node 8", "--standalone --nproc-per-node 2"),
     (r"(?<!standalone )--nproc-per-node 2", "--standalone --nproc-per-node 2"),
@@ -70,12 +69,12 @@ SMALLER = [  # pattern, what it becomes; all that match, in this order
     (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
     (r"--run_dir=/shared/runs", "--run_dir=runs"),
 ]
-MAY_DIFFER = r"tools\.compare"  # exit code 1 says that two runs are not the same training
+MAY_DIFFER = r"tools\.compare"  # exit code 1 means that two runs are not the same training
 TIMEOUT_S = 420
 
 
 def commands(page: str) -> list[str]:
-    """The lines of a page's sh blocks, without comments; those that a backslash continues as one."""
+    """The commands in a page's sh blocks, without comments; lines continued by a backslash are joined."""
     blocks = re.findall(
         r"^```sh\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
@@ -95,7 +94,7 @@ PAGE_OF = {
     for command in reversed(commands(page))
     if not any(re.search(pattern, command) for pattern in ELSEWHERE)
 }
-# they plan large models, or compile; nothing that comes later needs them
+# commands that plan large models or compile, and on which no later command depends
 LONG = r"tools\.(plan|doctor|eval)(?!.*--timeline)"
 ALL = [
     pytest.param(
@@ -109,7 +108,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that the pages assume a reader to have."""
+    """A folder with the files that the pages assume."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("configs", "meshwright", "tools", "parallel", "models", "train"):
         (folder / name).symlink_to(ROOT / name)
@@ -154,32 +153,30 @@ def test_a_command_of_the_docs_works(command: str, place: Path) -> None:
     assert code in codes, f"{line}\n{out[-2000:]}\n{err[-3000:]}"
     assert "Traceback" not in err
     for picture in re.findall(r"--timeline docs/(\S+\.svg)", command):
-        # Where this fails, the picture in docs is old: the command draws it anew.
+        # If this fails, the picture in docs is outdated: run the command again.
         assert_alike((ROOT / "docs" / picture).read_text(), (place / "docs" / picture).read_text())
 
 
 def run_line(line: str, place: Path, env: dict[str, str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a line. `python -m` and torchrun are forked, with the words that bash
-    makes of the line; a line that begins with neither is run by bash. After TIMEOUT_S nothing of it is
-    left."""
+    """Run a line; return exit code, stdout and stderr. `python -m` and torchrun are forked, with the
+    arguments split by bash; any other line is run by bash. After TIMEOUT_S all its processes are killed."""
     known = re.match(r"python -m (\S+)|torchrun(?= )", line)
     if known is None:
-        pipe, words = subprocess.PIPE, ["bash", "-c", line]
-        shell = subprocess.Popen(words, cwd=place, env=env, stdout=pipe, stderr=pipe, text=True)
+        pipe, shell_command = subprocess.PIPE, ["bash", "-c", line]
+        shell = subprocess.Popen(shell_command, cwd=place, env=env, stdout=pipe, stderr=pipe, text=True)
         with shell, ended(shell):
             out_text, err_text = shell.communicate(timeout=TIMEOUT_S)
             return shell.returncode, out_text, err_text
-    assert not re.search(r"[|&;<>]", line), f"more than one command, or a file, which only bash knows: {line}"
+    assert not re.search(r"[|&;<>]", line), f"a list of commands or a redirection needs bash: {line}"
     split = ["bash", "-c", f"printf '%s\\0' {line[known.end() :]}"]
-    words = subprocess.run(split, cwd=place, capture_output=True, text=True, check=True).stdout.split("\0")[
-        :-1
-    ]
+    printed = subprocess.run(split, cwd=place, capture_output=True, text=True, check=True).stdout
+    arguments = printed.split("\0")[:-1]
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
         process = fork_module(
             NESTED,
             known[1] or "torch.distributed.run",
-            *filter(None, words),
+            *filter(None, arguments),
             output=out,
             errors=err,
             env=env,
@@ -191,7 +188,7 @@ def run_line(line: str, place: Path, env: dict[str, str]) -> tuple[int, str, str
 
 @contextmanager
 def ended(process: Fork | subprocess.Popen[str]) -> Iterator[None]:
-    """At the end nothing is left of what still runs then, in whatever session it is."""
+    """Context that at its end kills the process and all its descendants, in any session."""
     try:
         yield
     finally:
@@ -200,7 +197,7 @@ def ended(process: Fork | subprocess.Popen[str]) -> Iterator[None]:
 
 
 def see_board(line: str, place: Path, env: dict[str, str]) -> None:
-    """It answers with its page, and knows the run."""
+    """Start TensorBoard and check that its server lists the run."""
     board = subprocess.Popen(
         shlex.split(f"{line} --port 0"), cwd=place, env=env, stderr=subprocess.PIPE, text=True
     )
@@ -216,15 +213,15 @@ def see_board(line: str, place: Path, env: dict[str, str]) -> None:
 
 
 def read(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        return answer.read().decode()
+    with urllib.request.urlopen(address, timeout=30) as response:
+        return response.read().decode()
 
 
 def test_every_page_is_read_and_every_link_leads_somewhere() -> None:
     assert set(PAGES) == {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
     for page in (*PAGES, CONTRIBUTING):
         text = (ROOT / page).read_text(encoding="utf-8")
-        assert "@@" not in text, f"{page} has a place that is still to be filled"
+        assert "@@" not in text, f"{page} contains the placeholder @@"
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 

@@ -1,5 +1,5 @@
-"""A node is lost under torchrun --nnodes=1:2: the world shrinks, the plan is made again, and training goes
-on."""
+"""A node is lost under torchrun --nnodes=1:2: the world shrinks, the run plans again, and training
+continues."""
 
 import os
 import signal
@@ -25,8 +25,8 @@ from tests.support.run_faults import (
     workers,
 )
 
-# How soon a lost agent is noticed, and how long the first waits for more (on a busy machine the second comes
-# seconds later): by default 15 s and 30 s.
+# The time until a lost agent is noticed, and the time that the first agent waits for more (on a busy machine
+# the second joins seconds later): by default 15 s and 30 s.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=12,read_timeout=10"
 
 
@@ -45,10 +45,10 @@ def agent(port: int, is_host: bool) -> list[str]:
 
 
 def kill_node(launch: Launch) -> None:
-    """The agent and its workers, as if the machine had gone down."""
-    left = workers(launch)
+    """Kill the agent and its workers, as if the machine had gone down."""
+    orphans = workers(launch)
     os.kill(launch.ranks[0].pid, signal.SIGKILL)
-    kill(left)
+    kill(orphans)
 
 
 def world_size(folder: Path) -> int:
@@ -81,9 +81,11 @@ def test_a_lost_node_shrinks_the_world_and_the_losses_go_on(data, tmp_path):
     steps = [row["step"] for row in rows(folder)]
     again = [after for before, after in pairwise(steps) if after != before + 1]
     assert again in ([], [status["resumed_from"] + 1]), (
-        "one start anew; none where the last step done was the last committed"
+        "steps repeat at most once: after the resume, unless the last step done was committed"
     )
     assert run(2, *tiny(data, *saving, steps=status["step"]), f"--run.dir={whole}").returncode == 0
-    want, got = curve(whole), curve(folder)
-    assert sorted(got) == sorted(want)
-    assert [got[step][0] for step in want] == pytest.approx([want[step][0] for step in want], abs=5e-5)
+    expected, got = curve(whole), curve(folder)
+    assert sorted(got) == sorted(expected)
+    assert [got[step][0] for step in expected] == pytest.approx(
+        [expected[step][0] for step in expected], abs=5e-5
+    )

@@ -1,7 +1,7 @@
-"""The same command on a GPU, against float32 on the CPU from the same checkpoint on.
+"""The same command on a GPU and in float32 on the CPU, resumed from the same checkpoint.
 
-Bounds, in nats of loss over nine steps: float32 5e-4 (other kernels, other orders of summation, no TF32);
-bfloat16 5e-2 (hidden states have 8 bits of mantissa).
+Bounds, in nats of loss over nine steps: float32 5e-4 (different kernels, different orders of summation, no
+TF32); bfloat16 5e-2 (hidden states have 8 bits of mantissa).
 """
 
 import gzip
@@ -40,7 +40,7 @@ MODES = {
 }
 
 
-# Documents apart: FlexAttention, which wants heads of at least 16 channels, in place of our CPU kernel.
+# With a document mask the GPU runs FlexAttention, which needs heads of at least 16 channels.
 DOCUMENTS = ["--data.document_mask=true", "--model.n_heads=2", "--model.n_kv_heads=1"]
 DOCUMENT_MODES = ("eager", "compiled", "full", "selective", "budget", "bfloat16")
 
@@ -55,7 +55,7 @@ def train_on_cpu(folder: Path, *arguments: str) -> Path:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A run, and the arguments of its data."""
+    """A CPU run, and the arguments of its data."""
     folder = tmp_path_factory.mktemp("cpu")
     data = write_text(folder)
     return train_on_cpu(folder, *data), data
@@ -63,7 +63,7 @@ def on_cpu(tmp_path_factory) -> tuple[Path, list[str]]:
 
 @pytest.fixture(scope="module")
 def documents_on_cpu(tmp_path_factory) -> tuple[Path, list[str]]:
-    """The same on documents about as long as a sequence, which are kept apart."""
+    """The same with a document mask, on documents about as long as a sequence."""
     folder = tmp_path_factory.mktemp("documents")
     lines = (json.dumps({"text": f"line {n} squares to {n * n}"}) for n in range(3000))
     (folder / "lines.jsonl").write_text("\n".join(lines))
@@ -88,24 +88,24 @@ def check(mode: str, folder: Path, data: list[str], tmp_path: Path) -> None:
     steps = [f"--train.steps={STEPS}", "--train.eval_every=5", "--checkpoint.every=5", "--run.device=cuda"]
     result = run(1, *TINY, *data, *keys, *steps, start, f"--run.dir={tmp_path}", timeout_s=300)
     assert result.returncode == 0, result.stderr
-    here, there = read_metrics(tmp_path), read_metrics(folder)
+    on_gpu, on_cpu = read_metrics(tmp_path), read_metrics(folder)
     later = range(2, STEPS + 1)
-    if not FAKE:  # it computes nothing
-        assert [here[step]["loss"] for step in later] == pytest.approx(
-            [there[step]["loss"] for step in later], abs=bound
+    if not FAKE:  # the fake GPU computes no values
+        assert [on_gpu[step]["loss"] for step in later] == pytest.approx(
+            [on_cpu[step]["loss"] for step in later], abs=bound
         )
-    assert [here[step]["recompiles"] for step in later] == [0] * len(later)
-    assert 0 < here[STEPS]["peak_memory_gib"] <= here[STEPS]["reserved_memory_gib"]
+    assert [on_gpu[step]["recompiles"] for step in later] == [0] * len(later)
+    assert 0 < on_gpu[STEPS]["peak_memory_gib"] <= on_gpu[STEPS]["reserved_memory_gib"]
 
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaCtxSynchronize")
 FIRST, LAST = 6, 9  # profiled steps, between the reports of steps 5 and 10
-BATCH_BYTES, MICRO_BATCHES = 2 * 32 * 8, 4  # int64[2, 32] of tokens, or of targets; a step's (TINY)
+BATCH_BYTES, MICRO_BATCHES = 2 * 32 * 8, 4  # int64[2, 32] of tokens or targets; micro batches per step (TINY)
 
 
 @pytest.fixture(scope="module")
 def profiled(on_cpu, tmp_path_factory) -> list[dict]:
-    """The events of a trace of a compiled run's steps between two reports."""
+    """The trace events of a compiled run's steps between two reports."""
     folder = tmp_path_factory.mktemp("profiled")
     keys = [
         "--metrics.every=5",
@@ -139,12 +139,12 @@ def test_nothing_waits_for_the_gpu_between_two_reports(profiled):
         if e.get("cat") == "cuda_runtime" and min(launches) <= e["ts"] <= max(launches)
     ]
     assert [name for name in calls if name in WAITS] == []
-    # The flag of the step before, once the next is enqueued (train/fault_tolerance/nonfinite.py).
+    # The flag of the previous step, read after the next is enqueued (train/fault_tolerance/nonfinite.py).
     assert calls.count("cudaEventSynchronize") <= LAST - FIRST + 1
 
 
 def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
-    """Told by their size: FSDP2 also copies to the device, where it computes, what its kernels go by."""
+    """Batches are recognized by their size: FSDP2 also copies metadata of its kernels to the device."""
     copies = [
         e
         for e in profiled
@@ -158,8 +158,8 @@ def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
 
 @pytest.mark.values
 def test_batches_from_another_stream_are_whole_when_they_are_used():
-    """Each step's device memory is used again soon, while the current stream is kept busy: what comes out
-    must be what the same order gives on a CPU."""
+    """The device memory of each step is soon reused while the current stream is busy: the batches must equal
+    those of the same order on a CPU."""
     from meshwright.train.data.loader import TrainLoader
     from meshwright.train.data.sample_order import SampleOrder
     from meshwright.train.data.token_store import Source
@@ -189,7 +189,7 @@ def test_segments_grow_on_a_gpu(on_cpu, tmp_path):
         "import sys, torch, atexit; from meshwright.train.main import main; atexit.register(lambda: "
         "print('expandable', {s['is_expandable'] for s in torch.cuda.memory_snapshot()})); main(sys.argv[1:])"
     )
-    for wanted in ("true", "false"):
+    for setting in ("true", "false"):
         line = [
             sys.executable,
             "-c",
@@ -199,10 +199,10 @@ def test_segments_grow_on_a_gpu(on_cpu, tmp_path):
             *EAGER,
             "--train.steps=2",
             "--run.device=cuda",
-            f"--run.expandable_segments={wanted}",
-            f"--run.dir={tmp_path / wanted}",
+            f"--run.expandable_segments={setting}",
+            f"--run.dir={tmp_path / setting}",
         ]
         result = subprocess.run(
             line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=True
         )
-        assert f"expandable {{{wanted.capitalize()}}}" in result.stdout
+        assert f"expandable {{{setting.capitalize()}}}" in result.stdout

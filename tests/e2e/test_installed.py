@@ -1,4 +1,5 @@
-"""meshwright installed, as a wheel and editable, beside a project with its own models/, train/ and tools/."""
+"""meshwright installed, as a wheel and editable, next to a project with its own models/, train/ and
+tools/."""
 
 import shutil
 import subprocess
@@ -12,13 +13,13 @@ from tests.support.forks import ROOT, environment
 
 PACKAGES = Path(torch.__file__).parents[1]
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", "*.egg-info")
-# A user's files, by what the names of a checkout's folders are there.
+# Files of a user's project whose names clash with the folders of a checkout, by kind.
 PROJECTS = {
     "folders": ("models/llama.py", "tools/plan.py", "utils/a.py", "train/config.py"),
     "packages": ("models/__init__.py", "tools/__init__.py", "utils/__init__.py", "train/__init__.py"),
     "a file": ("models/llama.py", "tools/plan.py", "utils/a.py", "train.py"),
 }
-# Nothing of it imports torch, which would take the test's time.
+# None of these imports torch, which would slow the test down.
 OURS = """
 import meshwright.models, meshwright.tools.processes
 from meshwright.parallel.config import ParallelConfig
@@ -44,17 +45,17 @@ def run(command: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment in which meshwright is installed, of a copy of the checkout, and nothing
-    else: what it needs is found where the tests find it."""
+    """The Python of an environment in which only meshwright is installed, from a copy of the checkout; its
+    dependencies are those of the tests' environment."""
     place = tmp_path_factory.mktemp(request.param)
     shutil.copytree(ROOT, place / "source", symlinks=True, ignore=NOT_COPIED)
     run([sys.executable, "-m", "venv", str(place / "venv")], place)
-    found = str(place / "venv" / "bin" / "python")
+    executable = str(place / "venv" / "bin" / "python")
     editable = ["-e"] if request.param == "editable" else []
-    run([found, "-m", "pip", "install", "-q", "--no-deps", *editable, str(place / "source")], place)
-    site_packages = run([found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], place)
+    run([executable, "-m", "pip", "install", "-q", "--no-deps", *editable, str(place / "source")], place)
+    site_packages = run([executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], place)
     (Path(site_packages.strip()) / "beside.pth").write_text(f"{PACKAGES}\n")
-    return found
+    return executable
 
 
 @pytest.mark.slow
@@ -79,8 +80,8 @@ def test_nothing_else_is_installed(python: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_from_any_folder_is_that_of_the_checkout(python: str, tmp_path: Path) -> None:
-    here = run([sys.executable, "-m", "train.main", *RUN, "--print_config"], ROOT)
-    assert run([python, "-m", "meshwright.train.main", *RUN, "--print_config"], tmp_path) == here
+    checkout = run([sys.executable, "-m", "train.main", *RUN, "--print_config"], ROOT)
+    assert run([python, "-m", "meshwright.train.main", *RUN, "--print_config"], tmp_path) == checkout
     text = tmp_path / "text.txt"
     text.write_text("a text that repeats itself, " * 2000)
     data = [f"--data.source={text}", "--data.eval_fraction=0", "--train.eval_every=0"]

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, and the programs of tests/soak that do it for hours."""
+"""SIGKILL at random moments, and the programs of tests/soak that repeat it for hours."""
 
 import argparse
 import dataclasses
@@ -49,9 +49,9 @@ def test_seven_kills_one_of_them_with_tensor_parallelism() -> None:
     assert [row["mesh"] for row in figures["rows"]].count("FSDP x TP") == 1
     assert {row["asynchronous"] for row in figures["rows"]} == {False, True}
     late = [row for row in figures["rows"] if row["ended_s"] >= TORCHRUN_GRACE_S]
-    # About one kill in a hundred leaves a rank that waits until it is killed too
-    # (tests/soak/records/2026-11-21-kills.json has two of 100): a fault that is known, not yet understood,
-    # and must not become more.
+    # After about one kill in a hundred a rank hangs until it is killed too
+    # (tests/soak/records/2026-11-21-kills.json has two of 100): a known fault without a known cause, which
+    # must not become more frequent.
     assert len(late) <= 1, (seed, late)
 
 
@@ -62,21 +62,21 @@ def test_every_kill_that_was_asked_for_is_dealt_once_and_what_is_wrong_is_said()
         for phase in ("training", "saving")
         for way in (False, True)
     } == {(False, "training"): 25, (True, "training"): 25, (False, "saving"): 25, (True, "saving"): 25}
-    assert {mesh.name: len(ones) for mesh, ones in deal(wanted, 2).items()} == {"FSDP": 80, "FSDP x TP": 20}
+    assert {mesh.name: len(kills) for mesh, kills in deal(wanted, 2).items()} == {"FSDP": 80, "FSDP x TP": 20}
     assert deal(wanted[:4], 2) == {Mesh("FSDP", 2): wanted[:4]}
     right = summarise([Joined((GOOD, GOOD), 40, 0), Joined((GOOD,), 40, 0)])
     assert (right["all_right"], right["kills"], right["steps_compared"], right["in_save"]) == (True, 3, 80, 3)
     assert kills_text(right).endswith("nothing was lost")
-    wrong = {what: summarise([Joined((GOOD, kill), 40, steps)]) for what, (kill, steps) in BAD.items()}
-    assert [what for what, figures in wrong.items() if figures["all_right"]] == []
+    wrong = {fault: summarise([Joined((GOOD, kill), 40, steps)]) for fault, (kill, steps) in BAD.items()}
+    assert [fault for fault, figures in wrong.items() if figures["all_right"]] == []
     assert not any(kills_text(figures).endswith("nothing was lost") for figures in wrong.values())
 
 
 def test_the_options_of_kills() -> None:
     parser = make_parser("kills", "", "")
     add_kills_options(parser)
-    words = ["--training", "3", "--saving=0", "--asynchronous=true", "--json", "--train.seq_len=64"]
-    options, overrides = parser.parse_known_args(words)
+    arguments = ["--training", "3", "--saving=0", "--asynchronous=true", "--json", "--train.seq_len=64"]
+    options, overrides = parser.parse_known_args(arguments)
     assert vars(options) == {
         "training": 3,
         "saving": 0,

@@ -1,5 +1,5 @@
-"""configs/launch: what can be said of the files without a cluster. test_launch_nodes.py and
-test_launch_slurm.py run them."""
+"""configs/launch: checks of the files without a cluster. test_launch_nodes.py and test_launch_slurm.py run
+them."""
 
 import re
 import shlex
@@ -27,8 +27,8 @@ def manifest() -> dict[str, Any]:
 
 
 def job(manifest: dict[str, Any]) -> dict[str, Any]:
-    (found,) = manifest["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
-    return found
+    (replicated,) = manifest["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    return replicated
 
 
 def number(path: Path, pattern: str) -> int:
@@ -57,13 +57,13 @@ def test_nodes_says_how_it_is_used(arguments):
 def test_the_job_refers_to_the_runtime_and_its_container(manifest):
     runtime, train = manifest["TrainingRuntime"], manifest["TrainJob"]
     assert runtime["apiVersion"] == train["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-    named = {
+    reference = {
         "apiGroup": "trainer.kubeflow.org",
         "kind": "TrainingRuntime",
         "name": runtime["metadata"]["name"],
     }
-    assert train["spec"]["runtimeRef"] == named
-    # The Trainer knows job and container by these words (kubeflow/trainer, pkg/constants).
+    assert train["spec"]["runtimeRef"] == reference
+    # The Trainer requires these names of job and container (kubeflow/trainer, pkg/constants).
     assert job(manifest)["name"] == "node"
     assert job(manifest)["template"]["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
@@ -79,16 +79,16 @@ def test_volumes_are_there_and_run_dir_is_on_one(manifest):
     assert set(mounts.values()) == set(volumes)
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
-    # a pod's own disk is gone with it
-    for what in ("--run.dir=/runs/", "--data.cache_dir=/runs/cache/$HOSTNAME"):
-        assert what in manifest["TrainJob"]["spec"]["trainer"]["args"][0]
+    # a pod's own disk is deleted with the pod
+    for argument in ("--run.dir=/runs/", "--data.cache_dir=/runs/cache/$HOSTNAME"):
+        assert argument in manifest["TrainJob"]["spec"]["trainer"]["args"][0]
 
 
 def test_the_command_is_a_config_and_keys_that_exist(manifest):
     (line,) = manifest["TrainJob"]["spec"]["trainer"]["args"]
-    words = shlex.split(line)
-    assert words[:2] == ["exec", "configs/launch/nodes.sh"]
-    parse_config(["--config", words[4], *words[5:]])
+    arguments = shlex.split(line)
+    assert arguments[:2] == ["exec", "configs/launch/nodes.sh"]
+    parse_config(["--config", arguments[4], *arguments[5:]])
     trainer = manifest["TrainJob"]["spec"]["trainer"]
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
 

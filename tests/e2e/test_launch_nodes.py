@@ -1,5 +1,5 @@
-"""configs/launch/nodes.sh on two "nodes": network namespaces with a cable between them, two processes each,
-HSDP over both."""
+"""configs/launch/nodes.sh on two "nodes": network namespaces joined by a virtual cable, with two processes
+each and HSDP over both."""
 
 import os
 import shutil
@@ -22,14 +22,16 @@ FIRST = "10.77.0.1"
 
 
 def why_not() -> str:
-    """Why this machine can make no two nodes; "" if it can."""
+    """Why this machine cannot create two nodes; "" if it can."""
     missing = [name for name in ("unshare", "nsenter", "ip", "getent") if not shutil.which(name)]
     if missing:
         return f"needs {', '.join(missing)} (Debian: util-linux, iproute2)"
     cable = ["unshare", "-rn", "ip", "link", "add", "node1", "type", "veth", "peer", "name", "node2"]
     made = subprocess.run(cable, capture_output=True, check=False)
     return (
-        f"no network namespaces with a cable here: {made.stderr.decode().strip()}" if made.returncode else ""
+        f"cannot create network namespaces with a cable: {made.stderr.decode().strip()}"
+        if made.returncode
+        else ""
     )
 
 
@@ -43,23 +45,24 @@ class Nodes:
         self.folder, self.process = folder, process
 
     def torchrun(self, node: int) -> int:
-        """Its process id."""
+        """Process id of a node's torchrun."""
         return int((self.folder / f"{node}.pid").read_text())
 
     def screen(self, node: int) -> str:
-        """What it has printed."""
+        """Output of a node so far."""
         return (self.folder / f"{node}.txt").read_text()
 
     def code(self, node: int) -> int:
-        """Its exit code."""
+        """Exit code of a node."""
         return int((self.folder / f"{node}.code").read_text())
 
     def wait_for_step(self, step: int) -> None:
-        """Until it is in metrics.jsonl."""
+        """Wait until the step is in metrics.jsonl."""
         self.wait_for(lambda: max(steps_of(self.folder / "run"), default=0) >= step)
 
     def wait_for(self, happened: Callable[[], object]) -> None:
-        """Until it has happened; an AssertionError with both screens if it does not."""
+        """Wait until `happened()` is true; AssertionError with the output of both nodes if it does not
+        happen."""
         deadline_s = time.monotonic() + LIMIT_S
         while not happened():
             assert self.process.poll() is None, self.screen(1) + self.screen(2)
@@ -67,7 +70,7 @@ class Nodes:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """Kill whatever is left."""
+        """Kill the remaining processes of both nodes."""
         for node in (1, 2):
             if (self.folder / f"{node}.pid").exists():
                 pid = self.torchrun(node)
@@ -77,7 +80,7 @@ class Nodes:
 
 @contextmanager
 def two_nodes(folder: Path, processes: int, *arguments: str) -> Iterator[Nodes]:
-    """The run on two nodes with so many processes each."""
+    """Start a run on two nodes with `processes` processes each."""
     command = [
         "configs/launch/nodes.sh",
         FIRST,
@@ -112,12 +115,12 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(data, tmp_p
         nodes.wait_for(
             lambda: (tmp_path / "2.code").exists() and read_status(tmp_path / "run")["state"] == "stopped"
         )
-        # its torchrun waits 300 s for the other one, deaf to SIGTERM
+        # the other node's torchrun waits 300 s and ignores SIGTERM
         nodes.wait_for(lambda: not children(nodes.torchrun(1)))
     mesh = load_plan(tmp_path / "run/plan.yaml").mesh
     assert (mesh.dp_replicate, mesh.dp_shard) == (2, 2)
     stopped = check_stopped(tmp_path / "run", "signal SIGTERM")
-    # Kubernetes must not take a pod that was told to go for one that has done its work.
+    # Kubernetes must not count a pod that was asked to stop as succeeded.
     assert nodes.code(2) != 0
     last = arguments.index(f"--train.steps={FOR_EVER}")
     arguments[last] = f"--train.steps={stopped + 3}"
@@ -132,9 +135,8 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(data, tmp_p
 def test_a_node_that_is_gone_is_said_on_the_other(data, tmp_path):
     with two_nodes(tmp_path, 1, *tiny(data, *HSDP)) as nodes:
         nodes.wait_for_step(6)
-        gone = nodes.torchrun(2)
-        kill([gone, *children(gone)])
-        # "a process of this run has died", or, if that was in the middle of one, "the save of step N was cut
-        # off"
+        lost = nodes.torchrun(2)
+        kill([lost, *children(lost)])
+        # the message reports a dead process, or a save that was cut off if the kill interrupted one
         nodes.wait_for(lambda: "PeerLostError: " in nodes.screen(1))
     assert "the same command" in nodes.screen(1)

@@ -1,7 +1,7 @@
-"""configs/launch/slurm.sh on a real Slurm of this machine alone, with two nodes, which are two daemons.
+"""configs/launch/slurm.sh on a real Slurm of this machine, whose two nodes are two daemons.
 
-Needs Debian's slurm-wlm and munge (apt-get install slurm-wlm munge), not configured: the test brings its own
-configuration.
+Needs Debian's slurm-wlm and munge (apt-get install slurm-wlm munge), without configuration: the test creates
+its own.
 """
 
 import getpass
@@ -22,7 +22,7 @@ from tests.support.run_faults import rows, steps_of, tiny
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "sinfo")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-# a job that is queued again waits two minutes (slurmctld's delay), and the machine may be busy
+# a requeued job waits two minutes (delay of slurmctld), and the machine may be busy
 LIMIT_S = 300.0
 MISSING = [name for name in NEEDED if not shutil.which(name, path=PATH)]
 CONFIGURATION = """
@@ -56,22 +56,22 @@ pytestmark = [
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [bound.getsockname()[1] for bound in sockets]
+    for bound in sockets:
+        bound.close()
     return ports
 
 
-def wait(happened: Callable[[], object], say: Callable[[], str]) -> None:
+def wait(happened: Callable[[], object], describe: Callable[[], str]) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not happened():
-        assert time.monotonic() < deadline_s, say()
+        assert time.monotonic() < deadline_s, describe()
         time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """A cluster that is up; the environment that its commands need."""
+    """Start a cluster and yield the environment for its commands."""
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "n1", "n2"):
         (folder / name).mkdir()
@@ -114,7 +114,7 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
             time.sleep(1)
         states = ["sinfo", "--noheader", "--format=%T %D"]
         wait(
-            lambda: ask(states, env).strip() == "idle 2",
+            lambda: output_of(states, env).strip() == "idle 2",
             lambda: "".join(p.read_text() for p in folder.glob("*.log")),
         )
         yield env
@@ -124,12 +124,12 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
             daemon.wait(30)
 
 
-def ask(command: list[str], env: dict[str, str], folder: Path = ROOT) -> str:
+def output_of(command: list[str], env: dict[str, str], folder: Path = ROOT) -> str:
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
 def fresh_clone(folder: Path) -> Path:
-    """This repository, by links, without what runs have left in it."""
+    """Create a folder with links to this repository's folders, without outputs of runs."""
     folder.mkdir()
     for name in ("configs", "meshwright", "models", "parallel", "train", "tools"):
         (folder / name).symlink_to(ROOT / name)
@@ -139,26 +139,29 @@ def fresh_clone(folder: Path) -> Path:
 def test_at_the_time_limit_it_saves_is_queued_again_and_goes_on(slurm, data, tmp_path):
     folder, clone = tmp_path / "run", fresh_clone(tmp_path / "clone")
     arguments = tiny(data, "--checkpoint.every=100000", f"--run.dir={folder}")
-    # The first start is told to stop by scontrol, not by a time limit, which counts in minutes; the script
-    # hears the same signal.
+    # scancel stops the first start, not a time limit, which counts in minutes; the script receives the same
+    # signal.
     sbatch = ["sbatch", "--parsable", "--gpus-per-node=0", "--time=10", "configs/launch/slurm.sh"]
-    job = ask([*sbatch, "llama_debug.yaml", *arguments], slurm, clone).strip()
+    job = output_of([*sbatch, "llama_debug.yaml", *arguments], slurm, clone).strip()
     output = clone / f"slurm-{job}.txt"
     try:
         wait(
             lambda: max(steps_of(folder), default=0) >= 3,
             lambda: output.read_text() if output.exists() else job,
         )
-        ask(["scancel", "--batch", "--signal=USR1", job], slurm)
+        output_of(["scancel", "--batch", "--signal=USR1", job], slurm)
         wait(lambda: ": queued again\n" in output.read_text(), output.read_text)
         assert "2 processes" in output.read_text()
         stopped = read_status(folder)
         assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
-        # Not at once: a credential made in the second in which the old one was revoked counts as revoked too.
-        ask(["scontrol", "update", f"JobId={job}", "StartTime=now+10"], slurm)
+        # 10 s later: a credential of the second in which the old one was revoked counts as revoked too
+        output_of(["scontrol", "update", f"JobId={job}", "StartTime=now+10"], slurm)
         wait(lambda: max(row["step"] for row in rows(folder)) > stopped["step"], output.read_text)
         assert read_status(folder)["resumed_from"] == stopped["step"]
-        assert "Restarts=1" in ask(["scontrol", "show", "job", job], slurm)
+        assert "Restarts=1" in output_of(["scontrol", "show", "job", job], slurm)
     finally:
-        ask(["scancel", job], slurm)
-        wait(lambda: not ask(["squeue", "--noheader"], slurm).strip(), lambda: ask(["squeue"], slurm))
+        output_of(["scancel", job], slurm)
+        wait(
+            lambda: not output_of(["squeue", "--noheader"], slurm).strip(),
+            lambda: output_of(["squeue"], slurm),
+        )

@@ -1,4 +1,4 @@
-"""A plan file that was edited by hand: what one unit's entry says is what that unit does."""
+"""A plan file edited by hand: each unit follows its entry."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_a_unit_of_a_hand_edited_plan_keeps_float32_among_bfloat16_ones(two_rank
         unit["param_dtype"] = "bfloat16"
     last = {**blocks, "unit": "layers.1", "output_dtype": "float32"}
     plan["units"] = [embedding, {**blocks, "unit": "layers.0"}, last, head]
-    # JSON is YAML, and repeats what safe_dump would write as an alias
+    # JSON is YAML; safe_dump would write repeated values as aliases
     (tmp_path / "mixed.yaml").write_text(json.dumps(plan))
     mixed = run(
         2, *KEYS, *data, f"--parallel.plan={tmp_path / 'mixed.yaml'}", f"--run.dir={tmp_path / 'mixed'}"

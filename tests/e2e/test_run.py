@@ -1,4 +1,4 @@
-"""A run as its user sees it: the folder it leaves, the screen, stopping, going on, and mistakes."""
+"""A run as its user sees it: its output folder, the screen, stop and resume, and user errors."""
 
 import contextlib
 import fcntl
@@ -43,13 +43,13 @@ KEYS = {
 
 @pytest.fixture
 def again(two_ranks: tuple[Path, str, str], tmp_path: Path) -> Path:
-    """A copy of the folder of the run on two ranks, which has done six steps."""
+    """A copy of the folder of the run of six steps on two ranks."""
     return shutil.copytree(two_ranks[0], tmp_path / "again")
 
 
 def test_a_run_leaves_a_folder_that_tells_everything(two_ranks):
     folder, out, err = two_ranks
-    assert err == "", "nothing on the screen that a user cannot act on"
+    assert err == "", "stderr contains only messages that a user can act on"
     assert read_status(folder)["state"] == "finished"
     metrics = read_metrics(folder)
     assert sorted(metrics) == [0, 1, 2, 3, 4, 5, 6]
@@ -61,8 +61,8 @@ def test_a_run_leaves_a_folder_that_tells_everything(two_ranks):
     assert kept == ["step-00000004", "step-00000006"], "checkpoint.keep=2"
     assert load_config(folder / "config.yaml").train.steps == 6
     assert load_plan(folder / "plan.yaml").mesh.dp_shard == 2
-    for words in ("torch 2.", "CPU", "2 processes", "parameters", "layers.[0-1]", "documents", "finished"):
-        assert words in out
+    for fact in ("torch 2.", "CPU", "2 processes", "parameters", "layers.[0-1]", "documents", "finished"):
+        assert fact in out
 
 
 def test_tensorboard_reads_what_metrics_jsonl_says(two_ranks):
@@ -88,30 +88,30 @@ def test_a_finished_run_has_nothing_to_do_and_more_steps_continue_it_on_another_
     assert run(1, *keys, "--train.steps=8", "--checkpoint.every=2", f"--run.dir={again}").returncode == 0
     assert read_status(again)["resumed_from"] == 6
     assert run(1, *keys, "--train.steps=8", f"--run.dir={tmp_path / 'whole'}").returncode == 0
-    want, got = read_metrics(tmp_path / "whole"), read_metrics(again)
-    assert sorted(got) == sorted(want) == list(range(9))
+    expected, got = read_metrics(tmp_path / "whole"), read_metrics(again)
+    assert sorted(got) == sorted(expected) == list(range(9))
     assert [got[step]["loss"] for step in range(1, 9)] == pytest.approx(
-        [want[step]["loss"] for step in range(1, 9)], abs=5e-5
+        [expected[step]["loss"] for step in range(1, 9)], abs=5e-5
     )
-    # Thirteen held-out sequences, in batches of two of a rank.
+    # Thirteen held-out sequences, in batches of two per rank.
     assert [got[step]["eval_loss"] for step in (0, 3)] == pytest.approx(
-        [want[step]["eval_loss"] for step in (0, 3)], abs=5e-5
+        [expected[step]["eval_loss"] for step in (0, 3)], abs=5e-5
     )
-    assert got[0]["eval_loss"] == pytest.approx(want[0]["eval_loss"], abs=1e-6), "the same weights"
+    assert got[0]["eval_loss"] == pytest.approx(expected[0]["eval_loss"], abs=1e-6), "the same weights"
 
 
 def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one_bit_for_bit(data, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     saving = ["--train.eval_every=5", "--train.eval_sequences=8", "--checkpoint.every=7"]
-    asked_at = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"]).randint(2, 12)
+    signal_step = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"]).randint(2, 12)
     with started(2, cut, tiny(data, *saving)) as launch:
-        wait_for_step(launch, cut, asked_at)
+        wait_for_step(launch, cut, signal_step)
         launch.ranks[1].send_signal(signal.SIGTERM)  # not rank 0: all must agree
         assert launch.wait(LIMIT_S) == 0, launch.output()
     status = read_status(cut)
     stopped_at = status["step"]
     assert (status["state"], status["reason"]) == ("stopped", "signal SIGTERM")
-    assert stopped_at >= asked_at
+    assert stopped_at >= signal_step
     assert (cut / "checkpoints" / f"step-{stopped_at:08d}").is_dir()
     assert f"stopped at step {stopped_at} of " in launch.output()
     before, last = len(rows(cut)), stopped_at + 4
@@ -125,15 +125,15 @@ def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one
         "",
     )
     assert rows(cut)[before]["step"] == stopped_at + 1, "never a silent restart from 0"
-    got, want = (
+    got, expected = (
         {step: [row.get(key) for key in CURVE] for step, row in read_metrics(folder).items()}
         for folder in (cut, whole)
     )
-    assert got == want, f"asked at step {asked_at}"
+    assert got == expected, f"signal at step {signal_step}"
 
 
 def on_terminal(*arguments: str) -> None:
-    """Train as the foreground program of the terminal that stdout is."""
+    """Train as the foreground program of the terminal on stdout."""
     os.setsid()
     fcntl.ioctl(1, termios.TIOCSCTTY, 0)
     main(arguments)
@@ -160,17 +160,17 @@ def test_one_process_stopped_by_ctrl_c_on_a_terminal_saves_and_exits_75(data, tm
         process.kill()
         os.close(follower)
         reader.join(LIMIT_S)
-    assert not reader.is_alive(), "somebody has the terminal open still"
+    assert not reader.is_alive(), "a process still has the terminal open"
     os.close(leader)
     assert b"Traceback" not in screen
-    assert b"/100000" in screen, "a terminal gets the live line"
+    assert b"/100000" in screen, "a terminal shows the progress bar"
     status = read_status(folder)
     assert (status["state"], status["reason"]) == ("stopped", "signal SIGINT")
     assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
 
 
 def read_all(terminal: int, into: bytearray) -> None:
-    with contextlib.suppress(OSError):  # what reading a terminal raises once no program has it
+    with contextlib.suppress(OSError):  # reading a terminal raises it when no program has it open
         while part := os.read(terminal, 65536):
             into += part
 
@@ -250,21 +250,20 @@ MISTAKES = [
 def test_a_mistake_is_one_clear_message_and_exit_code_2(data, tmp_path):
     wrong, short = [], tmp_path / "short.txt"
     short.write_text("fewer than 33 bytes")
-    for mistake, words in [
-        ([key.replace("SHORT", str(short)) for key in keys], words) for keys, words in MISTAKES
+    for mistake, facts in [
+        ([key.replace("SHORT", str(short)) for key in keys], facts) for keys, facts in MISTAKES
     ]:
         result = run(1, *TINY, *data, f"--run.dir={tmp_path / 'run'}", *EAGER, *mistake)
-        # which comes when the first lines are on the screen
-        quiet = result.stdout == "" or words[0] == "sequence"
-        clear = all(word in result.stderr for word in words) and "Traceback" not in result.stderr
+        # this error comes after the first lines on the screen
+        quiet = result.stdout == "" or facts[0] == "sequence"
+        clear = all(fact in result.stderr for fact in facts) and "Traceback" not in result.stderr
         if result.returncode != 2 or not quiet or not clear:
             wrong.append(f"{mistake}: {result}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would(data, tmp_path):
-    # With an eighth of the machine's memory: of the shipped models few fit then, and those are what takes
-    # long to try.
+    # With an eighth of the machine's memory few configs fit, and trying those that fit takes long.
     result = run(
         1, *SMALL, *data, "--model.ffn_dim=20000000000", f"--run.dir={tmp_path / 'run'}", LOCAL_WORLD_SIZE="8"
     )
@@ -281,7 +280,7 @@ def test_under_torchrun_the_first_thing_on_the_screen_is_our_message_and_its_rep
     assert result.returncode == 1, "torchrun's own exit code"
     assert result.stderr.startswith("ConfigError: unknown key train.stepz")
     assert result.stderr.count("\nConfigError: unknown key") <= 1, (
-        "rank 0 alone speaks; torchrun's report repeats it"
+        "only rank 0 prints it; torchrun's report repeats it"
     )
     assert "Did you mean train.steps?" in result.stderr
     report = result.stderr.partition("Root Cause")[2]

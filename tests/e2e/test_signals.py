@@ -1,5 +1,4 @@
-"""Asked to stop by a signal, at any moment of the journey: saved at the agreed step, or ended at once with
-nothing spoilt."""
+"""A signal in any phase of a run: the run saves at the agreed step, or ends immediately without damage."""
 
 import os
 import signal
@@ -48,7 +47,7 @@ def test_sigterm_to_torchrun_saves(data, tmp_path):
     ) as launch:
         wait_for_step(launch, folder, 3)
         assert len(workers(launch)) == 2
-        # it passes the signal on to all workers, and ends with a traceback of its own
+        # torchrun forwards the signal to all workers, and ends with its own traceback
         launch.send_signal(signal.SIGTERM)
         launch.wait(LIMIT_S)
     assert check_stopped(folder, TERM) >= 3
@@ -74,29 +73,29 @@ def test_alone_the_exit_code_of_a_stop_in_an_evaluation_is_75(data, tmp_path):
     with started(1, folder, tiny(data, *evaluation)) as launch:
         wait_for_step(launch, folder, 4)
         used_s = cpu_s(launch.ranks[0].pid)
-        # A step takes a tenth of that, the evaluation at step 5 takes seconds.
+        # a step uses a tenth of this time, the evaluation at step 5 uses seconds
         wait(launch, lambda: cpu_s(launch.ranks[0].pid) > used_s + 0.4)
         reported = steps_of(folder)
         launch.send_signal(signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 75, launch.output()
     assert max(reported) == 4, "the signal came during the evaluation"
     assert check_stopped(folder, TERM) in (5, 6)
-    assert "eval_loss" in read_metrics(folder)[5], "which was not cut short"
+    assert "eval_loss" in read_metrics(folder)[5], "the evaluation was completed"
 
 
 def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, tmp_path):
     folder = tmp_path / "run"
     assert run(1, *tiny(data, "--checkpoint.every=1", steps=1), f"--run.dir={folder}").returncode == 0
     assert check_commits(folder) == 1
-    minutes = "--train.global_batch_size=20000"  # that a step lasts for
-    with started(1, folder, tiny(data, "--checkpoint.every=1", minutes)) as launch:
+    long_step = "--train.global_batch_size=20000"  # takes minutes
+    with started(1, folder, tiny(data, "--checkpoint.every=1", long_step)) as launch:
         wait(launch, lambda: read_status(folder)["resumed_from"] == 1)
         used_s = cpu_s(launch.ranks[0].pid)
-        # what is left to do before the step takes far less
+        # the rest of the setup takes far less
         wait(launch, lambda: cpu_s(launch.ranks[0].pid) > used_s + 0.5)
         deadline_s = time.monotonic() + LIMIT_S
         while launch.running() and time.monotonic() < deadline_s:
-            launch.send_signal(signal.SIGTERM)  # within half a second it is the same request, delivered twice
+            launch.send_signal(signal.SIGTERM)  # signals within half a second count as one request
             time.sleep(0.05)
         assert launch.wait(LIMIT_S) == 128 + signal.SIGTERM, launch.output()
     assert check_commits(folder) == 1, "the step was not waited for"
@@ -122,7 +121,7 @@ def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
             launch,
             lambda: any(path.is_file() and not path.name.startswith("work-") for path in cache.rglob("*")),
         )
-        assert not steps_of(folder), "it compiles"
+        assert not steps_of(folder), "the run is still compiling"
         launch.send_signal(signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 75, launch.output()
     assert check_stopped(folder, TERM) == 1
@@ -144,12 +143,12 @@ def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous
         launch.send_signal(signal.SIGCONT)
         launch.wait(LIMIT_S)
     committed = [path.name for path in list_checkpoints(folder / "checkpoints")]
-    assert half in committed, "the save that was under way"
+    assert half in committed, "the save in progress is committed"
     assert half < committed[-1] == f"step-{check_stopped(folder, TERM):08d}"
 
 
 def hold_in_a_save(launch: Launch, folder: Path) -> str:
-    """Stop all ranks while a checkpoint is being written; the name that it will have."""
+    """Stop all ranks while a checkpoint is being written; return the name it will have."""
     while True:
         wait(launch, lambda: partials(folder))
         launch.send_signal(signal.SIGSTOP)
@@ -174,10 +173,10 @@ def test_a_stop_that_cannot_be_agreed_ends_after_the_grace_period(data, tmp_path
         wait_for_commit(launch, folder, 2)
         first, second = launch.ranks
         second.send_signal(signal.SIGSTOP)
-        asked_s = time.monotonic()
+        sent_s = time.monotonic()
         first.send_signal(signal.SIGTERM)
         assert first.wait(LIMIT_S) == 128 + signal.SIGTERM
-        assert time.monotonic() - asked_s >= 2
+        assert time.monotonic() - sent_s >= 2
         second.kill()
     assert "run.grace_s=2 s" in launch.output()
     assert read_status(folder)["state"] == "stopped"

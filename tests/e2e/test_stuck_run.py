@@ -1,4 +1,5 @@
-"""Runs that hang, that share a folder, and that fail again and again: each ends with words that say why."""
+"""Runs that hang, that share a folder, and that fail repeatedly: each ends with a message that gives the
+reason."""
 
 import os
 import signal
@@ -58,7 +59,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_
         launch.send_signal(signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 75
     steps = [row["step"] for row in rows(folder)]
-    assert steps == list(range(1, len(steps) + 1)), "the second has written nothing"
+    assert steps == list(range(1, len(steps) + 1)), "the second run has written nothing"
     assert check_commits(folder) == steps[-1]
     assert read_status(folder)["resumed_from"] is None
 
@@ -88,10 +89,10 @@ def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(da
         tmp_path / "run",
         tiny(data, "--checkpoint.every=3", "--checkpoint.asynchronous=false", steps=6),
     )
-    load_corpus(parse_config(arguments).data)  # the tokens are a larger file
-    no_larger_file = "FSIZE=200000"  # than about a half of a checkpoint
+    load_corpus(parse_config(arguments).data)  # creates the file of tokens, which exceeds the limit below
+    file_limit = "FSIZE=200000"  # about half a checkpoint
     options = ["--standalone", "--nproc-per-node=1", "--max-restarts=3"]
-    with torchrun(folder, options, arguments, limit=no_larger_file) as launch:
+    with torchrun(folder, options, arguments, limit=file_limit) as launch:
         assert launch.wait(LIMIT_S) == 1
     output = launch.output()
     error = output[output.index("CrashLoopError: ") :]
@@ -104,5 +105,5 @@ def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(da
     ):
         assert fact in error, fact
     assert read_status(folder)["state"] == "failed"
-    assert [row["step"] for row in rows(folder)].count(1) == 3, "three times, and no fourth"
-    assert not list((folder / "checkpoints").iterdir()), "a save that fails leaves no trace"
+    assert [row["step"] for row in rows(folder)].count(1) == 3, "three starts, and no fourth"
+    assert not list((folder / "checkpoints").iterdir()), "a failed save leaves no files"

@@ -1,5 +1,5 @@
-"""A run that is sharded and split by tensor parallelism: its plan runs again as a file, its checkpoints go
-on, there and on one process."""
+"""A run with FSDP and tensor parallelism: its plan file can be run again, and its checkpoints resume on the
+same mesh and on one process."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ CURVE = ("loss", "eval_loss", "grad_norm", "lr")
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory) -> Path:
-    """A run of six steps on dp_shard 2 x tp 2 that was never stopped."""
+    """An uninterrupted run of six steps on dp_shard 2 x tp 2."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     result = run(4, *SMALL, *BATCH, *data, *TP, *STEPS, f"--run.dir={folder}")
     assert result.returncode == 0, result.stderr
@@ -36,7 +36,7 @@ def whole(data, tmp_path_factory) -> Path:
 
 
 def curve(folder: Path) -> dict[int, list[float]]:
-    """Steps 4 to 6."""
+    """Metrics of steps 4 to 6."""
     return {
         step: [row[key] for key in CURVE if key in row]
         for step, row in read_metrics(folder).items()
@@ -44,7 +44,7 @@ def curve(folder: Path) -> dict[int, list[float]]:
     }
 
 
-def go_on(processes: int, whole: Path, folder: Path, *arguments: str) -> None:
+def resume_run(processes: int, whole: Path, folder: Path, *arguments: str) -> None:
     resume = f"--checkpoint.resume={whole / 'checkpoints' / 'step-00000003'}"
     result = run(processes, *arguments, *STEPS, resume, f"--run.dir={folder}")
     assert result.returncode == 0, result.stderr
@@ -52,7 +52,7 @@ def go_on(processes: int, whole: Path, folder: Path, *arguments: str) -> None:
 
 
 def weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint of a run."""
+    """Consolidated weights of the newest checkpoint of a run."""
     newest = max((folder / "checkpoints").iterdir())
     return load_file(consolidate(newest, out, force=False))
 
@@ -60,19 +60,19 @@ def weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
 def test_resumed_by_its_plan_file_the_curve_and_the_weights_are_the_uninterrupted_ones_bit_for_bit(
     whole, data, tmp_path
 ):
-    # The batch and everything else that the plan says comes from the file.
+    # the batch and all other planned values come from the file
     keys = [key for key in SMALL if "batch_size" not in key]
-    go_on(4, whole, tmp_path / "again", *keys, *data, f"--parallel.plan={whole / 'plan.yaml'}")
+    resume_run(4, whole, tmp_path / "again", *keys, *data, f"--parallel.plan={whole / 'plan.yaml'}")
     assert (tmp_path / "again" / "plan.yaml").read_text() == (whole / "plan.yaml").read_text()
     assert len(curve(whole)) == 3
     assert curve(tmp_path / "again") == curve(whole)
-    ours, theirs = weights(tmp_path / "again", tmp_path / "a"), weights(whole, tmp_path / "b")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    resumed, expected = weights(tmp_path / "again", tmp_path / "a"), weights(whole, tmp_path / "b")
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
 def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
-    go_on(1, whole, tmp_path, *SMALL, *BATCH, *data)
+    resume_run(1, whole, tmp_path, *SMALL, *BATCH, *data)
     got, expected = curve(tmp_path), curve(whole)
     assert got.keys() == expected.keys()
     for step, (loss, *others) in got.items():
@@ -81,7 +81,7 @@ def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
 
 
 def test_a_split_runs_consolidated_weights_are_whole_and_what_they_were_made_as(data, tmp_path):
-    still = [
+    zero_lr = [
         *SMALL,
         *BATCH,
         *data,
@@ -91,7 +91,7 @@ def test_a_split_runs_consolidated_weights_are_whole_and_what_they_were_made_as(
         "--optim.lr=0",
         "--metrics.tensorboard=false",
     ]
-    result = run(2, *still, f"--run.dir={tmp_path / 'run'}")
+    result = run(2, *zero_lr, f"--run.dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     config = load_config(tmp_path / "run" / "config.yaml")
     model = Llama(config.model)

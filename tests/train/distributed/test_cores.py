@@ -1,4 +1,4 @@
-"""How many threads a process computes with, and that their number changes nothing but the order of sums."""
+"""The number of threads of a process, which changes only the order of sums."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 
 
 def write_system(root: Path, siblings: dict[int, str], quota: str = "") -> Path:
-    """A machine that says which hardware threads share a core, and a container's quota."""
+    """Write /sys files of a machine: the hardware threads of each core, and a container's CPU quota."""
     for cpu, text in siblings.items():
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         topology.mkdir(parents=True)
@@ -72,8 +72,8 @@ def test_processes_share_the_cores_whatever_torchrun_says(
 
 
 def test_one_thread_and_two_train_the_same_model(tmp_path: Path) -> None:
-    """Losses to 1e-5 nats over 3 steps. Tensors of more than 32,768 values, which is where torch begins to
-    share the work."""
+    """Losses agree to 1e-5 nats over 3 steps. The tensors have more than 32,768 values, from which on torch
+    uses several threads."""
     wide = [
         *TINY,
         *write_text(tmp_path),

@@ -1,5 +1,5 @@
-"""What the launcher says of a process, how long its collectives wait, and its end, with a thread of gloo
-caught in it."""
+"""Rank information from the launcher, the timeout of collectives, allocator settings, and process exit while
+a gloo thread waits for the interpreter."""
 
 import atexit
 import ctypes
@@ -28,18 +28,18 @@ from tests.support.worlds import forked, run_ranks
 
 
 def end_with_a_thread_of_gloo_caught(way: str, folder: Path, patience_s: float) -> None:
-    """One of two processes. Rank 0 ends, with an exit function that lets no other thread in, while a thread
-    of gloo that has finished the last collective waits for the interpreter: `way` is "python", its teardown,
-    or "end_process"."""
+    """Run one of two processes. Rank 0 ends in an exit function that holds the interpreter, while a gloo
+    thread that has finished the last collective waits for the interpreter. `way`: "python" (interpreter
+    teardown) or "end_process"."""
     libc, pipes = ctypes.PyDLL(None), [os.open(folder / name, os.O_RDWR) for name in ("ends", "done")]
     dist.init_process_group("gloo")
     tensor = torch.ones(8)
     tensor.keep_the_python_object = True  # type: ignore[attr-defined]
     if dist.get_rank() == 1:
         os.read(pipes[0], 1)
-        time.sleep(patience_s)  # by now the other lets no thread in
+        time.sleep(patience_s)  # now rank 0 holds the interpreter
         dist.all_reduce(tensor)
-        time.sleep(2 * patience_s)  # by now the thread of the other waits
+        time.sleep(2 * patience_s)  # now the gloo thread of rank 0 waits
         os.write(pipes[1], b"x")
         os._exit(0)
     work = dist.all_reduce(tensor, async_op=True)
@@ -51,11 +51,11 @@ def end_with_a_thread_of_gloo_caught(way: str, folder: Path, patience_s: float) 
         if way == "end_process":
             end_process(0)
     finally:
-        ctypes.pythonapi.Py_Exit(0)  # what the interpreter does at the end of a command
+        ctypes.pythonapi.Py_Exit(0)  # as the interpreter does at the end of a command
 
 
 def ended(way: str, folder: Path, patience_s: float = 0.25) -> tuple[int, str]:
-    """The exit code of rank 0, and what it said."""
+    """Exit code and output of rank 0."""
     folder.mkdir(exist_ok=True)
     for name in ("ends", "done"):
         os.mkfifo(folder / name)
@@ -66,14 +66,14 @@ def ended(way: str, folder: Path, patience_s: float = 0.25) -> tuple[int, str]:
 
 
 @pytest.mark.skipif(
-    sys.version_info >= (3, 14), reason="Python 3.14 lets such a thread sleep (python/cpython#87135)"
+    sys.version_info >= (3, 14), reason="Python 3.14 makes such a thread sleep (python/cpython#87135)"
 )
 def test_python_aborts_a_process_whose_gloo_thread_waits_for_it(tmp_path: Path) -> None:
-    """Why end_process is there; it goes away with Python 3.13. Where the thread did not wait yet: again, more
-    slowly."""
+    """The reason for end_process, which is needed up to Python 3.13. If the thread did not wait yet, the test
+    tries again more slowly."""
     tries = (ended("python", tmp_path / str(patience), 0.25 * patience) for patience in (1, 2, 4, 8))
-    code, said = next((one for one in tries if one[0] == -signal.SIGABRT), (0, "it never did"))
-    assert "terminate called without an active exception" in said
+    code, output = next((result for result in tries if result[0] == -signal.SIGABRT), (0, "it never aborted"))
+    assert "terminate called without an active exception" in output
     assert code == -signal.SIGABRT
 
 
@@ -133,7 +133,7 @@ def test_a_cpu_leaves_the_settings_of_the_gpus_allocator_alone() -> None:
 
 
 def test_a_collective_waits_longer_than_any_section() -> None:
-    """So that the watchdog speaks first."""
+    """The watchdog must report first."""
     for field in dataclasses.fields(TimeoutConfig):
         longer = RunConfig(timeouts=dataclasses.replace(TimeoutConfig(), **{field.name: 5000.0}))
         assert group_timeout(longer) > timedelta(seconds=5000)

@@ -1,4 +1,4 @@
-"""The learning-rate schedule at its corners, and which parameters decay."""
+"""The learning-rate schedules at their corners, and which parameters have weight decay."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ MODEL = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, voc
 
 
 def rates(schedule: str, total: int = 110, **keys: float) -> list[float]:
-    """Learning rates of steps 0 .. total, as shares of the peak."""
+    """Learning rates of steps 0 .. total, as fractions of the peak."""
     config = dataclasses.replace(CONFIG, schedule=schedule, **keys)
     return [0.0, *(learning_rate(config, step, total) / config.lr for step in range(1, total + 1))]
 
@@ -104,7 +104,7 @@ def test_frozen_parameters_are_in_no_group_and_have_no_moments() -> None:
 
 
 def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> None:
-    """Against a plain AdamW that makes its moments at its first step."""
+    """Compared with a plain AdamW that creates its moments at its first step."""
     ours, plain = Llama(MODEL), Llama(MODEL)
     for model in (ours, plain):
         init_weights(model, 0)
@@ -124,11 +124,11 @@ def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> N
     reference = torch.optim.AdamW(groups, lr=1.0, betas=CONFIG.betas, eps=CONFIG.eps, foreach=False)
     tokens = torch.arange(32).reshape(2, 16)
     for step in (1, 2, 3):
-        for model, its in ((ours, optimizer), (plain, reference)):
-            set_learning_rate(its, learning_rate(CONFIG, step, 3))
+        for model, adamw in ((ours, optimizer), (plain, reference)):
+            set_learning_rate(adamw, learning_rate(CONFIG, step, 3))
             (model(tokens, tokens + 1) / 32).backward()
-            its.step()
-            its.zero_grad()
+            adamw.step()
+            adamw.zero_grad()
     for (fqn, weight), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(
             weight, expected, rtol=1e-5, atol=1e-6, msg=lambda text, fqn=fqn: f"{fqn}: {text}"

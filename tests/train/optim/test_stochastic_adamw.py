@@ -1,5 +1,5 @@
-"""AdamW in bfloat16: how it rounds, on one process and on several, and that it learns what AdamW in float32
-learns."""
+"""AdamW in bfloat16: its rounding, on one process and on several, and that it learns as AdamW in float32
+does."""
 
 import copy
 import math
@@ -44,8 +44,8 @@ BFLOAT16 = [
 
 @pytest.fixture(autouse=True)
 def alone_on_its_core():
-    """Small products wait longer for a second thread, where other processes have the cores, than they
-    take."""
+    """One thread: when other processes use the cores, small products would wait longer for a second thread
+    than they take."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,8 +69,8 @@ def test_the_hash_is_lowbias32() -> None:
 
 
 def test_every_bit_is_even_and_none_follows_from_another_element_step_parameter_or_tensor() -> None:
-    """Each pair of bits is alike in half of the draws, within five sigma."""
-    these = [
+    """Each pair of bits is equal in half of the draws, within five sigma."""
+    variants = [
         draws(),
         draws(key=2),
         draws(stream=1),
@@ -80,9 +80,9 @@ def test_every_bit_is_even_and_none_follows_from_another_element_step_parameter_
     ]
     sigma = 0.5 / math.sqrt(N)
     for bit in range(16):
-        columns = torch.stack([(draw >> bit) & 1 for draw in these]).double()
+        columns = torch.stack([(draw >> bit) & 1 for draw in variants]).double()
         assert (columns.mean(1) - 0.5).abs().max() < 5 * sigma
-        same = torch.stack([(columns[0] == other).double().mean() for other in columns[1:]])
+        same = torch.stack([(columns[0] == column).double().mean() for column in columns[1:]])
         assert (same - 0.5).abs().max() < 5 * sigma
 
 
@@ -92,7 +92,7 @@ def test_rounding_takes_one_of_two_neighbours_and_keeps_the_mean(value: float) -
     exact = values[0].double().item()
     got = round_stochastically(values, draws()).double()
     step = abs(exact) * 2**-7 if abs(exact) > 2**-126 else 2**-133
-    assert len(got.unique()) == 2, "both neighbours come"
+    assert len(got.unique()) == 2, "both neighbors occur"
     assert got.min() < exact < got.max()
     assert got.max() - got.min() <= step
     up = (exact - got.min().item()) / (got.max() - got.min()).item()
@@ -115,7 +115,7 @@ def test_not_a_number_stays_so_whatever_its_bits() -> None:
 # An update
 
 
-def whole_slice(
+def full_slice(
     parameter: torch.dtype = BF16, moment: torch.dtype = BF16, rows: int = 30, columns: int = 20
 ) -> Slice:
     generator = torch.Generator().manual_seed(0)
@@ -137,14 +137,14 @@ def step_of(count: int, skip: float = 0.0, beta2: float = 0.999, lr: float = 1e-
     return AdamWStep(0.9, beta2, 1e-8, 1.0, *(torch.tensor(value, dtype=F32) for value in scalars))
 
 
-def tensors_of(one: Slice) -> list[Tensor]:
-    return [one.parameter, one.exp_avg, one.exp_avg_sq]
+def tensors_of(shard: Slice) -> list[Tensor]:
+    return [shard.parameter, shard.exp_avg, shard.exp_avg_sq]
 
 
 @pytest.mark.parametrize("by", ["rows", "columns"])
 def test_parts_of_a_parameter_are_rounded_as_in_the_whole(by: str) -> None:
-    whole, before = whole_slice(), whole_slice()
-    update([whole], step_of(5))
+    full, before = full_slice(), full_slice()
+    update([full], step_of(5))
     for begin, end in ((0, 7), (7, 20)):
         cut = (slice(begin, end), slice(None)) if by == "rows" else (slice(None), slice(begin, end))
         part = [
@@ -152,42 +152,44 @@ def test_parts_of_a_parameter_are_rounded_as_in_the_whole(by: str) -> None:
             for tensor in (before.parameter, before.gradient, *tensors_of(before)[1:])
         ]
         width = 20 if by == "rows" else end - begin
-        one = Slice(*part, key=77, first=begin * 20 if by == "rows" else begin, columns=width, gap=20 - width)
-        update([one], step_of(5))
-        for got, expected in zip(tensors_of(one), tensors_of(whole), strict=True):
+        shard = Slice(
+            *part, key=77, first=begin * 20 if by == "rows" else begin, columns=width, gap=20 - width
+        )
+        update([shard], step_of(5))
+        for got, expected in zip(tensors_of(shard), tensors_of(full), strict=True):
             assert torch.equal(got, expected.view(30, 20)[cut].reshape(-1))
 
 
 def test_other_steps_and_other_parameters_round_otherwise() -> None:
     results = []
     for key, count in ((77, 5), (77, 5), (78, 5), (77, 6)):
-        one = Slice(
-            *(getattr(whole_slice(), name) for name in ("parameter", "gradient", "exp_avg", "exp_avg_sq")),
+        shard = Slice(
+            *(getattr(full_slice(), name) for name in ("parameter", "gradient", "exp_avg", "exp_avg_sq")),
             key,
             0,
             20,
             0,
         )
-        update([one], step_of(count, lr=0.0))  # moments do not depend on the count, but for their rounding
-        results.append(one.exp_avg)
+        update([shard], step_of(count, lr=0.0))  # only the rounding of the moments depends on the count
+        results.append(shard.exp_avg)
     assert torch.equal(results[0], results[1])
-    for other in results[2:]:
-        assert 0.2 < (other != results[0]).float().mean() < 0.5, (
-            "a third of values uniform between neighbours would differ"
+    for result in results[2:]:
+        assert 0.2 < (result != results[0]).float().mean() < 0.5, (
+            "of values uniform between neighbors a third would differ"
         )
 
 
 def test_a_second_moment_falls_where_nearest_rounding_would_keep_it() -> None:
-    """From 1, with gradients of 0: after 500 steps 0.999 ** 500 = 0.61. Rounded to nearest, 0.999 is 1
-    again."""
+    """From 1, with gradients of 0, 500 steps lead to 0.999 ** 500 = 0.61. Rounding to nearest turns 0.999
+    into 1."""
     values = [torch.zeros(1024, dtype=BF16) for _ in range(3)]
-    one = Slice(*values, torch.ones(1024, dtype=BF16), key=3, first=0, columns=1024, gap=0)
+    shard = Slice(*values, torch.ones(1024, dtype=BF16), key=3, first=0, columns=1024, gap=0)
     nearest, expected = torch.ones(1, dtype=BF16), 0.999**500
     for count in range(1, 501):
-        update([one], step_of(count))
+        update([shard], step_of(count))
         nearest = (nearest.float() * 0.999).to(BF16)
     assert nearest.item() == 1.0
-    got = one.exp_avg_sq.double()
+    got = shard.exp_avg_sq.double()
     assert abs(got.mean().item() - expected) < 4 * (got.std() / math.sqrt(len(got))).item()
     assert got.std() < 0.1 * expected
 
@@ -195,24 +197,24 @@ def test_a_second_moment_falls_where_nearest_rounding_would_keep_it() -> None:
 def test_in_float32_it_is_torchs_adamw() -> None:
     ours, plain = (torch.nn.Parameter(torch.linspace(-1, 1, 600).view(30, 20)) for _ in range(2))
     group = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    mine, torchs = (
+    rounded, fused = (
         RoundedAdamW([{"params": [ours], **group}], {ours: 1}),
         torch.optim.AdamW([plain], **group, fused=True),
     )
-    mine.state[ours] = {
+    rounded.state[ours] = {
         "step": torch.zeros(()),
         "exp_avg": torch.zeros_like(ours),
         "exp_avg_sq": torch.zeros_like(ours),
     }
     for step in range(5):
-        for p, optimizer in ((ours, mine), (plain, torchs)):
+        for p, optimizer in ((ours, rounded), (plain, fused)):
             p.grad = torch.randn(30, 20, generator=torch.Generator().manual_seed(step))
             optimizer.grad_scale = torch.tensor(1.0 + step)
             optimizer.step()
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
     for key in ("step", "exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(
-            mine.state[ours][key], torchs.state[plain][key], rtol=1e-6, atol=1e-7, msg=key
+            rounded.state[ours][key], fused.state[plain][key], rtol=1e-6, atol=1e-7, msg=key
         )
 
 
@@ -300,8 +302,7 @@ def test_the_bits_are_the_same_on_any_mesh() -> None:
 
 
 def test_ranks_without_a_row_count_their_steps_too() -> None:
-    """Norms of 6 rows on 4 ranks are cut into 2, 2, 2 and 0: each rank may be the one that saves the count of
-    steps."""
+    """Norms of 6 rows are sharded over 4 ranks as 2, 2, 2 and 0, and any rank may save the step count."""
     arguments = [*TINY, *EAGER, *BFLOAT16, "--model.dim=6", "--model.n_heads=1", "--model.n_kv_heads=1"]
     (alone,) = run_ranks(1, train, arguments)
     for rank in run_ranks(4, train, arguments):
@@ -359,8 +360,8 @@ def test_a_checkpoint_in_another_dtype_is_refused_by_the_key_that_differs(tmp_pa
 
 
 def last_loss(stored: torch.dtype, state: str, nearest: bool = False) -> float:
-    """Of 200 steps towards the weights of a linear map, from 0.3 beside them: mean of the last 20. `nearest`:
-    torch's AdamW."""
+    """Mean loss of the last 20 of 200 steps towards the weights of a linear map, starting 0.3 away.
+    `nearest`: use torch's AdamW."""
     generator = torch.Generator().manual_seed(0)
     model, goal = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64, generator=generator)
     model.weight.data = (goal + 0.3 * torch.randn(64, 64, generator=generator)).to(stored)
@@ -387,6 +388,6 @@ def test_bfloat16_learns_what_float32_learns_and_nearest_rounding_does_not() -> 
     assert plain < 0.1
     assert last_loss(F32, "bfloat16") == pytest.approx(plain, rel=0.02)
     assert last_loss(BF16, "bfloat16") == pytest.approx(plain, rel=0.1), (
-        "what it takes to stand beside the goal by a rounding"
+        "the loss of weights that differ from the goal by a rounding"
     )
     assert last_loss(BF16, "bfloat16", nearest=True) > 5 * plain
