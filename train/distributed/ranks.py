@@ -68,7 +68,7 @@ def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str
     if config.device == "cuda" and not enough:
         raise PlanError(
             f"run.device=cuda needs {ranks.local_world_size} GPUs for as many local processes, but this "
-            f"machine has {gpus}: start {max(gpus, 1)} per node, or use --run.device=cpu"
+            f"machine has {gpus}: start {max(gpus, 1)} processes per node, or use --run.device=cpu"
         )
     if config.device == "cpu" or not enough:
         why = f"{gpus} GPUs for {ranks.local_world_size} local processes" if gpus else "no GPU"
