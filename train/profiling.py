@@ -167,7 +167,10 @@ class StepProfiler:
     def _before(self, step: int) -> None:
         if self._profile is None and step in (self._first - 1, self._first):
             self._profile = torch.profiler.profile(
-                record_shapes=True, with_stack=self._config.stacks, profile_memory=self._config.memory
+                record_shapes=True,
+                with_stack=self._config.stacks,
+                profile_memory=self._config.memory,
+                acc_events=True,  # there is one cycle only; without it torch 2.11 warns
             )
             self._profile.prepare_trace()
         if self._profile is not None and step == self._first:

@@ -64,7 +64,7 @@ def test_the_profiler_sees_no_read_either_whether_a_step_is_skipped_or_not(train
     spoil(model, math.nan if bad else 1.0)
     batches = make_batches(1)
     train_step(model, optimizer, batches, 1.0, group)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         result = train_step(model, optimizer, batches, 1.0, group)
     events = profile.events()
     assert any(event.name == "aten::_fused_adamw_" for event in events), "the profiler must see the step"

@@ -175,7 +175,7 @@ def test_recomputing_blocks_keeps_less_memory_for_the_backward(data, tmp_path):
         big = [
             "--model.dim=128",
             "--model.ffn_dim=1024",
-            "--model.n_layers=4",
+            "--model.n_layers=8",
             "--train.seq_len=256",
             "--train.steps=1",
             "--train.micro_batch_size=16",

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.tools.trace.__main__ import main
 from tests.support.launch import EAGER, run, write_text
 from tests.support.workers.slowed_run import LATE, SLEEP_S, SLOW
 
+NEWER_THAN_2_11 = torch.__version__ >= "2.12"
 SHAPE = [
     "--model.dim=384",
     "--model.n_layers=6",
@@ -63,7 +65,9 @@ def test_the_slow_unit_and_the_late_gather_are_named(
     assert gathers[LATE]["late"]
     assert gathers[LATE]["finished_s"] > gathers[LATE]["needed_s"]
     assert gathers[LATE]["waited_s"] > 0
-    assert found["clock"] == "one host's clock"
+    # torch 2.11 does not write the host's name into a trace
+    expected = "one host's clock" if NEWER_THAN_2_11 else "clocks of unnamed hosts"
+    assert found["clock"].startswith(expected)
 
 
 def test_shares_of_a_real_step_sum_to_one_and_the_plan_is_compared(
