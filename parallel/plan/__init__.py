@@ -1,1 +1,1 @@
-"""What is to be: the plan as data, how it is made from a config, its rules, its file."""
+"""The plan as data: how it is made from a config, the rules that it must keep, and its file."""

@@ -1,4 +1,4 @@
-"""Which linears multiply in float8, and what such a plan must keep to."""
+"""The choice of linears that multiply in float8, and the rules for such a plan."""
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,77 +10,81 @@ from meshwright.parallel.plan.rules import choice_mistakes
 from meshwright.parallel.plan.schema import Float8Plan, ModelUnits, Plan, TensorPlan
 
 RECIPES = ("tensorwise", "rowwise")
-MULTIPLE = 16  # of every dim of a product in float8: torch._scaled_mm
+MULTIPLE = 16  # every dimension of a float8 product must be a multiple of it (torch._scaled_mm)
 
 
-def make_float8(asked: Float8Config, model: ModelUnits, tensor: TensorPlan, tp: int) -> Float8Plan:
-    """The linears whose names are asked for, and of which one tp rank's part is large enough."""
-    if asked.recipe == "none":
-        return Float8Plan("none", (), asked.all_gather)
-    large = {p for p in model.linears if min(_part(p, model.linears[p], tensor.styles, tp)) >= asked.min_dim}
-    chosen = tuple(p for p in _matching(asked.linears, model) if p in large)
-    return Float8Plan(asked.recipe, chosen, asked.all_gather)
+def make_float8(config: Float8Config, model: ModelUnits, tensor: TensorPlan, tp: int) -> Float8Plan:
+    """Choose the linears that match the patterns and whose local part on a tp rank is large enough."""
+    if config.recipe == "none":
+        return Float8Plan("none", (), config.all_gather)
+    large = {
+        p for p in model.linears if min(_local_size(p, model.linears[p], tensor.styles, tp)) >= config.min_dim
+    }
+    chosen = tuple(p for p in _matching(config.linears, model) if p in large)
+    return Float8Plan(config.recipe, chosen, config.all_gather)
 
 
-def asked_mistakes(asked: Float8Config, model: ModelUnits) -> Iterator[Mistake]:
-    """Patterns that are the name of nothing, and a size that is none: no linears can be chosen."""
-    if asked.recipe != "none" and asked.min_dim < 1:
-        yield Mistake("parallel.float8.min_dim", f"={asked.min_dim} must be at least 1")
-    for pattern in dict.fromkeys(asked.linears) if asked.recipe != "none" else ():
+def float8_config_mistakes(config: Float8Config, model: ModelUnits) -> Iterator[Mistake]:
+    """Check `min_dim`, and that every pattern matches a linear: without that no linears can be chosen."""
+    if config.recipe != "none" and config.min_dim < 1:
+        yield Mistake("parallel.float8.min_dim", f"={config.min_dim} must be at least 1")
+    for pattern in dict.fromkeys(config.linears) if config.recipe != "none" else ():
         if not _matching([pattern], model):
-            there_are = f"There are {', '.join(model.linears)}"
-            yield Mistake("float8.linears", f": {pattern} is the name of no linear in a block. {there_are}")
+            known = f"use {', '.join(model.linears)}"
+            yield Mistake("float8.linears", f": {pattern} matches no linear of a block: {known}")
 
 
 def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[Mistake]:
-    """Whether a plan's products can be in float8. Without a mesh that fits, nothing is said of the sizes that
-    follow from its degrees."""
-    chosen, recipe = plan.float8, f"={plan.float8.recipe}"
-    if chosen.recipe == "none":
-        if chosen.linears or chosen.all_gather:
+    """Check the plan's float8 section.
+
+    If the mesh is wrong (`mesh_fits` is false), local sizes, which depend on its degrees, are not checked.
+    """
+    float8, recipe = plan.float8, f"={plan.float8.recipe}"
+    if float8.recipe == "none":
+        if float8.linears or float8.all_gather:
             yield Mistake(
                 "float8.recipe",
-                "=none has no linears and sends nothing in float8: use a recipe, or no linears and "
+                "=none has no linears and gathers nothing in float8: choose a recipe, or use no linears and "
                 "all_gather=false",
             )
-    elif chosen.recipe not in RECIPES:
-        yield from choice_mistakes("float8.recipe", chosen.recipe, ("none", *RECIPES))
-    elif unknown := [p for p in chosen.linears if p not in model.linears]:
-        yield Mistake("float8.linears", f": {unknown[0]} is none of {', '.join(model.linears)}")
+    elif float8.recipe not in RECIPES:
+        yield from choice_mistakes("float8.recipe", float8.recipe, ("none", *RECIPES))
+    elif unknown := [p for p in float8.linears if p not in model.linears]:
+        yield Mistake("float8.linears", f": {unknown[0]} is not one of {', '.join(model.linears)}")
     else:
         yield from _size_mistakes(plan, model) if mesh_fits else ()
-        if chosen.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
+        if float8.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
             yield Mistake(
                 "float8.recipe",
-                f"{recipe} gives bfloat16 (torch._scaled_mm), and param_dtype is float32: use bfloat16",
+                f"{recipe} returns bfloat16 (torch._scaled_mm), but param_dtype is float32: use bfloat16",
             )
         if plan.fused_projections:
             yield Mistake(
                 "float8.recipe",
-                f"{recipe} scales each weight, and fused_projections=true multiplies several as one: use one "
-                "of the two",
+                f"{recipe} scales each weight separately, but fused_projections=true multiplies several as "
+                "one: use one of the two",
             )
-        yield from _gather_mistakes(plan) if chosen.all_gather else ()
+        yield from _gather_mistakes(plan) if float8.all_gather else ()
 
 
 def _size_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
-    """Parts of a tp rank, and shards of them, that no product or all-gather in float8 takes."""
-    chosen, shard = plan.float8, plan.mesh.dp_shard
-    if not chosen.linears:
+    """Check the sizes of each linear's local part and of its shards."""
+    float8, shard = plan.float8, plan.mesh.dp_shard
+    if not float8.linears:
         yield Mistake(
             "float8.recipe",
-            f"={chosen.recipe} multiplies nothing in float8: no linear of a tp rank is large enough. "
-            "Lower min_dim or tp, or use none",
+            f"={float8.recipe} multiplies nothing in float8: no linear of a tp rank is large enough: "
+            "lower min_dim or tp, or use none",
         )
-    for pattern in chosen.linears:
-        part = _part(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)
+    for pattern in float8.linears:
+        part = _local_size(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)
         if odd := [str(dim) for dim in part if dim % MULTIPLE]:
             yield Mistake(
                 "float8.linears",
-                f": {pattern} has {' and '.join(odd)} inputs or outputs on a rank, and float8 "
+                f": {pattern} has {' and '.join(odd)} inputs or outputs on a rank, but float8 "
                 f"products need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp",
             )
-        if chosen.all_gather and part[0] % shard:
+        if float8.all_gather and part[0] % shard:
             yield Mistake(
                 "float8.all_gather",
                 f"=true needs equal shards: dp_shard={shard} must divide the {part[0]} outputs of "
@@ -89,24 +93,27 @@ def _size_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
 
 
 def _gather_mistakes(plan: Plan) -> Iterator[Mistake]:
-    """What FSDP2's all-gather of float8 weights cannot do."""
+    """Check for plans that FSDP2's all-gather of float8 weights does not support."""
     if plan.float8.recipe == "rowwise":
         yield Mistake(
             "float8.all_gather",
-            "=true needs one scale for a tensor, and recipe=rowwise has one for a row: use false",
+            "=true needs one scale per tensor, but recipe=rowwise has one per row: use false",
         )
     if any(type(unit.reshard_after_forward) is int for unit in plan.units):
         yield Mistake(
             "float8.all_gather",
-            "=true cannot be gathered again within smaller groups, which torch's FSDP2 has not "
-            "written: use reshard_after_forward true or false",
+            "=true does not work with an int reshard_after_forward: FSDP2 does not implement the all-gather "
+            "of float8 weights within smaller groups: use reshard_after_forward true or false",
         )
 
 
 def count_float8(plan: Plan, linears: Mapping[str, tuple[int, int]]) -> int:
-    """Parameters of a block, on one tp rank, whose products are in float8. `linears` as in ModelUnits."""
+    """Return the number of a block's parameters on one tp rank that multiply in float8.
+
+    `linears`: as in ModelUnits.
+    """
     return sum(
-        prod(_part(pattern, linears[pattern], plan.tensor.styles, plan.mesh.tp))
+        prod(_local_size(pattern, linears[pattern], plan.tensor.styles, plan.mesh.tp))
         for pattern in plan.float8.linears
     )
 
@@ -115,8 +122,8 @@ def _matching(patterns: Iterable[str], model: ModelUnits) -> list[str]:
     return [name for name in model.linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _part(pattern: str, size: tuple[int, int], styles: Mapping[str, str], tp: int) -> tuple[int, int]:
-    """Outputs and inputs of one tp rank's part of a linear."""
+def _local_size(pattern: str, size: tuple[int, int], styles: Mapping[str, str], tp: int) -> tuple[int, int]:
+    """Return the outputs and inputs of a linear's local part on one tp rank."""
     outputs, inputs = size
     style, tp = styles.get(pattern, ""), max(tp, 1)
     return (outputs // tp if style == "colwise" else outputs, inputs // tp if style == "rowwise" else inputs)

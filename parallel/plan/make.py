@@ -1,7 +1,7 @@
-"""Config and sizes in, plan out: every choice that a key leaves open is made here.
+"""Makes a plan from a config and sizes, and resolves every key that is left at auto.
 
-`make_plan` is pure, and raises one PlanError that lists all mistakes: what no plan can say, and what
-`validate` finds in the plan.
+`make_plan` is pure and raises one PlanError that lists all mistakes: those that a plan cannot express, and
+those that `validate` finds in the plan.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.parallel.config import Float8Config, ParallelConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.float8_rules import asked_mistakes, make_float8
+from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_float8
 from meshwright.parallel.plan.mistakes import Mistake, key_line
 from meshwright.parallel.plan.rules import nearest, split_styles
 from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan
@@ -18,16 +18,21 @@ from meshwright.parallel.plan.selective_policy import blocks_of_every, policy_mi
 from meshwright.parallel.plan.strategy import resolve_strategy
 from meshwright.parallel.plan.validate import validate
 
-LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
+LOSS_CHUNK_TOKENS = 2048  # large enough for matrix products at full speed
 
 
 @dataclasses.dataclass(frozen=True)
 class RunShape:
-    """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences
-    per micro batch and per optimizer step; the attention kernel and the dtype that are best on its devices.
+    """The sizes of a run that a plan is made for.
 
-    A global batch of -1 is one micro batch per data-parallel rank; a micro batch of "auto" is a rank's whole
-    share of the global batch, or 1 without one.
+    Args:
+        world_size: processes
+        gpus_per_node: processes that share a node
+        seq_len: tokens per sequence
+        micro_batch_size: sequences; "auto" is a rank's full share of the global batch, or 1 without one
+        global_batch_size: sequences per optimizer step; -1 is one micro batch per data-parallel rank
+        attention: the kernel that `auto` resolves to on the devices of the run
+        param_dtype: the dtype that `auto` resolves to there
     """
 
     world_size: int
@@ -40,31 +45,34 @@ class RunShape:
 
 
 def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
-    """Resolve what was asked into what is done. Raises PlanError with all mistakes in one report."""
-    config, mistakes = _settle(config, model, shape)
+    """Resolve a config into a plan. Raises PlanError that lists all mistakes, one line each."""
+    config, mistakes = _resolve_config(config, model, shape)
     plan = _make_plan(config, model, shape)
-    found = validate(plan, model, shape.world_size, shape.seq_len)
+    plan_mistakes = validate(plan, model, shape.world_size, shape.seq_len)
     if plan.mesh.world_size != shape.world_size and config.dp_shard in ("auto", -1):
-        # nobody asked for this dp_shard, which will be another: what must divide it is not a second mistake
-        found = [mistake for mistake in found if mistake.field != "units.reshard_after_forward"]
-    mistakes += [*found, *_batch_mistakes(plan, shape)]
+        # The user did not choose this dp_shard, and it changes with the fix of the mesh: a value that does
+        # not divide it is not a second mistake.
+        plan_mistakes = [m for m in plan_mistakes if m.field != "units.reshard_after_forward"]
+    mistakes += [*plan_mistakes, *_batch_mistakes(plan, shape)]
     if mistakes:
         raise PlanError("\n".join(key_line(mistake, config.strategy) for mistake in mistakes))
     return plan
 
 
-def _settle(
+def _resolve_config(
     config: ParallelConfig, model: ModelUnits, shape: RunShape
 ) -> tuple[ParallelConfig, list[Mistake]]:
-    """The config with the strategy in its keys and without what no plan can say, and the mistakes in that.
-    `validate` finds all others, in the plan."""
+    """Return the config with the strategy's settings in its keys, and mistakes that a plan cannot express.
+
+    Keys with such mistakes are reset. `validate` finds all other mistakes in the plan.
+    """
     mistakes = list[Mistake]()
     if config.strategy:
         tp = max(_resolve(config.tp, 1), 1)
         config, mistakes = resolve_strategy(config, tp, shape.world_size, shape.gpus_per_node)
     for part in dict.fromkeys(config.tp_modules):
         if model.styles and part not in model.styles:
-            hint = nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
+            hint = nearest(part, model.styles) or f" Use {', '.join(model.styles)}."
             mistakes.append(Mistake("parallel.tp_modules", f": {part} is not a part of this model.{hint}"))
     if config.unit_min_params < 0:
         mistakes.append(
@@ -73,40 +81,45 @@ def _settle(
             )
         )
     blocks, mode = config.activation_checkpoint_blocks, config.activation_checkpoint
-    says = ""
+    message = ""
     if blocks != "auto" and not 0 <= blocks <= len(model.checkpointed):
-        says = f"={blocks} must be auto (all) or a number of blocks: there are {len(model.checkpointed)}"
+        message = f"={blocks} must be auto (all) or a number of blocks from 0 to {len(model.checkpointed)}"
     elif blocks != "auto" and mode in ("auto", "none"):
-        says = f"={blocks} is for an activation_checkpoint, which is {mode}: name one, or use auto"
-    if says:
-        mistakes.append(Mistake("parallel.activation_checkpoint_blocks", says))
+        message = (
+            f"={blocks} needs activation checkpointing, but activation_checkpoint={mode}: set it, or use auto"
+        )
+    if message:
+        mistakes.append(Mistake("parallel.activation_checkpoint_blocks", message))
         config = dataclasses.replace(config, activation_checkpoint_blocks="auto")
     if mode == "selective" and (wrong := [*policy_mistakes(config.selective_policy, model.attention_ops)]):
         mistakes += wrong
         config = dataclasses.replace(config, activation_checkpoint="none")
-    if wrong := [*asked_mistakes(config.float8, model)]:
+    if wrong := [*float8_config_mistakes(config.float8, model)]:
         mistakes += wrong
         config = dataclasses.replace(config, float8=Float8Config())
     return config, mistakes
 
 
 def _batch_mistakes(plan: Plan, shape: RunShape) -> Iterator[Mistake]:
-    """Sequences of a micro batch on every rank, several times over, are the global batch. A mesh or a micro
-    batch that `validate` refuses is not two mistakes."""
-    mesh, micro, asked = plan.mesh, plan.micro_batch_size, shape.global_batch_size
+    """Check that the global batch is a multiple of micro batch size x data-parallel degree.
+
+    Skipped for a mesh or a micro batch that `validate` refuses, so that one mistake is one line.
+    """
+    mesh, micro, global_batch = plan.mesh, plan.micro_batch_size, shape.global_batch_size
     if micro < 1 or min(vars(mesh).values()) < 1 or mesh.world_size != shape.world_size:
         return
     once = micro * mesh.data_parallel
-    if asked != -1 and (asked <= 0 or asked % once):
+    if global_batch != -1 and (global_batch <= 0 or global_batch % once):
         yield Mistake(
             "train.global_batch_size",
-            f"={asked} must be a multiple of micro_batch_size x data-parallel degree = "
-            f"{micro} x {mesh.data_parallel}: the nearest is {max(1, round(asked / once)) * once}, or use -1",
+            f"={global_batch} must be a multiple of micro_batch_size x data-parallel degree = "
+            f"{micro} x {mesh.data_parallel}: the nearest is {max(1, round(global_batch / once)) * once}, "
+            "or use -1",
         )
 
 
 def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
-    """All that the keys say, right or wrong."""
+    """Make the plan from the keys as they are, right or wrong."""
     mesh = _make_mesh(config, shape.world_size)
     data_parallel = max(mesh.data_parallel, 1)
     micro_batch_size: Any = shape.micro_batch_size
@@ -139,14 +152,17 @@ def _resolve(value: Any, default: Any) -> Any:
 
 
 def _loss_chunk(config: ParallelConfig, tokens: int, tensor: TensorPlan) -> int:
-    """Tokens whose logits are there at a time. Gathered logits, and those of a micro batch no longer than a
-    chunk, are made at once: compiled with what follows, that is faster."""
-    at_once = "gathered_logits" in tensor.styles.values() or tokens <= LOSS_CHUNK_TOKENS
-    return int(_resolve(config.loss_chunk_tokens, 0 if at_once else LOSS_CHUNK_TOKENS))
+    """Return the number of tokens whose logits exist at the same time; 0 is all.
+
+    Gathered logits, and those of a micro batch no longer than one chunk, are computed in one product, which
+    is faster because it is compiled together with the loss.
+    """
+    unchunked = "gathered_logits" in tensor.styles.values() or tokens <= LOSS_CHUNK_TOKENS
+    return int(_resolve(config.loss_chunk_tokens, 0 if unchunked else LOSS_CHUNK_TOKENS))
 
 
 def _make_mesh(config: ParallelConfig, world_size: int) -> MeshPlan:
-    """The degrees; a dp_shard of -1 takes what the others leave."""
+    """Return the degrees; dp_shard=-1 takes all processes that the other degrees leave."""
     replicate, tp = _resolve(config.dp_replicate, 1), _resolve(config.tp, 1)
     shard = _resolve(config.dp_shard, -1)
     if shard == -1:
@@ -155,12 +171,14 @@ def _make_mesh(config: ParallelConfig, world_size: int) -> MeshPlan:
 
 
 def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPlan:
-    """The style of every weight; parts that are not split get the styles of whole weights."""
+    """Return the style of every weight; parts that are not split get the `whole_` styles."""
     if tp <= 1:
         return TensorPlan(sequence_parallel=False, styles={})
     styles: dict[str, str] = {}
     for part, table in model.styles.items():
-        styles |= split_styles(table, whole=part not in config.tp_modules, gathered=not config.loss_parallel)
+        styles |= split_styles(
+            table, unsplit=part not in config.tp_modules, gathered=not config.loss_parallel
+        )
     return TensorPlan(config.sequence_parallel, styles)
 
 
@@ -176,24 +194,24 @@ def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> t
         )
     units, blocks = [], 0
     for modules in groups:
-        here = mode if model.checkpointed.issuperset(modules) else "none"
-        if here != "none":
+        unit_mode = mode if model.checkpointed.issuperset(modules) else "none"
+        if unit_mode != "none":
             blocks += 1
             if every:
-                here = "full" if blocks % every == 0 else "none"
+                unit_mode = "full" if blocks % every == 0 else "none"
             if blocks > most:
-                here = "none"
+                unit_mode = "none"
         units.append(
             UnitPlan(
                 modules=modules,
-                # The forward's last unit is the backward's first: freeing it in between would gather it twice
-                # in a row.
+                # The last unit of the forward is the first of the backward: resharding it in between would
+                # gather it twice in a row.
                 reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
                 forward_prefetch=_resolve(config.forward_prefetch, 1),
                 backward_prefetch=_resolve(config.backward_prefetch, 1),
-                activation_checkpoint=here,
-                saved_ops=ops if here == "selective" else (),
-                activation_budget=config.activation_budget if here == "budget" else 1.0,
+                activation_checkpoint=unit_mode,
+                saved_ops=ops if unit_mode == "selective" else (),
+                activation_budget=config.activation_budget if unit_mode == "budget" else 1.0,
                 compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
                 param_dtype=_resolve(config.param_dtype, shape.param_dtype),
                 reduce_dtype=config.reduce_dtype,
@@ -203,13 +221,15 @@ def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> t
     return tuple(units)
 
 
-def _join_small(units: Sequence[tuple[str, ...]], model: ModelUnits, least: int) -> list[tuple[str, ...]]:
-    """Neighbouring blocks joined, in order, until each unit has at least `least` parameters (the last may
-    have fewer). Embedding and head stay apart from the blocks, which alone are checkpointed."""
+def _join_small(
+    units: Sequence[tuple[str, ...]], model: ModelUnits, min_params: int
+) -> list[tuple[str, ...]]:
+    """Join neighboring blocks, in order, until each unit has at least `min_params` parameters (the last may
+    have fewer). Embedding and head stay separate from the blocks: only blocks are activation-checkpointed."""
     joined: list[tuple[str, ...]] = []
     for unit in units:
         blocks = joined and model.checkpointed.issuperset(joined[-1] + unit)
-        if blocks and sum(model.modules[name] for name in joined[-1]) < least:
+        if blocks and sum(model.modules[name] for name in joined[-1]) < min_params:
             joined[-1] += unit
         else:
             joined.append(unit)

@@ -1,4 +1,4 @@
-"""What is wrong with a plan, said in the words of its file or of the keys that it was made from."""
+"""Mistakes in a plan, reported by field of the plan file or by config key."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import AXES, ModelUnits, Plan
 
-_OF_PLAN = (
+_PLAN_FIELDS = (
     *("cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens", "fused_projections", "async_tp"),
     *("float8.recipe", "float8.linears", "float8.all_gather"),
     *(f"compile.{field.name}" for field in dataclasses.fields(CompileConfig)),
 )
-_OF_UNITS = (
+_UNIT_FIELDS = (
     *("reshard_after_forward", "forward_prefetch", "backward_prefetch", "activation_checkpoint"),
     *("activation_budget", "param_dtype", "reduce_dtype"),
 )
-# The key of the config that decides each field of a plan.
+# The config key that decides each field of a plan.
 KEYS = {
     "mesh": "parallel",
     **{f"mesh.{axis}": f"parallel.{axis}" for axis in AXES},
@@ -24,13 +24,16 @@ KEYS = {
     "accumulation": "train.global_batch_size",
     "tensor.sequence_parallel": "parallel.sequence_parallel",
     "tensor.styles": "parallel.tp_modules",
-    **{field: f"parallel.{field}" for field in _OF_PLAN},
-    **{f"units.{field}": f"parallel.{field}" for field in _OF_UNITS},
+    **{field: f"parallel.{field}" for field in _PLAN_FIELDS},
+    **{f"units.{field}": f"parallel.{field}" for field in _UNIT_FIELDS},
     "units.modules": "parallel.unit_min_params",
     "units.saved_ops": "parallel.selective_policy",
     "units.compiled": "parallel.compile.enabled",
 }
-_CHOOSE_LINEARS = ("parallel.float8.linears", "parallel.float8.min_dim")  # a file has what they chose
+_LINEAR_FILTERS = (
+    "parallel.float8.linears",
+    "parallel.float8.min_dim",
+)  # a plan file lists the linears that they select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,60 +41,62 @@ class Mistake:
     """A rule that a plan breaks.
 
     Args:
-        field: of the plan, such as mesh.tp or units.param_dtype; a key where no field has what it says
-        says: value, rule and way out: what follows the field's name ("=3 must divide ...") or a sentence
-        units: names of the units that break it, if it is about single ones
-        of_keys: the same for a plan made from keys, where that is another
+        field: the plan's field, such as mesh.tp or units.param_dtype; a config key if no field has the value
+        message: value, rule and fix: the text after the field's name ("=3 must divide ...") or a sentence
+        units: names of the units that break the rule, if it is a rule for single units
+        key_message: the message for a plan made from config keys, if it differs
     """
 
     field: str
-    says: str
+    message: str
     units: tuple[str, ...] = ()
-    of_keys: str = ""
+    key_message: str = ""
 
 
 def file_line(mistake: Mistake) -> str:
-    """The mistake in a plan file, with its place."""
+    """Return the line that reports a mistake in a plan file: place, field, message."""
     (section, _, name), units = mistake.field.rpartition("."), mistake.units
     if units:
-        many = f"units {units[0]} to {units[-1]} ({len(units)})"
-        place = f"{many if len(units) > 1 else f'unit {units[0]}'}: "
+        unit_range = f"units {units[0]} to {units[-1]} ({len(units)})"
+        place = f"{unit_range if len(units) > 1 else f'unit {units[0]}'}: "
     else:
         place = {"": "", "compile": "compile."}.get(section, f"{section}: ")
-    return one_line(place + (name if mistake.says[0] in "=: " else "") + mistake.says)
+    return one_line(place + (name if mistake.message[0] in "=: " else "") + mistake.message)
 
 
 def key_line(mistake: Mistake, strategy: str | None = None) -> str:
-    """The mistake in a plan made from keys: that of the field in its place. A `strategy` decides the mesh."""
-    says = mistake.of_keys or mistake.says
-    if says[0] not in "=: ":
+    """Return the line that reports a mistake in a plan made from config keys.
+
+    `strategy`: the value of `parallel.strategy`, which decides the mesh if it is set.
+    """
+    message = mistake.key_message or mistake.message
+    if message[0] not in "=: ":
         return file_line(mistake)
     key = KEYS.get(mistake.field, mistake.field)
     if strategy and mistake.field == "mesh":
         key = f"parallel.strategy={strategy}"
-    return one_line(key + says)
+    return one_line(key + message)
 
 
 def contradictions(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[str]:
-    """Keys of the config that say other than the plan file beside them, which decides: they would be ignored
-    in silence."""
+    """Return a line for each config key that contradicts the plan file, which would silently override it."""
     default, lines = _values(ParallelConfig()), []
-    for key, asked in _values(config).items():
-        left_open = asked in (default[key], "auto") or (key == "parallel.dp_shard" and asked == -1)
-        if left_open or key in _CHOOSE_LINEARS:
+    for key, requested in _values(config).items():
+        left_open = requested in (default[key], "auto") or (key == "parallel.dp_shard" and requested == -1)
+        if left_open or key in _LINEAR_FILTERS:
             continue
-        planned = _planned(key, plan, model)
-        if repr(asked) in map(repr, planned):  # repr, because True == 1
+        planned = _planned_values(key, plan, model)
+        if repr(requested) in map(repr, planned):  # repr, because True == 1
             continue
-        found = ", ".join(dict.fromkeys(map(_word, planned)))
+        values = ", ".join(dict.fromkeys(map(_format_value, planned)))
         file = f"the plan file {config.plan}"
-        why = f", but {file} has {found}" if planned else f" is decided by {file}"
-        lines.append(f"{key}={_word(asked)}{why}: leave the key out, or edit the file")
+        rule = f", but {file} has {values}" if planned else f" is decided by {file}"
+        lines.append(f"{key}={_format_value(requested)}{rule}: remove the key, or edit the file")
     return lines
 
 
 def _values(config: ParallelConfig) -> dict[str, object]:
-    """Values of all keys, by their names in the config."""
+    """Return the values of all keys of the section `parallel`, by full name."""
     sections = {"": config, "compile.": config.compile, "float8.": config.float8}
     return {
         f"parallel.{section}{key}": value
@@ -101,9 +106,9 @@ def _values(config: ParallelConfig) -> dict[str, object]:
     }
 
 
-def _planned(key: str, plan: Plan, model: ModelUnits) -> list[object]:
-    """What a plan has for a key of the config, in all units that the key is for; [] if it has no field of
-    that name."""
+def _planned_values(key: str, plan: Plan, model: ModelUnits) -> list[object]:
+    """Return the plan's values for a config key, in all units to which the key applies; [] if the plan has no
+    field of that name."""
     for field, decided_by in KEYS.items():
         section, _, name = field.rpartition(".")
         if decided_by != key or name != key.rpartition(".")[2]:
@@ -119,5 +124,5 @@ def _planned(key: str, plan: Plan, model: ModelUnits) -> list[object]:
     return []
 
 
-def _word(value: object) -> str:
+def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The plan: the whole parallelisation of one model on one number of processes, as one frozen value."""
+"""The plan: the complete parallelization of one model on one number of processes, as a frozen dataclass."""
 
 import fnmatch
 import itertools
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.structure import Count, Integer
 
-AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbours in tp are neighbours in rank
+AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES = ("float32", "bfloat16")
 ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget", "offload")
 
 
 @dataclass(frozen=True)
 class ModelUnits:
-    """What a model publishes of itself for planning, all of it names, numbers and plain strings.
+    """The description of a model for planning: only names, numbers and plain strings.
 
     Args:
-        modules: name and number of parameters of each module that makes units, in the order in which the
-            forward runs them; parameters that are shared count once
-        units: modules of each FSDP unit, in the order in which the forward is done with them
+        modules: name and number of parameters of each module that units consist of, in the order in which the
+            forward runs them; shared parameters count once
+        units: modules of each FSDP unit, in the order in which the forward finishes with them
         compiled: modules that are compiled
-        checkpointed: modules whose activations can be recomputed
+        checkpointed: modules that support activation checkpointing
         styles: tensor-parallel style of each weight: part of the model -> fqn pattern -> style
-        tp_divides: what the tp degree must divide: part of the model -> config key -> value
+        tp_divides: sizes that the tp degree must divide: part of the model -> config key -> value
         shared_parts: parts that share weights, so that all or none of them are split
-        attention_ops: operators that attention may be, for selective activation checkpointing
-        attention_kernels: names of the kernels that attention has a choice of
-        linears: outputs and inputs of the linears inside blocks, by fqn pattern
+        attention_ops: the operators of the attention kernels, for selective activation checkpointing
+        attention_kernels: names of the attention kernels
+        linears: (outputs, inputs) of the linears inside blocks, by fqn pattern
     """
 
     modules: Mapping[str, int]
@@ -45,7 +45,7 @@ class ModelUnits:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Degrees of the mesh's axes; their product is the number of processes."""
+    """Degrees of the mesh axes; their product is the number of processes."""
 
     dp_replicate: int
     dp_shard: int
@@ -53,21 +53,22 @@ class MeshPlan:
 
     @property
     def world_size(self) -> int:
+        """Number of processes."""
         return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that see different data."""
+        """Number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Tensor parallelism: the style of each weight by fqn pattern, and how tokens lie between the parts it
-    splits.
+    """Tensor parallelism.
 
-    `sequence_parallel`: each tp rank holds its share of the tokens; else every rank holds all of them. No
-    styles: nothing is split.
+    Args:
+        sequence_parallel: between split parts each tp rank holds a share of the tokens; if false, all of them
+        styles: the style of each weight, by fqn pattern; empty: nothing is split
     """
 
     sequence_parallel: bool
@@ -76,8 +77,13 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Float8Plan:
-    """Products in float8: the `recipe` (none, tensorwise, rowwise), of which linears, by fqn pattern, and
-    whether their weights are sent in it."""
+    """Products in float8.
+
+    Args:
+        recipe: none, tensorwise, rowwise
+        linears: the linears that multiply in float8, by fqn pattern
+        all_gather: gather their weights in float8 too
+    """
 
     recipe: str
     linears: tuple[str, ...]
@@ -86,11 +92,14 @@ class Float8Plan:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One FSDP unit: the modules whose parameters are gathered together, and how they are treated.
+    """One FSDP unit: the modules whose parameters are gathered together, and its settings.
 
-    `forward_prefetch` and `backward_prefetch` say which units' all-gathers are started ahead: how many of the
-    next ones, or a list of their names. `output_dtype` is "same" or what the unit's output is cast to.
-    `saved_ops` is for activation_checkpoint selective, `activation_budget` for budget.
+    Args:
+        forward_prefetch, backward_prefetch: units whose all-gathers this unit starts early: the number of
+            next units, or a list of names
+        saved_ops: for activation_checkpoint=selective
+        activation_budget: for activation_checkpoint=budget
+        output_dtype: the dtype to which the unit's output is cast, or "same"
     """
 
     modules: tuple[str, ...]
@@ -107,17 +116,23 @@ class UnitPlan:
 
     @property
     def name(self) -> str:
+        """The names of the modules, joined by "+"."""
         return "+".join(self.modules)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The parallelisation of one model on one number of processes.
+    """The parallelization of one model on one number of processes.
 
-    `storage_dtype`: of sharded parameters and gradients. `attention`: the kernel. `loss_chunk_tokens`: tokens
-    whose logits are there at a time; 0 is all. `fused_projections`: one product where several read the same
-    input. `async_tp`: tp collectives beside products. `modules`: in the order in which the forward runs them.
-    `units`: in the order in which it is done with them.
+    Args:
+        accumulation: micro batches per optimizer step
+        storage_dtype: of sharded parameters and gradients
+        attention: the kernel
+        loss_chunk_tokens: tokens whose logits exist at the same time; 0 is all
+        fused_projections: one product for projections that read the same input
+        async_tp: overlap tp collectives with the products next to them
+        modules: in the order in which the forward runs them
+        units: in the order in which the forward finishes with them
     """
 
     mesh: MeshPlan
@@ -142,34 +157,36 @@ class Plan:
 
     @property
     def forward_order(self) -> list[UnitPlan]:
-        """Units in the order in which the forward first needs them: tied embeddings come first, though last
-        done."""
+        """Units in the order in which the forward first needs them. Tied embeddings come first, although the
+        forward finishes with them last."""
         place = {module: i for i, module in enumerate(self.modules)}
         return sorted(self.units, key=lambda unit: min(place[module] for module in unit.modules))
 
 
 def prefetch_schedule(plan: Plan, phase: str) -> dict[str, list[UnitPlan]]:
-    """Of every unit, by name: the units whose all-gathers it starts ahead of need in a phase, "forward" or
-    "backward", first needed first. A number takes the next units of that phase's order, without those that
-    stay gathered."""
+    """Return, for every unit by name, the units whose all-gathers it starts early in a phase.
+
+    `phase`: "forward" or "backward". A number stands for the next units in the order of that phase; in the
+    backward, units that stay gathered are skipped.
+    """
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     by_name = {unit.name: unit for unit in order}
     schedule = {}
     for i, unit in enumerate(order):
-        asked = unit.forward_prefetch if phase == "forward" else unit.backward_prefetch
-        if isinstance(asked, int):
+        prefetch = unit.forward_prefetch if phase == "forward" else unit.backward_prefetch
+        if isinstance(prefetch, int):
             following = (other for other in order[i + 1 :] if phase == "forward" or regathered(other))
-            schedule[unit.name] = list(itertools.islice(following, asked))
+            schedule[unit.name] = list(itertools.islice(following, prefetch))
         else:
-            schedule[unit.name] = [by_name[name] for name in asked]
+            schedule[unit.name] = [by_name[name] for name in prefetch]
     return schedule
 
 
 def regathered(unit: UnitPlan) -> bool:
-    """Whether the backward has to gather the unit again."""
+    """Whether the backward must gather the unit again."""
     return unit.reshard_after_forward is not False
 
 
 def find_style(plan: TensorPlan, module: str) -> str:
-    """The style of a module by its name; "" if the table does not mention it."""
+    """Return the style of a module by its name; "" if the table does not contain it."""
     return next((style for pattern, style in plan.styles.items() if fnmatch.fnmatchcase(module, pattern)), "")

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: which operators' results a policy keeps."""
+"""Selective activation checkpointing: the operators whose results a policy keeps."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,52 +8,53 @@ import torch
 from meshwright.parallel.plan.mistakes import Mistake
 
 MATMUL = "aten.mm"
-# recomputed, they would be sent again
+# The collectives of tp: recomputing them would communicate again.
 TP_SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")
-# What each named policy keeps besides attention and the sums over tp: "OP/n" is every n-th call of OP.
+# Operators that each policy keeps in addition to attention and TP_SUMS; "OP/n" is every n-th call of OP.
 POLICIES = {"matmul": (MATMUL,), "half_matmul": (f"{MATMUL}/2",), "attention": ()}
 
 
 def blocks_of_every(policy: str) -> int:
-    """N of the policy every:N, else 0."""
+    """Return N of the policy every:N, else 0."""
     number = policy.removeprefix("every:")
     return int(number) if policy != number and number.isdecimal() else 0
 
 
 def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
-    """The operators that a policy, named or a list of its own, keeps the results of."""
+    """Return the operators whose results a policy keeps; `policy` is a name or a comma-separated list."""
     if policy in POLICIES:
         return (*POLICIES[policy], *attention_ops, *TP_SUMS)
     return tuple(op.strip() for op in policy.split(",") if op.strip())
 
 
 def policy_mistakes(policy: str, attention_ops: tuple[str, ...]) -> Iterator[Mistake]:
-    """A policy that is no policy, and operators that this torch does not have."""
+    """Check the policy, and that this torch has its operators."""
     key, kept = "parallel.selective_policy", saved_ops(policy, attention_ops)
     unknown = [op for op in kept if not is_op(op)]
     if policy.startswith("every:"):
         if not blocks_of_every(policy):
             yield Mistake(key, f"={policy} must be every:N with N at least 1")
     elif unknown or not kept:
-        what = (
+        problem = (
             f"{', '.join(unknown)} is not an operator of this torch"
             if unknown
-            else "it keeps nothing, which is full"
+            else "it keeps nothing, the same as activation_checkpoint=full"
         )
         yield Mistake(
             key,
-            f"={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as "
+            f"={policy}: {problem}. Use {', '.join(POLICIES)}, every:N, or operators such as "
             "aten.mm or aten.mm/2",
         )
 
 
 def find_op(text: str) -> Any:
+    """Return the operator of this torch that `text`, such as aten.mm or aten.mm/2, names; else None."""
     namespace, _, name = text.partition("/")[0].partition(".")
     op = getattr(getattr(torch.ops, namespace, None), name, None) if name else None
     return op if isinstance(op, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)) else None
 
 
 def is_op(op: str) -> bool:
-    """Whether this torch has an operator, perhaps with /N behind it."""
+    """Whether `op`, with or without /N at its end, names an operator of this torch."""
     times = op.partition("/")[2]
     return find_op(op) is not None and (times.isdecimal() and int(times) > 0 if "/" in op else True)

@@ -1,6 +1,6 @@
-"""A plan as text: the YAML file, which reads back to an equal plan, and the table for people.
+"""A plan as text: the YAML file, which reads back to an equal plan, and the table that runs print.
 
-Units that are treated alike and differ only by one number in their names share an entry: `layers.[0-31]`.
+Consecutive units with the same settings whose names differ by one number share an entry: `layers.[0-31]`.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
-MAX_RANGE = 10_000  # units of all entries; the deepest published Llama has 126
+MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama has 126
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data, ready for YAML or JSON."""
+    """Return the plan as plain data for YAML or JSON."""
     return {
         "mesh": dataclasses.asdict(plan.mesh),
         "micro_batch_size": plan.micro_batch_size,
@@ -37,17 +37,17 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "float8": _lists(dataclasses.asdict(plan.float8)),
         "compile": dataclasses.asdict(plan.compile),
         "modules": join_names(plan.modules),
-        "units": [{"unit": name, **_treatment(unit)} for name, unit in group_units(plan.units)],
+        "units": [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)],
     }
 
 
 def plan_to_yaml(plan: Plan) -> str:
-    """The plan file's text."""
+    """Return the text of the plan file."""
     return yaml.safe_dump(plan_to_dict(plan), sort_keys=False)
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan file; raises PlanError with file, key and value for anything that is not a plan."""
+    """Read a plan file. Raises PlanError with file, key and value if it does not contain a plan."""
     try:
         data = load_mapping(path)
     except YamlError as error:
@@ -65,26 +65,26 @@ def load_plan(path: Path) -> Plan:
 
 
 def _without_tokens(float8: Any, place: str) -> Any:
-    """The section without `tokens`, a key of older plan files, which says nothing if it is empty."""
+    """Return the section without `tokens`, a key of older plan files. Raises PlanError if it is not empty."""
     if not isinstance(float8, dict) or "tokens" not in float8:
         return float8
     if tokens := float8["tokens"]:
         raise PlanError(
             f"{place}: float8.tokens={tokens!r}: tensor parallelism no longer gathers tokens in float8, "
-            "only in param_dtype: leave the key out"
+            "only in param_dtype: remove the key"
         )
     return {key: value for key, value in float8.items() if key != "tokens"}
 
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
-    """Neighbouring units treated alike as one entry: its name, and the first unit it stands for."""
+    """Group consecutive units with the same settings: (name of the entry, its first unit)."""
     groups: list[list[UnitPlan]] = []
     for unit in units:
         # repr, because True == 1
         if (
             groups
             and _is_next(groups[-1][-1].name, unit.name)
-            and repr(_treatment(groups[-1][0])) == repr(_treatment(unit))
+            and repr(_settings(groups[-1][0])) == repr(_settings(unit))
         ):
             groups[-1].append(unit)
         else:
@@ -93,7 +93,7 @@ def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
 
 
 def join_names(names: Sequence[str]) -> list[str]:
-    """Neighbours whose names count up as one: layers.[0-31]."""
+    """Join consecutive numbered names into ranges such as layers.[0-31]."""
     groups: list[list[str]] = []
     for name in names:
         if groups and _is_next(groups[-1][-1], name):
@@ -104,25 +104,25 @@ def join_names(names: Sequence[str]) -> list[str]:
 
 
 def _range_name(names: Sequence[str]) -> str:
-    """layers.[0-31] for layers.0 to layers.31; a single name as it is."""
+    """Return layers.[0-31] for layers.0 to layers.31; a single name unchanged."""
     if len(names) == 1:
         return names[0]
     before, low, after = _NUMBER.fullmatch(names[0]).groups()  # type: ignore[union-attr]
     return f"{before}[{low}-{int(low) + len(names) - 1}]{after}"
 
 
-def _is_next(one: str, other: str) -> bool:
-    """Whether `other` is `one` with its number one higher."""
-    match = _NUMBER.fullmatch(one)
+def _is_next(name: str, following: str) -> bool:
+    """Whether `following` is `name` with its number increased by 1."""
+    match = _NUMBER.fullmatch(name)
     if not match:
         return False
     before, number, after = match.groups()
-    if str(int(number)) != number:  # 09 would come back as 9
+    if str(int(number)) != number:  # 09 would be read back as 9
         return False
-    return other == f"{before}{int(number) + 1}{after}"
+    return following == f"{before}{int(number) + 1}{after}"
 
 
-def _treatment(unit: UnitPlan) -> dict[str, Any]:
+def _settings(unit: UnitPlan) -> dict[str, Any]:
     return {key: value for key, value in _lists(dataclasses.asdict(unit)).items() if key != "modules"}
 
 
@@ -131,34 +131,36 @@ def _lists(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand_all(entries: list[Any], expand: Callable[[Any, str], list[Any]], place: str) -> list[Any]:
-    """What all entries stand for; each may be a range, so that a short file could mean any number."""
-    found: list[Any] = []
+    """Expand every entry, which may be a range. MAX_RANGE bounds the result, because a short file with ranges
+    can stand for any number of units."""
+    expanded: list[Any] = []
     for entry in entries:
-        found += expand(entry, place)
-        if len(found) > MAX_RANGE:
-            raise ValueError(f"{place} are more than {MAX_RANGE}")
-    return found
+        expanded += expand(entry, place)
+        if len(expanded) > MAX_RANGE:
+            raise ValueError(f"{place}: the entries stand for more than {MAX_RANGE}, which is the limit")
+    return expanded
 
 
 def _read_units(entry: Any, place: str) -> list[UnitPlan]:
-    """The units that an entry stands for, all of them treated as it says."""
+    """Return the units that an entry stands for, with the settings of the entry."""
     if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
         raise ValueError(
-            f"{place}: each entry needs a key 'unit' with a name, got {one_line(repr(entry), 200)}"
+            f"{place}: each entry needs a key 'unit' with a name, not {one_line(repr(entry), 200)}"
         )
     name = entry["unit"]
     if "modules" in entry:
         raise ValueError(
-            f"{place}: unit {name} has unknown key modules: its name says them, as in first+second"
+            f"{place}: unit {name}: unknown key modules: remove it; the unit's name lists its modules, as in "
+            "first+second"
         )
     names = _names(name, place)
-    treatment = {key: value for key, value in entry.items() if key != "unit"}
-    first = structure(UnitPlan, {"modules": [], **treatment}, f"{place}: unit {name}")
+    settings = {key: value for key, value in entry.items() if key != "unit"}
+    first = structure(UnitPlan, {"modules": [], **settings}, f"{place}: unit {name}")
     return [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
 
 
 def _names(name: Any, place: str) -> list[Any]:
-    """The names that an entry such as layers.[0-31] stands for."""
+    """Return the names that an entry such as layers.[0-31] stands for."""
     match = _RANGE.fullmatch(name) if isinstance(name, str) else None
     if not match:
         return [name]
@@ -169,7 +171,7 @@ def _names(name: Any, place: str) -> list[Any]:
 
 
 def plan_to_table(plan: Plan) -> str:
-    """The plan for people: the mesh and the batch in a line each, then one row per group of equal units."""
+    """Return the table that runs print: lines on mesh, batch and kernels, then a row per group of units."""
     mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
     rows = [_table_row(name, unit, plan.compile.backend) for name, unit in group_units(plan.units)]
@@ -185,11 +187,11 @@ def plan_to_table(plan: Plan) -> str:
     )
     first = [f"mesh: {degrees} = {mesh.world_size} process{plural}", f"global batch: {batch}"]
     if plan.tensor.styles:
-        whole = [pattern for pattern, style in plan.tensor.styles.items() if style.startswith("whole_")]
+        unsplit = [pattern for pattern, style in plan.tensor.styles.items() if style.startswith("whole_")]
         first.append(
             f"tensor parallel: sequence parallel {'on' if plan.tensor.sequence_parallel else 'off'}, loss "
             f"parallel {'on' if 'loss' in plan.tensor.styles.values() else 'off'}"
-            + (f", left whole: {', '.join(whole)}" if whole else "")
+            + (f", not split: {', '.join(unsplit)}" if unsplit else "")
         )
     if plan.cpu_offload:
         first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
@@ -200,36 +202,36 @@ def plan_to_table(plan: Plan) -> str:
     )
     first.append(f"kernels: attention {plan.attention}, {loss}; parameters stored in {plan.storage_dtype}")
     if plan.fused_projections or plan.async_tp:
-        ways = {
-            "projections that read the same are one product": plan.fused_projections,
+        options = {
+            "projections with the same input are one product": plan.fused_projections,
             "async tp": plan.async_tp,
         }
-        first.append(", ".join(way for way, taken in ways.items() if taken))
+        first.append(", ".join(option for option, enabled in options.items() if enabled))
     if plan.float8.linears:
-        sent = ", sent in it too" if plan.float8.all_gather else ""
-        first.append(f"float8 {plan.float8.recipe}{sent}: {', '.join(plan.float8.linears)}")
+        gathered = ", gathered in float8 too" if plan.float8.all_gather else ""
+        first.append(f"float8 {plan.float8.recipe}{gathered}: {', '.join(plan.float8.linears)}")
     return "\n".join([*first, *lines])
 
 
 def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
     output = "" if unit.output_dtype == "same" else f" -> {unit.output_dtype}"
-    ahead = f"{_ahead(unit.forward_prefetch)}/{_ahead(unit.backward_prefetch)}"
+    prefetch = f"{_format_prefetch(unit.forward_prefetch)}/{_format_prefetch(unit.backward_prefetch)}"
     return [
         name,
         unit.param_dtype + output,
         unit.reduce_dtype,
         str(unit.reshard_after_forward).lower(),
-        ahead,
-        _activation_words(unit),
+        prefetch,
+        _format_activations(unit),
         backend if unit.compiled else "-",
     ]
 
 
-def _ahead(prefetch: int | tuple[str, ...]) -> str:
+def _format_prefetch(prefetch: int | tuple[str, ...]) -> str:
     return str(prefetch) if isinstance(prefetch, int) else f"[{' '.join(prefetch)}]"
 
 
-def _activation_words(unit: UnitPlan) -> str:
+def _format_activations(unit: UnitPlan) -> str:
     if unit.activation_checkpoint == "selective":
         return f"selective ({len(unit.saved_ops)} ops kept)"
     if unit.activation_checkpoint == "budget":

@@ -1,4 +1,4 @@
-"""The names people know for data parallelism, and the degrees and resharding they stand for."""
+"""Common names for data parallelism, and the degrees and resharding that they stand for."""
 
 from dataclasses import dataclass, replace
 
@@ -10,9 +10,12 @@ from meshwright.parallel.plan.schema import MeshPlan
 
 @dataclass(frozen=True)
 class Strategy:
-    """A name's meaning. `shards`: what parameters are sharded over: "all" processes, a "node", or "none".
+    """The settings that a name stands for.
 
-    `reshard`: whether gathered parameters are freed after the forward; None where there is nothing to free.
+    Args:
+        meaning: a phrase for people
+        shards: the processes that parameters are sharded over: "all", those of a "node", or "none"
+        reshard: free gathered parameters after the forward; None if there is nothing to free
     """
 
     meaning: str
@@ -38,15 +41,15 @@ STRATEGIES = {
 def strategy_settings(
     config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int
 ) -> dict[str, int | bool]:
-    """Degrees and resharding that `config.strategy` stands for, by key of ParallelConfig.
+    """Return the degrees and resharding that `config.strategy` stands for, by key of ParallelConfig.
 
-    Processes that tp takes are taken from the shards of each node. Degrees that do not come out whole are
-    left to the mesh's own check.
+    tp divides the number of shards in each node. Degrees that do not divide the number of processes are
+    rounded down here; the check of the mesh reports them.
     """
     strategy = STRATEGIES[config.strategy or ""]
     data_parallel = max(world_size // tp, 1)
-    in_a_node = max(min(gpus_per_node, world_size) // tp, 1)
-    shard = {"all": data_parallel, "node": in_a_node, "none": 1}[strategy.shards]
+    node_shards = max(min(gpus_per_node, world_size) // tp, 1)
+    shard = {"all": data_parallel, "node": node_shards, "none": 1}[strategy.shards]
     settings: dict[str, int | bool] = {"dp_replicate": max(data_parallel // shard, 1), "dp_shard": shard}
     if strategy.reshard is not None:
         settings["reshard_after_forward"] = strategy.reshard
@@ -56,32 +59,32 @@ def strategy_settings(
 def resolve_strategy(
     config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int
 ) -> tuple[ParallelConfig, list[Mistake]]:
-    """The config with the strategy's settings in its keys, and the keys that contradict it."""
+    """Return the config with the strategy's settings in its keys, and mistakes: keys that contradict it."""
     name = config.strategy or ""
     if name not in STRATEGIES:
-        says = f"={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
-        return config, [Mistake("parallel.strategy", says)]
+        message = f"={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
+        return config, [Mistake("parallel.strategy", message)]
     settings = strategy_settings(config, tp, world_size, gpus_per_node)
     mistakes = []
     for key, value in settings.items():
-        asked = getattr(config, key)
-        open_ = asked == "auto" or (key == "dp_shard" and asked == -1)
-        if not open_ and (type(asked), asked) != (type(value), value):
-            says = (
-                f"={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
-                f"which means {str(value).lower()} here: leave one of them out"
+        requested = getattr(config, key)
+        left_open = requested == "auto" or (key == "dp_shard" and requested == -1)
+        if not left_open and (type(requested), requested) != (type(value), value):
+            message = (
+                f"={str(requested).lower()} contradicts parallel.strategy={config.strategy}, "
+                f"which means {str(value).lower()} here: remove one of them"
             )
-            mistakes.append(Mistake(f"parallel.{key}", says))
+            mistakes.append(Mistake(f"parallel.{key}", message))
     return replace(config, **settings), mistakes  # type: ignore[arg-type]
 
 
 def describe_strategy(name: str, mesh: MeshPlan) -> str:
-    """One line that says what the strategy means, and its degrees here."""
+    """Return one line on what the strategy means, and its degrees in this run."""
     strategy = STRATEGIES[name]
-    alone = (
+    single_node = (
         "; one node: nothing is replicated" if strategy.shards == "node" and mesh.dp_replicate == 1 else ""
     )
     return (
         f"strategy {name}: {strategy.meaning} (dp_replicate {mesh.dp_replicate}, dp_shard "
-        f"{mesh.dp_shard}{alone})"
+        f"{mesh.dp_shard}{single_node})"
     )

@@ -1,5 +1,4 @@
-"""All rules that a plan must keep, wherever it comes from, and whether it fits a model and a number of
-processes."""
+"""Checks a plan from any source against all rules, a model and a number of processes."""
 
 import dataclasses
 import itertools
@@ -26,7 +25,7 @@ from meshwright.parallel.plan.selective_policy import is_op
 
 
 def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> list[Mistake]:
-    """What keeps a plan from making sense, or from fitting this model and number of processes."""
+    """Return the mistakes in a plan for this model and number of processes; [] if there are none."""
     mistakes = [*_mesh_mistakes(plan.mesh, world_size)]
     if plan.micro_batch_size < 1:
         mistakes.append(Mistake("micro_batch_size", f"={plan.micro_batch_size} must be at least 1"))
@@ -35,7 +34,7 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     mistakes += rules.storage_mistakes(plan)
     mistakes += rules.kernel_mistakes(plan, model)
     if structure := [*_structure_mistakes(plan, model)]:
-        return mistakes + structure  # the rest asks for the units' order, and names modules
+        return mistakes + structure  # the other rules rely on modules and the order of units
     mistakes += _style_mistakes(plan, model, seq_len)
     mesh_fits = not any(mistake.field.startswith("mesh") for mistake in mistakes)
     mistakes += rules.async_tp_mistakes(plan)
@@ -48,7 +47,7 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
 def plan_file_mistakes(
     plan: Plan, path: Path, config: ParallelConfig, model: ModelUnits, world_size: int, seq_len: int
 ) -> list[str]:
-    """A line for each mistake in a plan file, and for each key of the config beside it that says other."""
+    """Return a line for each mistake in a plan file, and for each config key that contradicts it."""
     mistakes = validate(plan, model, world_size, seq_len)
     return contradictions(config, plan, model) + [f"plan file {path}: {file_line(m)}" for m in mistakes]
 
@@ -56,75 +55,75 @@ def plan_file_mistakes(
 def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
     low = {axis: degree for axis, degree in vars(mesh).items() if degree < 1}
     for axis, degree in low.items():
-        says = f"={degree} must be at least 1"
-        left = " (or -1: all that is left)" if axis == "dp_shard" else ""
-        yield Mistake(f"mesh.{axis}", says, of_keys=says + left)
+        message = f"={degree} must be at least 1"
+        rest = " (or -1: all that is left)" if axis == "dp_shard" else ""
+        yield Mistake(f"mesh.{axis}", message, key_message=message + rest)
     if not low and mesh.world_size != world_size:
-        here, degrees = f"{mesh.world_size} processes, this run has {world_size}", vars(mesh).items()
+        sizes, degrees = f"{mesh.world_size} processes, but this run has {world_size}", vars(mesh).items()
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees)
         yield Mistake(
             "mesh",
-            f"the plan's mesh is for {here}: start that many, or make a new plan",
-            of_keys=f": {product} is {here}: start {mesh.world_size}, or change the degrees "
-            "(dp_shard=-1 takes what is left)",
+            f"the plan's mesh is for {sizes}: start {mesh.world_size}, or make a new plan",
+            key_message=f": {product} is {sizes}: start {mesh.world_size}, or change the degrees "
+            "(dp_shard=-1 takes all that is left)",
         )
 
 
 def _structure_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
-    """Whether the plan's modules are the model's, and each is in exactly one unit, in the forward's order."""
+    """Check that modules are those of the model, each in exactly one unit, in the order of the forward."""
     planned, published = plan.modules, tuple(model.modules)
     used = Counter(module for unit in plan.units for module in unit.modules)
     if planned != published:
-        odd = _first_difference(planned, published)
+        difference = _first_difference(planned, published)
         yield Mistake(
             "modules",
-            f"the plan's modules are not this model's ({len(planned)} against {len(published)}; first "
-            f"difference: {odd}): make a new plan for this model",
+            f"the plan's modules are not those of this model ({len(planned)}, the model has "
+            f"{len(published)}; first difference: {difference}): make a new plan for this model",
         )
     elif wrong := sorted(name for name, n in used.items() if n > 1 or name not in published):
         for name in wrong:
-            says = f"module {name} is in {used[name]} units, a module's parameters can be in one"
+            message = f"module {name} is in {used[name]} units, but must be in one: list it once"
             if name not in published:
-                says = f"this model has no module {name}.{nearest(name, published)}"
-            yield Mistake("units.modules", says, (name,))
+                message = f"this model has no module {name}.{nearest(name, published)}"
+            yield Mistake("units.modules", message, (name,))
     elif missing := [name for name in published if name not in used]:
-        few = f"{', '.join(missing[:3])}{' ...' if missing[3:] else ''}"
-        yield Mistake("units", f": {few} is in no unit: give it one")
+        shown = f"{', '.join(missing[:3])}{' ...' if missing[3:] else ''}"
+        yield Mistake("units", f": {shown} is in no unit: add it to one")
     else:
         yield from itertools.islice(_order_mistakes(plan, model), 1)
 
 
 def _order_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
-    """Modules that share a parameter in two units, and units in another order than the forward's."""
-    together = [modules for modules in model.units if len(modules) > 1]
-    for unit, modules in itertools.product(plan.units, together):
+    """Check that modules that share a parameter are in one unit, and the order of the units."""
+    sharing = [modules for modules in model.units if len(modules) > 1]
+    for unit, modules in itertools.product(plan.units, sharing):
         if 0 < len(set(modules).intersection(unit.modules)) < len(modules):
             yield Mistake(
                 "units.modules",
-                f"{' and '.join(modules)} share a parameter, so they make one unit",
+                f"{' and '.join(modules)} share a parameter: put them in one unit",
                 (unit.name,),
             )
     place = {module: i for i, module in enumerate(plan.modules)}
-    for one, other in itertools.pairwise(plan.units):
-        if max(place[module] for module in one.modules) > max(place[module] for module in other.modules):
+    for unit, following in itertools.pairwise(plan.units):
+        if max(place[module] for module in unit.modules) > max(place[module] for module in following.modules):
             yield Mistake(
                 "units",
-                f"unit {other.name} stands behind {one.name}, but the forward is done with it before: list "
-                "units in that order",
+                f"unit {following.name} is listed after {unit.name}, but the forward finishes with it "
+                "earlier: list units in the order of the forward",
             )
 
 
 def _first_difference(planned: tuple[str, ...], published: tuple[str, ...]) -> str:
-    for one, other in zip(planned, published, strict=False):
-        if one != other:
-            return f"{one} instead of {other}"
+    for found, expected in zip(planned, published, strict=False):
+        if found != expected:
+            return f"{found} instead of {expected}"
     shorter = min(len(planned), len(published))
     return next(iter((*planned[shorter:], *published[shorter:])))
 
 
 def _all_units_mistakes(plan: Plan, model: ModelUnits) -> list[Mistake]:
-    """Mistakes in single units, each once with all the units that make it: an entry of the file may be
-    many."""
+    """Return the mistakes in single units, each once with all its units: one entry of the file may stand for
+    many units."""
     units: dict[Mistake, list[str]] = {}
     for unit in plan.units:
         for mistake in _unit_mistakes(plan, unit, model):
@@ -140,7 +139,7 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
         yield from rules.dtype_mistakes("units.output_dtype", unit.output_dtype)
     yield from _activation_mistakes(plan, unit, model)
     if unit.compiled and model.compiled.isdisjoint(unit.modules):
-        yield Mistake("units.compiled", "=true, but nothing in it is compiled by this model: use false")
+        yield Mistake("units.compiled", "=true, but this model compiles none of its modules: use false")
     if unit.compiled and not plan.compile.enabled:
         yield Mistake("units.compiled", "=true contradicts compile.enabled=false: change one of them")
     yield from _prefetch_mistakes(plan, unit, "forward")
@@ -148,12 +147,13 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
 
 
 def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mistake]:
-    """Activation checkpointing that there is not, or not for this unit, and what one kind of it needs and the
-    others do not."""
+    """Check that activation checkpointing is of a known kind, fits the unit, and has its settings."""
     mode, budget, ops = unit.activation_checkpoint, unit.activation_budget, unit.saved_ops
     if mode != "none" and mode in ACTIVATION_CHECKPOINTS and not model.checkpointed.issuperset(unit.modules):
-        odd = ", ".join(sorted(set(unit.modules) - model.checkpointed))
-        yield Mistake("units.activation_checkpoint", f"={mode} is for blocks, and {odd} is none: use none")
+        others = ", ".join(sorted(set(unit.modules) - model.checkpointed))
+        yield Mistake(
+            "units.activation_checkpoint", f"={mode} is for blocks, but {others} is not one: use none"
+        )
     yield from rules.choice_mistakes("units.activation_checkpoint", mode, ACTIVATION_CHECKPOINTS)
     if mode == "budget":
         yield from rules.budget_mistakes(unit, plan.compile.backend)
@@ -163,63 +163,70 @@ def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Itera
         yield Mistake("units.saved_ops", f"={list(ops)} is for activation_checkpoint=selective: use []")
     elif mode == "selective" and not ops:
         yield Mistake(
-            "units.saved_ops", "=[] keeps nothing: name operators, or use activation_checkpoint=full"
+            "units.saved_ops", "=[] keeps nothing: list operators, or use activation_checkpoint=full"
         )
     for op in ops if mode == "selective" else ():
-        if not is_op(op):  # the policies' names are for the config
+        if not is_op(op):  # names of policies are for the config only
             yield Mistake(
                 "units.saved_ops",
-                f": {op!r} is not an operator of this torch: name them one by one, as aten.mm or aten.mm/2",
+                f": {op!r} is not an operator of this torch: list single ones, such as aten.mm or aten.mm/2",
             )
 
 
 def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mistake]:
-    """A list of units to prefetch names units that will be gathered later in that phase, in that order, once
-    each."""
+    """Check that a prefetch list names units gathered later in that phase, in that order, once each."""
     key = f"{phase}_prefetch"
-    field, asked = f"units.{key}", getattr(unit, key)
-    if isinstance(asked, int):
-        if asked < 0:
-            yield Mistake(field, f"={asked} must be 0 (none) or a number of units ahead")
+    field, prefetch = f"units.{key}", getattr(unit, key)
+    if isinstance(prefetch, int):
+        if prefetch < 0:
+            yield Mistake(field, f"={prefetch} must be 0 (none) or a number of units ahead")
         return
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     names, by_name = [other.name for other in order], {other.name: other for other in order}
     wrong = []
-    for name, times in Counter(asked).items():
+    for name, times in Counter(prefetch).items():
         if name not in by_name:
-            wrong.append(f"names {name}, which is no unit of this plan.{nearest(name, names)}")
+            wrong.append(f"names {name}, which is not a unit of this plan.{nearest(name, names)}")
         elif name == unit.name:
-            wrong.append("names the unit itself, which is gathered already: leave it out")
+            wrong.append("names the unit itself, which is already gathered: remove it")
         elif names.index(name) < names.index(unit.name):
-            wrong.append(f"names {name}, which the {phase} needs before: name later ones")
+            wrong.append(f"names {name}, which the {phase} needs earlier: list later units")
         elif plan.mesh.dp_shard == 1:
             nothing = "there is nothing to gather, use 0"
             wrong.append(f"names {name}, which dp_shard=1 leaves unsharded: {nothing}")
         elif phase == "backward" and not regathered(by_name[name]):
             wrong.append(
                 f"names {name}, which stays gathered after its forward (reshard_after_forward=false): there "
-                "is nothing to gather, leave it out"
+                "is nothing to gather, remove it"
             )
         if times > 1:
             wrong.append(f"names {name} twice")
-    yield from (Mistake(field, f" {says}") for says in wrong)
-    if not wrong and (right := sorted(asked, key=names.index)) != list(asked):
-        needs = f"is not in the order in which the {phase} needs them: {', '.join(right)}"
-        yield Mistake(field, f"={list(asked)} {needs}")
+    yield from (Mistake(field, f" {message}") for message in wrong)
+    if not wrong and (ordered := sorted(prefetch, key=names.index)) != list(prefetch):
+        rule = f"is not in the order in which the {phase} needs them: use {', '.join(ordered)}"
+        yield Mistake(field, f"={list(prefetch)} {rule}")
 
 
 def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
-    """Each module computes in the dtype that the one before it hands on: nothing casts in between."""
+    """Check that each module computes in the dtype that the previous one returns: there is no cast."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     for before, after in itertools.pairwise(plan.modules):
-        one, other = unit_of[before], unit_of[after]
-        out = one.param_dtype if one.output_dtype == "same" or len(one.modules) > 1 else one.output_dtype
-        if one is not other and out != other.param_dtype and {out, other.param_dtype} <= set(DTYPES):
-            cast = f"set output_dtype={other.param_dtype} on {one.name}, or " if len(one.modules) == 1 else ""
+        unit, following = unit_of[before], unit_of[after]
+        out = unit.param_dtype if unit.output_dtype == "same" or len(unit.modules) > 1 else unit.output_dtype
+        if (
+            unit is not following
+            and out != following.param_dtype
+            and {out, following.param_dtype} <= set(DTYPES)
+        ):
+            cast = (
+                f"set output_dtype={following.param_dtype} on {unit.name}, or "
+                if len(unit.modules) == 1
+                else ""
+            )
             yield Mistake(
                 "units",
-                f"unit {one.name} hands on {out}, but unit {other.name} computes in {other.param_dtype}: "
-                f"{cast}give both the same param_dtype",
+                f"unit {unit.name} returns {out}, but unit {following.name} computes in "
+                f"{following.param_dtype}: {cast}set the same param_dtype on both",
             )
     for unit in plan.units:
         if unit.output_dtype != "same" and len(unit.modules) > 1:
@@ -236,21 +243,21 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
 
 
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
-    """The table of tensor-parallel styles names this model's weights, part by part either split or whole."""
+    """Check that tensor-parallel styles name this model's weights, and split each part in full or not."""
     styles, tp, known = plan.tensor.styles, plan.mesh.tp, (*rules.STYLE_NAMES, "loss")
     if tp == 1 and plan.tensor.sequence_parallel:
         yield Mistake(
-            "tensor.sequence_parallel", "=true shares tokens out among tp ranks, and tp=1 has one: use false"
+            "tensor.sequence_parallel", "=true splits tokens over tp ranks, but tp=1 has only one: use false"
         )
     elif tp == 1 and styles:
-        yield Mistake("tensor.styles", "tp=1 has no styles: make a new plan")
+        yield Mistake("tensor.styles", "tp=1 needs an empty styles table: make a new plan")
     elif tp > 1 and not styles and model.styles:
         yield Mistake("tensor.styles", "tp > 1 needs the styles of the weights: make a new plan")
     if tp <= 1 or not styles:
         return
     patterns = [pattern for table in model.styles.values() for pattern in table]
     wrong = [
-        f"{p}: {style} is no style.{nearest(style, known)}"
+        f"{p}: {style} is not a style.{nearest(style, known)}"
         for p, style in styles.items()
         if style not in known
     ]
@@ -258,34 +265,34 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         f"{p} is not one of this model's patterns.{nearest(p, patterns)}" for p in styles if p not in patterns
     ]
     if wrong:
-        yield from (Mistake("tensor.styles", says) for says in wrong)
+        yield from (Mistake("tensor.styles", message) for message in wrong)
         return
     split = []
     for part, table in model.styles.items():
-        allowed = [split_styles(table), split_styles(table, gathered=True), split_styles(table, whole=True)]
-        asked = {pattern: style for pattern in table if (style := find_style(plan.tensor, pattern))}
-        if asked not in allowed:
-            wrong.append(_part_mistake(part, asked, allowed))
-        elif asked != allowed[2]:
+        allowed = [split_styles(table), split_styles(table, gathered=True), split_styles(table, unsplit=True)]
+        styles_of_part = {pattern: style for pattern in table if (style := find_style(plan.tensor, pattern))}
+        if styles_of_part not in allowed:
+            wrong.append(_part_message(part, styles_of_part, allowed))
+        elif styles_of_part != allowed[2]:
             split.append(part)
-    yield from (Mistake("tensor.styles", says) for says in wrong)
+    yield from (Mistake("tensor.styles", message) for message in wrong)
     if not wrong and 0 < len(model.shared_parts.intersection(split)) < len(model.shared_parts):
         share = f"{' and '.join(sorted(model.shared_parts))} share a weight"
-        of_keys = f"={split}: {share} in this model, so tensor parallelism splits both or neither"
-        yield Mistake("tensor.styles", f"{share}: split both or neither", of_keys=of_keys)
+        key_message = f"={split}: {share} in this model: list both or neither"
+        yield Mistake("tensor.styles", f"{share}: split both or neither", key_message=key_message)
     tokens = seq_len * plan.tensor.sequence_parallel
     yield from rules.tensor_mistakes(tp, split, tokens, model)
 
 
-def _part_mistake(part: str, asked: dict[str, str], allowed: list[dict[str, str]]) -> str:
-    """A part is split or whole in all of its weights: what differs from the nearer of the two."""
+def _part_message(part: str, styles: dict[str, str], allowed: list[dict[str, str]]) -> str:
+    """Return how the styles of a part differ from the nearest allowed table: all weights split, or none."""
 
-    def differences(wanted: dict[str, str]) -> list[str]:
+    def differences(expected: dict[str, str]) -> list[str]:
         return [
-            f"{pattern} is {asked.get(pattern, 'missing')}, must be {wanted.get(pattern, 'left out')}"
-            for pattern in {**asked, **wanted}
-            if asked.get(pattern) != wanted.get(pattern)
+            f"{pattern} is {styles.get(pattern, 'missing')}, must be {expected.get(pattern, 'left out')}"
+            for pattern in {**styles, **expected}
+            if styles.get(pattern) != expected.get(pattern)
         ]
 
-    nearer = min(map(differences, allowed), key=len)
-    return f"part {part} must be split or whole, all of it: {'; '.join(nearer)}"
+    fewest = min(map(differences, allowed), key=len)
+    return f"part {part} must be split in all of its weights or in none: {'; '.join(fewest)}"

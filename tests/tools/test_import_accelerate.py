@@ -176,7 +176,7 @@ def test_parallelism_config(plans: Callable[..., Plan]) -> None:
     [
         ({"dp_shard": 4, "cp": 2}, "cp_size=2: context parallelism is not in this version"),
         ({"dp_shard": 4, "sp": 2}, "sp_size=2: sequence parallelism by DeepSpeed"),
-        ({"dp_shard": 4}, "dp_shard=4 x tp=1 is 4 processes, this run has 8"),
+        ({"dp_shard": 4}, "dp_shard=4 x tp=1 is 4 processes, but this run has 8"),
     ],
 )
 def test_parallelism_that_is_refused(imports: Importer, given: dict[str, int], message: str) -> None:

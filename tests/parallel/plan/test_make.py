@@ -269,15 +269,15 @@ TP_MISTAKES = [
     (
         {"tp": 2, "world_size": 2, "tp_modules": ("xyz",)},
         [
-            "parallel.tp_modules: xyz is not a part of this model. It has embedding, attention, "
+            "parallel.tp_modules: xyz is not a part of this model. Use embedding, attention, "
             "feed_forward, head."
         ],
     ),
     (
         {"tp": 2, "world_size": 2, "tp_modules": ("head",), "model": TIED},
         [
-            "parallel.tp_modules=['head']: embedding and head share a weight in this model, "
-            "so tensor parallelism splits both or neither"
+            "parallel.tp_modules=['head']: embedding and head share a weight in this model: list both or "
+            "neither"
         ],
     ),
 ]
@@ -325,7 +325,7 @@ MISTAKES = [
     ({"param_dtype": "int8"}, ["parallel.param_dtype=int8", "float32, bfloat16"]),
     (
         {"compile": CompileConfig(backend="aot_eager", mode="max-autotune")},
-        ["parallel.compile.mode=max-autotune", "inductor", "aot_eager", "leave it at default"],
+        ["parallel.compile.mode=max-autotune", "inductor", "aot_eager", "use default"],
     ),
     (
         {"compile": CompileConfig(mode="fast")},

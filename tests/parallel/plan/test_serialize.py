@@ -210,7 +210,7 @@ MALFORMED = [
     ),
     (
         edit("units", 1, "modules", value=3),
-        ["unit layers.[0-3]", "unknown key modules", "its name says them"],
+        ["unit layers.[0-3]", "unknown key modules", "lists its modules"],
     ),
     (
         edit("units", 1, "reshard_after_forward", value="true"),
@@ -335,7 +335,7 @@ def test_the_table_has_a_row_per_group_and_the_batch_in_words() -> None:
         ),
         (
             make(tp=2, tp_modules=("embedding", "feed_forward", "head")),
-            "loss parallel on, left whole: layers.*.norm, layers.*.wq, layers.*.wo\n",
+            "loss parallel on, not split: layers.*.norm, layers.*.wq, layers.*.wo\n",
         ),
         (
             make(loss_chunk_tokens=4096),

@@ -115,7 +115,7 @@ def test_keys_that_contradict_are_named_with_what_the_strategy_means(
 ) -> None:
     report = report_of(32, strategy=name, **keys)
     assert words in report
-    assert report.endswith("here: leave one of them out")
+    assert report.endswith(": remove one of them")
     assert "\n" not in report
 
 

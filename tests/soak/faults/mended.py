@@ -29,8 +29,8 @@ MENDED = (
     Fault(
         "true-is-one",
         "units with reshard_after_forward true and 1 become one entry of the plan file",
-        "repr(_treatment(groups[-1][0])) == repr(_treatment(unit))",
-        "_treatment(groups[-1][0]) == _treatment(unit)",
+        "repr(_settings(groups[-1][0])) == repr(_settings(unit))",
+        "_settings(groups[-1][0]) == _settings(unit)",
         tests=("tests/parallel/plan/test_serialize.py",),
     ),
     Fault(
@@ -112,7 +112,7 @@ MENDED = (
     Fault(
         "recompile-unheard",
         "a recompile that torch does not log is not detected",
-        "if self._graphs > before and not heard:",
+        "if self._graphs > before and not reports:",
         "if False:",
         tests=("tests/parallel/compile/test_guarantees.py",),
     ),
