@@ -1,1 +1,1 @@
-"""torch.compile in place, block by block: whether it can be, how, and what it did."""
+"""torch.compile in place, block by block: requirements, application, and statistics."""

@@ -1,5 +1,5 @@
-"""torch.compile in place, module by module, and a backend that gives each unit an activation memory budget of
-its own, where torch has one for the whole process."""
+"""Applies torch.compile in place, module by module, with an activation memory budget per unit (torch has one
+for the whole process)."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.compile.async_tp import use_async_tp
+from meshwright.parallel.compile.async_tp import enable_async_tp
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.plan.schema import Plan
 
@@ -18,18 +18,18 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
     """Compile every module of the plan's compiled units in place, as one graph each (fullgraph).
 
     Blocks of equal shape share one compiled graph, so compile time does not grow with depth. `module.compile`
-    keeps parameter names, where `torch.compile(module)` would prefix them. The embedding stays eager: it is
-    one look-up. `tp`: the axis.
+    keeps parameter names; `torch.compile(module)` would prefix them. The embedding stays eager: it is one
+    look-up. `tp`: the mesh axis.
     """
     config = plan.compile
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     if config.enabled and config.backend == "inductor":
-        _trust_the_cpu()
+        _skip_cpu_probe()
         if plan.async_tp:
-            use_async_tp(tp.get_group().group_name)
+            enable_async_tp(tp.get_group().group_name)
     kinds = {(unit.activation_checkpoint, unit.saved_ops, unit.activation_budget) for unit in plan.units}
-    # Blocks treated differently are graphs of the same code, which dynamo would take for recompilations
-    # without end.
+    # Blocks with different settings are several graphs of the same code, which dynamo would count as
+    # recompiles up to its limit.
     torch._dynamo.config.recompile_limit += len(kinds)
     for unit in plan.units:
         for name in unit.modules if unit.compiled else ():
@@ -41,18 +41,18 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
 
 
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
-    """Arguments of torch.compile that name the backend, and hold it to an activation memory budget below
+    """Return the arguments of torch.compile for the backend, with an activation memory budget if it is below
     1."""
     if budget < 1:
         return {"backend": budget_backend(config.backend, config.mode, budget)}
     return {"backend": config.backend} | ({"mode": config.mode} if config.mode != "default" else {})
 
 
-def _trust_the_cpu() -> None:
-    """Let inductor use the vector instructions that the CPU reports, without building a test program for
-    each.
+def _skip_cpu_probe() -> None:
+    """Let inductor use the vector instructions that the CPU reports without a test program for each.
 
-    The tests start Python and the compiler several times, in every process: 5.5 of 22 s of a cold start.
+    These test programs start Python and the compiler several times in every process: 5.5 of 22 s of a cold
+    start.
     """
     from torch._inductor import config
 
@@ -61,11 +61,10 @@ def _trust_the_cpu() -> None:
 
 @cache
 def budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:
-    """A backend that keeps `budget` of what the backward could be given, and recomputes the rest.
+    """Return a backend that keeps the share `budget` of the activations and recomputes the rest.
 
-    torch has one budget for the process, but reads it while it partitions a graph, inside the backend: so
-    setting it there gives each unit its own. Cached, because blocks share a graph only if they share the
-    backend too.
+    torch has one budget per process, but reads it inside the backend, while it partitions a graph: setting it
+    there gives each unit its own budget. Cached, because blocks share a graph only if they share the backend.
     """
     from torch._dynamo import lookup_backend
     from torch._functorch import config as functorch
@@ -73,7 +72,8 @@ def budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:
 
     settings: dict[str, Any] = {"activation_memory_budget": budget}
     if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13
-        # It weighs every input of a graph, and refuses the DeviceMesh that comes with a weight split over tp.
+        # The partitioner computes the size of every graph input, and raises for the DeviceMesh of a weight
+        # split over tp.
         settings["unsafe_treat_script_objects_as_zero_size"] = True
     inner = lookup_backend(name)
     options = {"config_patches": list_mode_options(mode)} if mode != "default" else {}

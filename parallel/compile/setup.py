@@ -1,4 +1,4 @@
-"""What compiling needs from the machine, where its graphs are kept, and how many there are."""
+"""Requirements of compiling, and the cache folder of compiled graphs."""
 
 import os
 import shutil
@@ -13,19 +13,22 @@ from meshwright.parallel.plan.schema import Plan
 DEFAULT_CACHE = "~/.cache/meshwright/compile"
 
 
-def check_compiler(plan: Plan, device_type: str, processes_here: int) -> None:
-    """Raise PlanError where inductor would fail for want of a compiler, of Python's headers or of what async
-    tp needs. `processes_here`: of this node."""
+def check_compiler(plan: Plan, device_type: str, local_processes: int) -> None:
+    """Raise PlanError if inductor would fail because this machine lacks a compiler, Python's headers, or the
+    requirements of async tp.
+
+    `local_processes`: the processes of this node.
+    """
     if not plan.compile.enabled or plan.compile.backend != "inductor":
         return
     if plan.async_tp:
-        check_async_tp(plan.mesh.tp, device_type, processes_here)
+        check_async_tp(plan.mesh.tp, device_type, local_processes)
     missing = _missing_for_cpu() if device_type == "cpu" else _missing_for_gpu()
     if not missing and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing = "the headers of this Python (Python.h)"
     if missing:
         raise PlanError(
-            f"parallel.compile.enabled=true needs {missing}, which this machine lacks. Install it "
+            f"parallel.compile.enabled=true needs {missing}, which this machine lacks: install it "
             "(Debian, Ubuntu: apt-get install g++ python3-dev), or train without compiling: "
             "--parallel.compile.enabled=false"
         )
@@ -36,28 +39,30 @@ def _missing_for_cpu() -> str | None:
 
     try:
         cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, OSError):  # OSError: $CXX names something that cannot be run
+    except (exc.InvalidCxxCompiler, OSError):  # OSError: $CXX is not an executable program
         return "a C++ compiler (g++)"
     return None
 
 
 def _missing_for_gpu() -> str | None:
-    # Triton builds its launcher with one of these.
+    # Triton compiles its launcher with one of these.
     return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc or clang)"
 
 
 def cache_folder(config: CompileConfig) -> Path:
-    """Of compiled graphs, and of what planning has found out by tracing."""
+    """Return the folder that caches compiled graphs and the planner's traces."""
     return Path(config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE).expanduser()
 
 
 def use_cache_folder(config: CompileConfig) -> None:
-    """Name the folder of compiled graphs, before anything asks inductor for it: from then on it is fixed.
-    Raises PlanError if it cannot be made."""
+    """Create the cache folder and set TORCHINDUCTOR_CACHE_DIR to it, before inductor reads that variable.
+
+    Raises PlanError if the folder cannot be created.
+    """
     folder = cache_folder(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
-        why = f"cannot make this folder ({getattr(error, 'strerror', error)}): name another"
-        raise PlanError(f"parallel.compile.cache_dir={folder}: {why}") from None
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # inductor reads it from the environment alone
+    except (OSError, ValueError) as error:  # ValueError: not a valid path
+        problem = f"cannot create this folder ({getattr(error, 'strerror', error)}): name another"
+        raise PlanError(f"parallel.compile.cache_dir={folder}: {problem}") from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # inductor reads it only from the environment

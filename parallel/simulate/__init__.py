@@ -1,1 +1,1 @@
-"""The real code on a fake process group: its collectives and its memory."""
+"""Runs the real code on a fake process group to record its collectives and memory."""

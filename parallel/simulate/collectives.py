@@ -1,4 +1,4 @@
-"""The collectives of a training step, as they are really issued: simulated or on a real process group."""
+"""Records the collectives that a training step issues, on a fake or a real process group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class Collective:
         op: all_gather, reduce_scatter, all_reduce, or torch's name of another
         axis: dp_shard, dp_replicate, tp; data_parallel for dp_shard and dp_replicate together; world for all
             ranks
-        unit: the unit whose parameters are gathered or whose gradients are reduced, or in which it runs; ""
-            outside
-        phase: forward, backward, recompute (of checkpointed activations, within the backward), or optimizer
-        bytes: of the full side: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
+        unit: the unit whose parameters are gathered or whose gradients are reduced, else the unit that runs;
+            "" outside of units
+        phase: forward, backward, recompute (of activations, within the backward), or optimizer
+        bytes: of the full tensor: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
     """
 
     op: str
@@ -43,9 +43,11 @@ class Collective:
 
 
 class StepRecorder(TorchDispatchMode):
-    """Sees every operation below autograd: keeps the collectives, and shows the rest to `storages`, if given.
+    """Intercepts every operation below autograd: records collectives, and passes results to `storages`.
 
-    `axes`: of `axes_of_groups`.
+    Args:
+        axes: the result of `axes_of_groups`
+        storages: tracks memory; None: only collectives are recorded
     """
 
     def __init__(
@@ -60,28 +62,30 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types and self._in_dtensor:
-            return NotImplemented  # let it become operations on local tensors, which come here again
+            return (
+                NotImplemented  # DTensor dispatches operations on local tensors, which are intercepted again
+            )
         if DTensor in types:
-            result = self._open(op, args, kwargs or {})
+            result = self._run_on_dtensors(op, args, kwargs or {})
         elif code := inner_code(op):
             with self:
                 result = code(*args, **(kwargs or {}))
         else:
             result = op(*args, **(kwargs or {}))
         if op.namespace == "profiler":
-            closed = self.position.read_label(op, args)
+            closed = self.position.follow_label(op, args)
             if self._storages is not None:
-                self._storages.see_label(closed)
+                self._storages.follow_label(closed)
         elif op.namespace in NAMESPACES:
             self._add(op, args, result)
-        # Inside an operation on DTensors only its collectives count: the first time, DTensor plays the
-        # operation through with tensors of the whole shape to learn of its result.
+        # Inside an operation on DTensors only collectives count: the first time, DTensor runs the operation
+        # with tensors of the global shape to infer its result.
         if self._storages is not None and not self._in_dtensor:
-            self._storages.see(result)
+            self._storages.follow_result(result)
         return result
 
-    def _open(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on DTensors, looking at what is done in it."""
+    def _run_on_dtensors(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on DTensors and intercept the operations inside it."""
         self._in_dtensor = True
         try:
             with self:
@@ -92,7 +96,7 @@ class StepRecorder(TorchDispatchMode):
     def _add(self, op: Any, args: tuple[Any, ...], result: Any) -> None:
         group = _group_of(args)
         if group is None or group.size() == 1:
-            return  # nothing is sent
+            return  # a single rank communicates nothing
         position = self.position
         self.collectives.append(
             Collective(
@@ -101,14 +105,15 @@ class StepRecorder(TorchDispatchMode):
         )
 
     def _axis(self, group: dist.ProcessGroup) -> str:
-        """Of the names of one group, that of an axis within a unit, that of the joined axes outside. A group
-        that FSDP2 made for itself is a part of dp_shard (reshard_after_forward to a smaller group)."""
+        """Return the mesh axis of a group that has several names: within a unit the single axis, outside the
+        joined axes. A group that FSDP2 created (int reshard_after_forward) is a part of dp_shard."""
         names = self._axes.get(group.group_name, ["dp_shard"])
         return names[0] if self.position.unit else names[-1]
 
 
 def axes_of_groups(mesh: DeviceMesh) -> dict[str, list[str]]:
-    """Process group -> its names, the narrowest first: an axis of the whole world shares its group."""
+    """Return the axis names of each process group, the narrowest first: an axis with all ranks has the group
+    of the world."""
     world = dist.group.WORLD
     assert world is not None, "a mesh needs a process group"
     groups = [(axis, mesh.get_group(axis)) for axis in AXES]
@@ -119,8 +124,10 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[str, list[str]]:
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group among an operation's arguments: itself, boxed, or by its name, which comes last; None
-    if it has none and so is no collective, as what waits for one."""
+    """Return the process group among an operation's arguments: an object, boxed, or the last string, a name.
+
+    None if there is none: the operation is not a collective, such as the one that waits for a collective.
+    """
     for arg in args:
         if isinstance(arg, dist.ProcessGroup):
             return arg

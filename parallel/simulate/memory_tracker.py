@@ -1,4 +1,4 @@
-"""Memory of one rank by kind, followed storage by storage while a step runs."""
+"""Tracks the memory of one rank by kind, storage by storage, while a step runs."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ UNSHARDED_LABELS = (
 
 @dataclass
 class _TrackedStorage:
-    """A storage that lives: its kind, and the size it is counted with."""
+    """A live storage: its kind and the size that is counted for it."""
 
     ref: "weakref.ref[torch.UntypedStorage]"
     kind: str
@@ -37,10 +37,11 @@ class _TrackedStorage:
 
 
 class StorageTracker:
-    """Counts every storage, of fake or real tensors, that it is shown, from then to its end.
+    """Counts the storages of fake or real tensors, from the operation that returns them until they are freed.
 
-    `logits`: the modules that make the logits, and the loss of them. `on_host`: kinds that lie in host
-    memory, and so do not count for the peak.
+    Args:
+        logits: names of the modules that compute the logits and the loss
+        on_host: kinds in host memory, which do not count for the peak
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class StorageTracker:
         }
         self._modules = dict(model.named_modules())
         self._differentiated = ""  # the module whose backward ran last
-        self._reduced: list[int] = []  # storages that the reduction under way has made
+        self._reduced: list[int] = []  # storages that the running reduction has created
 
     def mark(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """Say of what kind tensors are, whatever they were counted as before."""
+        """Set the kind of tensors, and move them from the kind that they were counted as."""
         for tensor in tensors:
             if tensor is not None:
                 storage = _local(tensor).untyped_storage()
@@ -77,8 +78,8 @@ class StorageTracker:
                 else:
                     self._follow(storage, kind)
 
-    def see(self, result: Any) -> None:
-        """Take in what came of an operation."""
+    def follow_result(self, result: Any) -> None:
+        """Track the tensors that an operation returns."""
         self._follow_backward()
         if self._position.label == SEND_LABEL:
             return  # copies in host memory
@@ -88,17 +89,17 @@ class StorageTracker:
                 if storage._cdata not in self._live:
                     self._follow(storage, self._kind(tensor))
 
-    def see_label(self, closed: str) -> None:
-        """Take in that a label has been opened, or `closed`."""
+    def follow_label(self, closed: str) -> None:
+        """Update kinds and sizes after a label was opened, or `closed` was closed ("" if none)."""
         self._remeasure()
         if closed == "FSDP::root_pre_forward":
-            # the first forward pads uneven shards into storages of their own
+            # the first forward copies uneven shards into padded storages
             self.mark("params", self._params)
         elif closed.startswith(REDUCE_LABEL):
             self._mark_reduced(self._unit_params[self._position.unit_in(closed)])
 
     def _kind(self, tensor: Tensor) -> str:
-        """Of what kind a tensor is that has just been made."""
+        """Return the kind of a tensor that was just created."""
         position = self._position
         if position.label.startswith(UNSHARDED_LABELS):
             return "unsharded"
@@ -112,23 +113,22 @@ class StorageTracker:
         return "logits" if module == self._loss_module or width in self._logits_widths else "activations"
 
     def _mark_reduced(self, params: Sequence[Tensor]) -> None:
-        """Mark the gradients that a unit's reduction has left."""
+        """Mark the gradients that a unit's reduction has produced."""
         grads = [p.grad for p in params if p.grad is not None]
         self.mark("grads", grads)
-        # HSDP keeps them apart until the all-reduce. The first that a reduction makes is what it reduces
-        # from.
+        # HSDP keeps them outside of `grad` until the all-reduce. The first storage that a reduction creates
+        # is its input.
         for key in self._reduced[1:] if not grads else ():
             if key in self._live:
                 self._move(self._live[key], "grads")
         self._reduced.clear()
 
     def _follow_backward(self) -> None:
-        """Tell gradients of weights from the activations as which they were born."""
-        # "" also while a gradient is accumulated
+        """Mark the gradients of weights, which were counted as activations when they were created."""
+        # also "" while a gradient is accumulated
         module = self._position.module if self._position.in_backward else ""
         if module not in ("", self._differentiated):
-            # Autograd has taken the gradient that an operation made as it is: only now it can be known as
-            # one.
+            # Autograd uses the operation's result itself as the gradient, so it is known as one only now.
             weights = self._modules[self._differentiated]._parameters.values()
             self.mark("buffers", (weight.grad for weight in weights if weight is not None))
             self._differentiated = module
@@ -145,11 +145,10 @@ class StorageTracker:
         self._resize(self._live.pop(key), 0)
 
     def _remeasure(self) -> None:
-        """FSDP2 empties and refills the storages of gathered parameters, which is no operation that could be
-        seen."""
-        for followed in self._live.values():
-            if followed.kind == "unsharded" and (storage := followed.ref()) is not None:
-                self._resize(followed, storage.nbytes())
+        """Update the sizes of gathered parameters: FSDP2 resizes their storages without an operation."""
+        for tracked in self._live.values():
+            if tracked.kind == "unsharded" and (storage := tracked.ref()) is not None:
+                self._resize(tracked, storage.nbytes())
 
     def _move(self, storage: _TrackedStorage, kind: str) -> None:
         size = storage.bytes

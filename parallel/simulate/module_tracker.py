@@ -1,8 +1,7 @@
-"""Where a training step is while its operations run: which unit, which module, which phase.
+"""Tracks the current unit, module and phase of a training step while its operations run.
 
-FSDP2 says what it does, for which unit, in the labels that a profiler shows; modules say when their forward
-begins and ends; autograd numbers its nodes in the order in which the forward makes them. Nothing of FSDP2 is
-changed or replaced.
+Sources: the profiler labels of FSDP2, which name the action and the unit; forward hooks of modules; and
+autograd, which numbers its nodes in the order in which the forward creates them. FSDP2 is not changed.
 """
 
 import bisect
@@ -17,17 +16,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from meshwright.parallel.plan.schema import Plan
 
-# as in "FSDP::all_gather (layers.3)"; of several modules, the first
+# such as "FSDP::all_gather (layers.3)"; the first module if the unit has several
 UNIT_LABEL = re.compile(r"FSDP::\w+ \(([\w.]+)")
 OPTIMIZER_LABEL = "Optimizer.step"
 
 
 class ModuleTracker:
-    """Follows the steps of one model.
+    """Tracks the steps of one model.
 
-    `labels`: those that are open, innermost last. `phase`: forward, backward, recompute (an
-    activation-checkpointed module's forward within the backward) or optimizer (everything after a backward
-    that is none of the others).
+    `labels`: the open labels, innermost last.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -36,14 +33,15 @@ class ModuleTracker:
         self._unit_of = {module: unit.name for unit in plan.units for module in unit.modules}
         self._running: list[str] = []
         self._backward_seen = False
-        # Autograd's count of nodes whenever another module began to run, and which: whose node is whose.
+        # Autograd's node count at each change of the running module, and the module: they map nodes to
+        # modules.
         self._counts, self._modules = [0], [""]
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Listen to modules as long as the context lasts."""
-        # Global hooks run before a module's own, so a unit has begun before FSDP2 gathers it. A recomputation
-        # that has what it needs leaves its modules by an exception: always_call hears of that too.
+        """Track modules within the context."""
+        # Global hooks run before a module's own, so a unit has begun before FSDP2 gathers it. A recompute
+        # that stops early leaves its modules by an exception; always_call calls the hook then too.
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -54,25 +52,28 @@ class ModuleTracker:
             for handle in handles:
                 handle.remove()
 
-    def read_label(self, op: Any, args: tuple[Any, ...]) -> str:
-        """Take in an operation of the namespace `profiler`, which opens or closes a label. Returns one that
-        it closed."""
+    def follow_label(self, op: Any, args: tuple[Any, ...]) -> str:
+        """Process an operation of the namespace `profiler`, which opens or closes a label. Returns the label
+        that it closed, else ""."""
         if "enter" in op.__name__:
             self.labels.append(args[0])
             return ""
-        return self.labels.pop() if self.labels else ""  # one opened before we listened
+        return self.labels.pop() if self.labels else ""  # it was opened before tracking began
 
     @property
     def label(self) -> str:
-        """The innermost open label, "" outside."""
+        """The innermost open label; "" if none is open."""
         return self.labels[-1] if self.labels else ""
 
     @property
     def in_backward(self) -> bool:
+        """Whether autograd runs a backward."""
         return torch._C._current_graph_task_id() != -1
 
     @property
     def phase(self) -> str:
+        """forward, backward, recompute (the forward of an activation-checkpointed module within the backward)
+        or optimizer (after a backward, outside of modules)."""
         if self.in_backward:
             self._backward_seen = True
             return "recompute" if self._running else "backward"
@@ -80,7 +81,7 @@ class ModuleTracker:
 
     @property
     def module(self) -> str:
-        """fqn of the module that runs, or whose backward runs; "" for the model itself and outside."""
+        """The fqn of the module whose forward or backward runs; "" for the model itself and outside."""
         if self._running or not self.in_backward:
             return self._running[-1] if self._running else ""
         node = torch._C._current_autograd_node()
@@ -92,9 +93,9 @@ class ModuleTracker:
 
     @property
     def unit(self) -> str:
-        """The unit whose parameters are gathered or whose gradients are reduced, else the one that runs; ""
-        outside."""
-        # A unit that starts the all-gather of another is itself not in the innermost label: the other is.
+        """The unit whose parameters are gathered or whose gradients are reduced, else the unit that runs; ""
+        outside of units."""
+        # If a unit prefetches another, the innermost label names the other.
         if unit := self.unit_in(self.label):
             return unit
         module = self.module
@@ -103,7 +104,7 @@ class ModuleTracker:
         return self._unit_of.get(module, "")
 
     def unit_in(self, label: str) -> str:
-        """The unit that a label names, "" if none."""
+        """Return the unit that a label names; "" if none."""
         match = UNIT_LABEL.match(label)
         return self._unit_of[match[1]] if match else ""
 

@@ -1,12 +1,11 @@
-"""The real code as one rank of any number of processes, without any of them: fake process group, fake
-tensors.
+"""Simulates one rank of any number of processes: the real code on a fake process group with fake tensors.
 
-Nothing is computed and nothing is sent, but the same functions run that train: the model is built, sharded
-and stepped by the code it is handed, FSDP2's hooks fire, every collective is issued, every tensor has its
-shape and its life. So the result shares no arithmetic with a formula, and can check one.
+Nothing is computed or sent, but the functions are those of training: they build, shard and step the model,
+FSDP2's hooks fire, every collective is issued, and every tensor has its shape and lifetime. The result is
+independent of the planner's formulas and can check them.
 
-Eager only: what the plan compiles runs as written. Collectives and sharded memory are the same compiled;
-activations are those of eager operations, and `activation_checkpoint: budget`, which is the compiler's work,
+The simulation is eager, also for compiled units. Collectives and sharded memory are the same as compiled;
+activations are those of eager operations, and `activation_checkpoint: budget`, which the compiler applies,
 keeps all of them.
 """
 
@@ -31,18 +30,18 @@ from meshwright.parallel.simulate.collectives import Collective, StepRecorder, a
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
 from meshwright.parallel.simulate.module_tracker import ModuleTracker
 
-HOST_KINDS = frozenset({"params", "grads", "optimizer"})  # what cpu_offload keeps in host memory
+HOST_KINDS = frozenset({"params", "grads", "optimizer"})  # cpu_offload keeps these in host memory
 
 
 @dataclass(frozen=True)
 class TrainingCode:
-    """What is simulated, as functions of whoever knows the model.
+    """The training code to simulate, as functions that the caller provides.
 
     Args:
         shard: builds the model on the meta device and applies the plan
-        fill: makes this rank's tensors on the CPU, and the optimizer
+        fill: creates this rank's tensors on the CPU, and the optimizer
         step: one optimizer step, given the process group of all data-parallel ranks
-        logits: names of the modules that make the logits, and the loss of them
+        logits: names of the modules that compute the logits and the loss
     """
 
     shard: Callable[[Plan, DeviceMesh], nn.Module]
@@ -53,12 +52,11 @@ class TrainingCode:
 
 @dataclass(frozen=True)
 class Simulation(StepMemory):
-    """What one rank does and holds in one optimizer step; with cpu_offload, memory without what lies in host
-    memory.
+    """The collectives and memory of one rank in one optimizer step. Memory is that of the device.
 
     Args:
         collectives: in order, without those over a single rank
-        host_bytes: of parameters, gradients and optimizer state in host memory
+        host_bytes: parameters, gradients and optimizer state in host memory (cpu_offload)
     """
 
     collectives: tuple[Collective, ...]
@@ -67,20 +65,22 @@ class Simulation(StepMemory):
 
 @dataclass(frozen=True)
 class _Groups:
-    """Names of the process groups, and the one of all data-parallel ranks."""
+    """Axis names of the process groups, and the process group of all data-parallel ranks."""
 
     axes: Mapping[str, Sequence[str]]
     data_parallel: dist.ProcessGroup
 
 
 def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
-    """One optimizer step of `rank`. The process must have no process group: it gets a fake one for the
-    time."""
+    """Simulate one optimizer step of `rank`.
+
+    The process must not have a process group: a fake one exists during the call.
+    """
     plan = eager_plan(plan)
     with _fake_process_group(plan.mesh.world_size, rank):
         mesh = build_mesh(plan.mesh, "cpu")
-        # Not under fake tensors: making meshes looks at real numbers, and a model on the meta device costs
-        # nothing.
+        # Not under fake tensors: creating meshes reads values of tensors, and a model on the meta device
+        # needs no memory.
         groups = _Groups(axes_of_groups(mesh), data_parallel_group(mesh))
         model = code.shard(plan, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -89,8 +89,8 @@ def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
 
 
 def eager_plan(plan: Plan) -> Plan:
-    """The same plan with nothing compiled, and fused attention by what a CPU has: it keeps the same as any
-    other."""
+    """Return the plan without compiling and with the CPU's fused attention, which keeps the same activations
+    as any other fused kernel."""
     units = tuple(dataclasses.replace(unit, compiled=False) for unit in plan.units)
     attention = "math" if plan.attention == "math" else ""
     return dataclasses.replace(
@@ -110,7 +110,7 @@ def _record_step(
     recorder = StepRecorder(position, groups.axes, storages)
     with position.following(), recorder:
         code.step(model, optimizer, plan, groups.data_parallel)
-    storages.mark("optimizer", _state(optimizer))  # some optimizers make it in their first step
+    storages.mark("optimizer", _state(optimizer))  # some optimizers create it in their first step
     memory, at_peak = dict(storages.largest), dict(storages.at_peak)
     memory |= {kind: storages.now[kind] for kind in ("params", "optimizer")}
     host_bytes = sum(memory[kind] for kind in on_host)
@@ -128,22 +128,23 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @contextmanager
 def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
-    """Every collective of this process is done at once, with nobody."""
+    """Within the context every collective of this process completes immediately, without other ranks."""
     assert not dist.is_initialized(), "a simulation needs a process without a process group"
-    _forget_meshes()
+    _clear_mesh_caches()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        _clear_mesh_caches()
 
 
-def _forget_meshes() -> None:
-    """DTensor remembers results with their mesh, and takes an equal mesh for the same, though its process
-    groups are gone and it may have been seen by another rank (torch 2.13;
-    tests/parallel/simulate/test_simulator.py)."""
-    # As torch.distributed.tensor.debug does, whose import takes long. The second cache is not there in torch
-    # 2.11.
+def _clear_mesh_caches() -> None:
+    """Clear DTensor's caches of results by mesh.
+
+    DTensor treats an equal mesh as the same mesh, although its process groups no longer exist and it may
+    belong to another rank (torch 2.13; tests/parallel/simulate/test_simulator.py).
+    """
+    # As torch.distributed.tensor.debug does, whose import is slow. torch 2.11 does not have the second cache.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

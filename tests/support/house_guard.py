@@ -85,7 +85,7 @@ PLACEHOLDERS = [
         (r"\d+(\.\d+)? (s|min|h|seconds|minutes|hours) ago", "<time> ago"),
     )
 ]
-GRAPHS = re.compile(r"(\d+) graphs found there, (\d+) compiled anew")  # which rank compiles first decides
+GRAPHS = re.compile(r"(\d+) graphs loaded from it, (\d+) compiled")  # which rank compiles first decides
 # Lines of torch and torchrun that tell of time, processes or the profiler; not the product's.
 NOT_OURS = re.compile(r"^(USDT:|[WIE]\d{4} |\[[WIE]\d{4} |\[rank\d+\]:\[W)")
 

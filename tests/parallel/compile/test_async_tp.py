@@ -15,9 +15,9 @@ from torch._inductor.codecache import PyCodeCache
 from meshwright.parallel.compile.async_tp import (
     check_async_tp,
     describe_async_tp,
-    not_shared,
-    use_async_tp,
-    verdict,
+    describe_fusion,
+    enable_async_tp,
+    missing_peer_access,
 )
 from meshwright.parallel.errors import PlanError
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
@@ -37,6 +37,7 @@ FUSED = (
     "        buf1 = torch.ops.symm_mem.fused_all_gather_matmul.default(buf0, [permute_13], 1, '0', "
     "return_A=True)\n"
 )
+NO_COLLECTIVES = "async tp: NOT fused, because the compiled code has no gathers and no scatters"
 NOISE = (
     "        # Original ATen: [_c10d_functional.all_gather_into_tensor]\n"
     "        assert_size_stride(buf2, (2, 8), (8, 1), 'torch.ops.symm_mem.fused_all_gather_matmul.default')\n"
@@ -119,8 +120,8 @@ def test_a_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     ("tp", "gpus", "pairs", "missing"),
     [
         (2, 4, {(0, 1), (2, 3)}, ""),
-        (4, 4, {(0, 1), (2, 3)}, "GPU 0 of this node does not reach GPU 2"),
-        (2, 4, {(0, 1)}, "GPU 2 of this node does not reach GPU 3"),
+        (4, 4, {(0, 1), (2, 3)}, "GPU 0 of this node cannot read that of GPU 2"),
+        (2, 4, {(0, 1)}, "GPU 2 of this node cannot read that of GPU 3"),
         (4, 6, {(a, b) for a in range(6) for b in range(6)}, "tp=4 does not divide its 6 processes"),
         (8, 4, {(a, b) for a in range(4) for b in range(4)}, "tp=8 does not divide its 4 processes"),
     ],
@@ -128,20 +129,23 @@ def test_a_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gpus_of_a_tp_group_must_reach_each_other(
     tp: int, gpus: int, pairs: set[tuple[int, int]], missing: str
 ) -> None:
-    said = not_shared(tp, gpus, lambda a, b: (a, b) in pairs or (b, a) in pairs)
+    said = missing_peer_access(tp, gpus, lambda a, b: (a, b) in pairs or (b, a) in pairs)
     assert missing in said
     assert bool(missing) == bool(said)
 
 
 def test_calls_are_counted_and_no_comments_or_checks() -> None:
-    assert verdict([FUSED + NOISE, NOISE, FUSED]) == "async tp: fused 2 of 2 gathers and scatters"
-    said = verdict([NOISE + GATHER + SCATTER, FUSED + SCATTER])
+    assert describe_fusion([FUSED + NOISE, NOISE, FUSED]) == "async tp: fused 2 of 2 gathers and scatters"
+    said = describe_fusion([NOISE + GATHER + SCATTER, FUSED + SCATTER])
     assert said == "async tp: fused 1 of 4 gathers and scatters"
 
 
 def test_why_nothing_is_fused_is_said() -> None:
-    assert verdict([NOISE]) == "async tp: NOT fused, because the compiled code has no gather and no scatter"
-    assert "found none of the 2 gathers and scatters next to a" in verdict([NOISE + GATHER, SCATTER])
+    assert describe_fusion([NOISE]) == NO_COLLECTIVES
+    line = describe_fusion([NOISE + GATHER, SCATTER])
+    assert line.startswith("async tp: NOT fused, because ")
+    for words in ("none of the 2 gathers and scatters", "TORCH_LOGS=+torch.", "parallel.compile.cache_dir"):
+        assert words in line
 
 
 @pytest.fixture
@@ -167,7 +171,7 @@ def forget() -> None:
 def test_code_that_comes_from_the_cache_is_searched_as_well(alone: dist.ProcessGroup) -> None:
     """Inductor's pass does not run for it. torch 2.13 finds nothing in the cache under tensor parallelism;
     2.11 does."""
-    use_async_tp(alone.group_name)
+    enable_async_tp(alone.group_name)
     assert inductor._micro_pipeline_tp
     assert symmetric_memory.is_symm_mem_enabled_for_group(alone.group_name)
 
@@ -175,10 +179,9 @@ def test_code_that_comes_from_the_cache_is_searched_as_well(alone: dist.ProcessG
         whole = torch.ops._c10d_functional.all_gather_into_tensor(x, 1, alone.group_name)
         return torch.ops._c10d_functional.wait_tensor(whole)
 
-    nothing = "async tp: NOT fused, because the compiled code has no gather and no scatter"
-    assert describe_async_tp() == nothing
+    assert describe_async_tp() == NO_COLLECTIVES
     for hits in (0, 1):
         forget()
         torch.compile(gathered, fullgraph=True)(torch.ones(4))
         assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == hits
-        assert describe_async_tp() != nothing
+        assert describe_async_tp() != NO_COLLECTIVES
