@@ -1,8 +1,7 @@
-"""`python -m tools.simulate --config X --world-size N`: one step of one rank of a run of N processes, on this
-one.
+"""`python -m tools.simulate --config X --world-size N`: one step of one rank of a run of N processes.
 
-The real model, optimizer and training step run on a fake process group with fake tensors: what comes out are
-the collectives that the rank issues, in order, and the memory it needs by kind, without a GPU and in little
+The real model, optimizer and training step run in one process on a fake process group with fake tensors. The
+tool prints the collectives that the rank issues, in order, and its memory by kind. It needs no GPU and little
 memory.
 """
 
@@ -32,15 +31,15 @@ from meshwright.train.step import train_step
 
 PROG = "tools.simulate"
 LOGITS = ("head.output", "head.loss")  # of models.llama
-FIRST = 24  # collectives shown unless all are asked for
+FIRST = 24  # collectives shown without --all
 NO_BUDGET = (
-    "activation_checkpoint budget is the compiler's, and a simulation is eager: activations are those of "
-    "none."
+    "activation_checkpoint=budget needs the compiler, but a simulation is eager: activations are those of "
+    "activation_checkpoint=none."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate and print. Raises ConfigError and PlanError."""
+    """Parse arguments, simulate, print. Raises ConfigError and PlanError."""
     options, config_arguments = make_parser().parse_known_args(arguments)
     config = parse_config([f"--config={options.config}", *config_arguments], PROG)
     if not options.rank < options.world_size:
@@ -54,24 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Options of the tool; every key of the config is accepted besides."""
+    """Return the parser of the tool's options; config keys are parsed separately."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
         usage=f"python -m {PROG} --config X --world-size N [--rank R] [--all] [--json] "
         "[--section.key=value ...]",
         description="Run one optimizer step of one rank with the real code on a fake process group and fake "
-        "tensors, and "
-        "print its collectives and its memory by kind. Needs no GPU and starts no processes.",
-        epilog="Every config key is accepted too, as --section.key=value, and wins over the file. Nothing is "
-        "compiled in a "
-        "simulation: activations are those of eager operations, everything else is as in a compiled run.",
+        "tensors, and print its collectives and its memory by kind. Needs no GPU and starts no processes.",
+        epilog="Every config key is accepted too, as --section.key=value, and overrides the file. Nothing is "
+        "compiled in a simulation: activations are those of eager operations, everything else is as in a "
+        "compiled run.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--config",
         required=True,
         metavar="X",
-        help="YAML file: a path, or a name in configs/, as llama_8b.yaml",
+        help="YAML file: a path, or a name in configs/, such as llama_8b.yaml",
     )
     parser.add_argument(
         "--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU"
@@ -81,41 +79,40 @@ def make_parser() -> argparse.ArgumentParser:
         type=positive,
         default=8,
         metavar="G",
-        help="of them in a node (default 8): for strategies that know nodes",
+        help="processes per node (default 8): for strategies that depend on nodes",
     )
     parser.add_argument(
         "--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)"
     )
     parser.add_argument(
-        "--all", action="store_true", help=f"show every collective, not the first {FIRST} only"
+        "--all", action="store_true", help=f"show every collective, not only the first {FIRST}"
     )
     parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON document: collectives in order {op, axis, unit, "
-        "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the most of each "
-        "during "
-        "the step), peak_memory_gib, memory_at_peak, host_memory_gib",
+        "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the maximum of each "
+        "during the step), peak_memory_gib, memory_at_peak, host_memory_gib",
     )
     return parser
 
 
 def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
-    """One optimizer step of `rank` in the run that `job` describes, under `plan`."""
+    """Simulate one optimizer step of `rank` of the job under `plan`."""
     device = torch.device("cpu")
 
     def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
-        # Fake values need not be put anywhere, and cutting a tensor in 4,096 fake parts to take one of them
-        # takes long.
+        # `copy` does nothing: values are fake, and splitting a tensor into 4,096 fake parts to copy one of
+        # them is slow.
         fill_model(model, plan, device, 0, copy=lambda parameter, value: None)
         optimizer = build_optimizer(model, OptimConfig(state_dtype=job.state_dtype))
-        if scales_ahead(plan):  # as in every step but the first
+        if scales_ahead(plan):  # as after the first step
             scale_weights(model)
         return optimizer
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
         tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64, device=device)
-        # of one document: its blocks are as many as can be
+        # one document: the upper bound of attention blocks
         first = tokens.clone() if job.document_mask else None
         batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
         train_step(model, optimizer, batches, 1.0, group)
@@ -127,7 +124,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
-    """The simulation as plain data, memory in GiB."""
+    """Return the simulation as plain data, with memory in GiB."""
     return {
         "collectives": [dataclasses.asdict(collective) for collective in simulation.collectives],
         "totals": totals(simulation),
@@ -139,15 +136,15 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 
 
 def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
-    """Totals, memory and the first collectives for people; `first` None is all of them."""
+    """Return the plan, totals, memory and the first `first` collectives (None: all) as text."""
     rows = [(t["op"], t["axis"], str(t["count"]), f"{t['bytes'] / GIB:9.3f}") for t in totals(simulation)]
     parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
     parts.append(format_table(("collectives", "axis", "count", "GiB"), rows) if rows else "no collectives")
     parts.append(memory_table(simulation))
     if simulation.host_bytes:
         parts.append(
-            f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients, "
-            "optimizer"
+            f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients "
+            "and optimizer state"
         )
     if any(unit.activation_checkpoint == "budget" for unit in plan.units):
         parts.append(f"note: {NO_BUDGET}")
@@ -163,7 +160,7 @@ def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) ->
 
 
 def memory_table(memory: StepMemory) -> str:
-    """The most of each kind, and each at the moment when all together are most."""
+    """Return a table of the maximum of each memory kind, and of its size at the peak of the sum."""
     digits = 2 if memory.peak_bytes >= GIB else 4
     at_peak = memory.at_peak.gib()
     rows = [
@@ -175,7 +172,7 @@ def memory_table(memory: StepMemory) -> str:
 
 
 def totals(simulation: Simulation) -> list[dict[str, Any]]:
-    """Of each op and axis how many collectives, and the bytes of all together; the most bytes first."""
+    """Return the number of collectives and their bytes for each op and axis, most bytes first."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for collective in simulation.collectives:

@@ -1,1 +1,1 @@
-"""From a config to the plan of a run: resolved, chosen, checked against memory, predicted."""
+"""From a config to the plan of a run: resolve or choose it, check its memory, predict its speed."""

@@ -1,5 +1,5 @@
-"""`parallel.plan: auto`: the plan that the planner chooses for a run on the machine at hand or on another,
-and what is said when none will do."""
+"""`parallel.plan: auto`: the planner's choice for a run on this or another machine, and the error if no plan
+fits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.memory import device_memory_bytes
 from meshwright.train.planning.device_defaults import dtype_here
 from meshwright.train.planning.predict import Prediction, predict, run_workload, search_plans
-from meshwright.train.planning.resolve import check_here
+from meshwright.train.planning.resolve import check_device_support
 from meshwright.train.planning.suggest import Devices, suggest_fits
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoPlan:
-    """What the planner has chosen for this machine: the fields of RunPlan that it knows."""
+    """The planner's choice for this machine: the fields of RunPlan that it sets."""
 
     plan: Plan
     peak_bytes: int
@@ -35,23 +35,25 @@ class AutoPlan:
     timeline: Timeline
 
 
-def choose_here(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> AutoPlan:
-    """Plan for as many processes as there are, on this kind of device with what memory it has. Raises
-    PlanError for a device that no file in configs/hardware describes, and if nothing fits."""
+def choose_for_device(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> AutoPlan:
+    """Choose the plan for the processes of this run, on this device with its available memory.
+
+    Raises PlanError if no file in configs/hardware describes the device, or if no plan fits.
+    """
     kind = _find_kind(device, device_name)
-    asked = job.parallel
-    if asked.param_dtype == "auto":
-        asked = dataclasses.replace(asked, param_dtype=dtype_here(device))
-    if kind.cores:  # its rates are of one core, and what cpu_offload keeps in host memory is on the device
+    parallel = job.parallel
+    if parallel.param_dtype == "auto":
+        parallel = dataclasses.replace(parallel, param_dtype=dtype_here(device))
+    if kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
         kind = dataclasses.replace(
             kind, cores=min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
         )
-        asked = dataclasses.replace(asked, cpu_offload=False)
-    on_device = dataclasses.replace(job, parallel=asked)
+        parallel = dataclasses.replace(parallel, cpu_offload=False)
+    on_device = dataclasses.replace(job, parallel=parallel)
     machines = Cluster(kind, ranks.local_world_size, device_memory_bytes(device, ranks))
     choice = choose_plan(on_device, ranks.world_size, machines)
     plan = choice.best.plan
-    check_here(job, plan, device)
+    check_device_support(job, plan, device)
     predicted = predict(job, plan, machines.hardware, ranks.local_world_size)
     times = step_times(plan, run_workload(job, plan), machines.hardware, ranks.local_world_size)
     reasons = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
@@ -74,7 +76,7 @@ def _find_kind(device: torch.device, device_name: str) -> Hardware:
     kind = find_hardware(device_name)
     if kind is None:
         raise PlanError(
-            f"parallel.plan=auto: no file in configs/hardware describes {device_name}. Measure it (python -m "
+            f"parallel.plan=auto: no file in configs/hardware describes {device_name}: measure it (python -m "
             "tools.bench calibrate -h), or use --parallel.plan=manual"
         )
     return kind
@@ -89,27 +91,27 @@ def _headline(predicted: Prediction, hardware: Hardware) -> str:
 
 
 def _measured_peak(predicted: Prediction, device: torch.device) -> int:
-    """What metrics call the peak: allocated memory on a GPU, on a CPU that of the whole process."""
+    """Return the peak that metrics record: allocated memory on a GPU, of the entire process on a CPU."""
     return predicted.memory.peak_bytes if device.type == "cuda" else predicted.reserved_bytes
 
 
 def choose_plan(job: TrainingJob, world_size: int, machines: Cluster) -> SearchResult:
-    """The best plan for the run that `job` describes, and the others. Raises PlanError if none is legal or
-    none fits, with what would."""
+    """Return the ranked plans of the job. Raises PlanError if none is legal or none fits, with changes that
+    fit."""
     choice = search_plans(job, world_size, machines)
     if choice.ranked:
         return choice
     nearest = choice.does_not_fit[0]
     devices = Devices(machines.available_bytes, machines.gpus_per_node, machines.hardware)
-    ways = suggest_fits(job, world_size, devices)
+    suggestions = suggest_fits(job, world_size, devices)
     raise PlanError(
         f"parallel.plan=auto: none of {len(choice.does_not_fit)} plans fits. A process has "
-        f"{machines.available_bytes / GIB:.1f} GiB, and the plan that needs least needs at least "
+        f"{machines.available_bytes / GIB:.1f} GiB, but the leanest plan needs at least "
         f"{nearest.needed_bytes / GIB:.1f} ({describe_choices(nearest.choices)}).\n"
-        + "\n".join(f"  Fits: {way.describe()}." for way in ways)
+        + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in suggestions)
     )
 
 
 def describe_choices(choices: Mapping[str, object]) -> str:
-    """As they are written on the command line, without sections."""
+    """Return a plan's choices as key=value, without sections."""
     return " ".join(f"{key}={str(value).lower()}" for key, value in choices.items())

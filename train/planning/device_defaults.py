@@ -1,5 +1,5 @@
-"""What a device decides where the config leaves it to auto: the dtype of parameters (bfloat16 where the
-device multiplies it faster than float32) and the attention kernel."""
+"""Resolves `auto` by device: the dtype of parameters (bfloat16 if the device multiplies it faster than
+float32) and the attention kernel."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,21 +12,21 @@ from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.train.config import TrainingJob
 
 HOPPER = (9, 0)  # CUDA compute capability
-# the fastest first, of GPUs that no file in configs/hardware describes
+# fastest first; for GPUs that no file in configs/hardware describes
 ON_HOPPER = ("cudnn", "flash", "efficient", "flex")
 ON_OLDER = ("flash", "efficient", "flex")
 
 
 def best_attention(job: TrainingJob, hardware: Hardware | None) -> str:
-    """The attention kernel that `auto` means on such devices: the fastest that can; None is a CPU."""
+    """Return the fastest attention kernel that supports the job on such devices. None is a CPU."""
     if hardware is None or hardware.cores:
         return "cpu"
     return _first_able(hardware.attention_kernels, job, best_dtype(hardware))
 
 
 def attention_here(job: TrainingJob, device: torch.device, device_name: str) -> str:
-    """The same for the device at hand. One that no file in configs/hardware describes gets cuDNN's from
-    Hopper on."""
+    """Return the same for this process's device. GPUs that no file in configs/hardware describes get cuDNN's
+    kernel from Hopper on."""
     if device.type == "cpu":
         return "cpu"
     if kind := find_hardware(device_name):
@@ -36,42 +36,43 @@ def attention_here(job: TrainingJob, device: torch.device, device_name: str) -> 
 
 
 def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:
-    """Raise PlanError for an attention kernel that cannot do what is asked on this kind of device ("cpu" or
+    """Raise PlanError if the plan's attention kernel does not support the job on this device ("cpu" or
     "cuda")."""
-    kernel, apart = plan.attention, job.document_mask
+    kernel, document_mask = plan.attention, job.document_mask
     dtypes = {
         unit.param_dtype for unit in plan.units if any(name.startswith("layers.") for name in unit.modules)
     }
-    able = [name for name in KERNELS if _suits(name, device_type, apart, dtypes)]
+    able = [name for name in KERNELS if _supports(name, device_type, document_mask, dtypes)]
     if kernel not in able:
-        documents = "with data.document_mask=true" if apart else "without data.document_mask"
-        what = f"a {device_type} device in {' and '.join(sorted(dtypes))} {documents}"
+        documents = "with data.document_mask=true" if document_mask else "without data.document_mask"
+        case = f"a {device_type} device in {' and '.join(sorted(dtypes))} {documents}"
         others = ", ".join(able) + (
             " (param_dtype=bfloat16 has more)" if (device_type, dtypes) == ("cuda", {"float32"}) else ""
         )
         if job.parallel.plan in ("manual", "auto"):
-            raise PlanError(f"parallel.attention={kernel} is no kernel for {what}: use auto, or {others}")
+            raise PlanError(f"parallel.attention={kernel} does not support {case}: use auto, or {others}")
         raise PlanError(
-            f"attention={kernel} of {job.parallel.plan} is no kernel for {what}: put {others} there, or "
-            "make the plan anew, with tools.plan --gpu KIND"
+            f"attention={kernel} of {job.parallel.plan} does not support {case}: use {others} there, or "
+            "make a new plan with tools.plan --gpu KIND"
         )
 
 
 def _first_able(kernels: Iterable[str], job: TrainingJob, best: str) -> str:
-    """`best`: the dtype that auto is."""
-    apart, dtypes = (
+    """Return the first kernel that supports the job. `best`: the dtype that `auto` resolves to."""
+    document_mask, dtypes = (
         job.document_mask,
         {best if job.parallel.param_dtype == "auto" else job.parallel.param_dtype},
     )
     return next(
-        (name for name in kernels if _suits(name, "cuda", apart, dtypes)), "flex" if apart else "efficient"
+        (name for name in kernels if _supports(name, "cuda", document_mask, dtypes)),
+        "flex" if document_mask else "efficient",
     )
 
 
-def _suits(kernel: str, device_type: str, documents_apart: bool, dtypes: Iterable[str]) -> bool:
-    able = kernel in WITHIN_DOCUMENTS if documents_apart else kernel != "flex"
+def _supports(kernel: str, device_type: str, document_mask: bool, dtypes: Iterable[str]) -> bool:
+    masks = kernel in WITHIN_DOCUMENTS if document_mask else kernel != "flex"
     too_wide = device_type == "cuda" and kernel in HALF_ON_GPUS and "float32" in dtypes
-    return able and device_type in KERNELS[kernel] and not too_wide
+    return masks and device_type in KERNELS[kernel] and not too_wide
 
 
 # CUDA compute capability of the first GPUs that multiply bfloat16 (NVIDIA A100 whitepaper, 2020)
@@ -82,45 +83,46 @@ FAST_ON_CPUS = {"amx_bf16": "AMX_BF16", "avx512_bf16": "AVX512_BF16", "bf16": "A
 
 
 def best_dtype(hardware: Hardware | None) -> str:
-    """That of a kind of device: the one with the higher peak. None is a CPU of which nothing is known:
-    float32."""
+    """Return the dtype with the higher peak on a kind of device. None is an unknown CPU: float32."""
     rates = hardware.peak_tflops if hardware else {}
     return "bfloat16" if rates.get("bfloat16", 0.0) > rates.get("float32", 0.0) else "float32"
 
 
 def dtype_here(device: torch.device) -> str:
-    """The same for the device at hand."""
-    return _choose(device)[0]
+    """Return the dtype that `auto` resolves to on this process's device."""
+    return _choose_dtype(device)[0]
 
 
 def describe_dtype(device: torch.device) -> str:
-    """The line that tells what auto has become, and why."""
-    dtype, why = _choose(device)
-    return f"param_dtype: auto is {dtype}: {why}"
+    """Return the line that prints the dtype that `auto` resolves to, and the reason."""
+    dtype, reason = _choose_dtype(device)
+    return f"param_dtype: auto is {dtype}: {reason}"
 
 
 def gpu_dtype(capability: tuple[int, int]) -> tuple[str, str]:
-    """That of a GPU of this CUDA compute capability, and why."""
+    """Return the dtype for a GPU of this CUDA compute capability, and the reason."""
     newer = capability >= AMPERE
-    words = "of compute capability {}.{} multiplies {}".format(
+    reason = "of compute capability {}.{} multiplies {}".format(
         *capability, "bfloat16 faster" if newer else "no bfloat16"
     )
-    return "bfloat16" if newer else "float32", f"a GPU {words}"
+    return "bfloat16" if newer else "float32", f"a GPU {reason}"
 
 
 def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[str, str]:
-    """That of a CPU of which torch reports these capabilities, and why. `onednn`: this build of torch has it;
-    without it, as on a Mac, nothing uses the instructions."""
-    if onednn and (found := [name for key, name in FAST_ON_CPUS.items() if reported.get(key)]):
-        return "bfloat16", f"this CPU multiplies it faster, with {' and '.join(found)}"
+    """Return the dtype for a CPU of which torch reports these capabilities, and the reason.
+
+    `onednn`: this build of torch has oneDNN; without it, as on a Mac, nothing uses the instructions.
+    """
+    if onednn and (instructions := [name for key, name in FAST_ON_CPUS.items() if reported.get(key)]):
+        return "bfloat16", f"this CPU multiplies it faster, with {' and '.join(instructions)}"
     return (
         "float32",
-        f"torch finds none of {', '.join(FAST_ON_CPUS.values())} on this CPU, which would multiply bfloat16 "
-        "faster",
+        f"torch finds none of {', '.join(FAST_ON_CPUS.values())} on this CPU, the instructions that multiply "
+        "bfloat16 faster",
     )
 
 
-def _choose(device: torch.device) -> tuple[str, str]:
+def _choose_dtype(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         return gpu_dtype(torch.cuda.get_device_capability(device))
     return cpu_dtype(torch.cpu.get_capabilities(), torch.backends.mkldnn.is_available())

@@ -1,4 +1,4 @@
-"""What a run will need and how fast it will be, before anything runs."""
+"""Predicts the memory and the speed of a run."""
 
 import dataclasses
 from functools import cache, partial
@@ -32,15 +32,14 @@ ATTENTION_KINDS: tuple[Literal["full"], Literal["causal"]] = ("full", "causal")
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A run on one kind of machine.
+    """The prediction for a run on one kind of machine.
 
     Args:
         memory: of one rank
-        reserved_bytes: the peak with what the allocator and the process take beside it
+        reserved_bytes: the peak with the overhead of allocator and process
         timeline: a step of one rank
         tokens_per_s_per_gpu: trained tokens
-        mfu, mfu_causal: of the device's peak, attention counted in full or half; None where the device has no
-            peak to speak of
+        mfu, mfu_causal: share of the device's peak, with FLOPs of full or causal attention; None for a CPU
     """
 
     memory: StepMemory
@@ -52,12 +51,12 @@ class Prediction:
 
 
 def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
-    """Memory and time of the run that `job` describes under `plan`, on machines of that kind."""
+    """Predict memory and time of the job under `plan` on machines of that kind."""
     if plan.float8.linears and not hardware.cores and "float8" not in hardware.matmul:
         recipe = f"parallel.float8.recipe={plan.float8.recipe}"
         raise PlanError(
-            f"{recipe}: {hardware.name} does not multiply float8 (GPUs of compute "
-            "capability 8.9 and more do): use none"
+            f"{recipe}: {hardware.name} does not multiply float8, which needs a GPU of compute "
+            "capability 8.9 or more: use none"
         )
     work = run_workload(job, plan)
     memory = predict_step_memory(plan, work)
@@ -66,25 +65,25 @@ def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
     rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
     peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
     full, causal = (rate * flops_per_token(job.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
-    # a CPU's peak is no figure to compare with
+    # the peak of a CPU description is not one to compare with
     mfu, mfu_causal = (None, None) if hardware.cores else (full, causal)
     return Prediction(memory, reserved_bytes(memory, hardware), timeline, rate, mfu, mfu_causal)
 
 
 def predict_memory(job: TrainingJob, plan: Plan) -> StepMemory:
-    """Memory of one rank in a step of the run that `job` describes, under `plan`."""
+    """Predict the memory of one rank in a step of the job under `plan`."""
     return predict_step_memory(plan, run_workload(job, plan))
 
 
 def search_plans(job: TrainingJob, world_size: int, cluster: Cluster) -> SearchResult:
-    """All legal plans of the job on so many processes of a cluster, judged. Raises PlanError if none is
-    legal."""
+    """Search all legal plans of the job on `world_size` processes of a cluster. Raises PlanError if there are
+    none."""
     model, shape = model_units(job.model), shape_on(job, world_size, cluster)
     return search(job.parallel, model, shape, cluster, partial(run_workload, job))
 
 
 def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len: int) -> SearchResult:
-    """The same of those that spend as little memory as they can, with sequences of `seq_len` tokens."""
+    """Search the plans that need the least memory, with sequences of `seq_len` tokens."""
     model = model_units(job.model)
     parallel, shape = frugal(job.parallel, shape_on(job, world_size, cluster), len(model.checkpointed))
     shape = dataclasses.replace(shape, seq_len=seq_len)
@@ -92,15 +91,17 @@ def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len:
 
 
 def shape_on(job: TrainingJob, world_size: int, cluster: Cluster) -> RunShape:
-    """What the planner makes plans for."""
+    """Return the sizes that the planner makes plans for."""
     kind, per_node = cluster.hardware, min(cluster.gpus_per_node, world_size)
     return make_shape(job, world_size, per_node, best_attention(job, kind), best_dtype(kind))
 
 
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
-    """The model's work under the plan, how much of it is trained, and how large moments are. Raises
-    ConfigError for a `train.freeze` that matches nothing."""
-    frozen, trained = _what_is_trained(job.model, job.freeze)
+    """Return the model's workload under the plan, with its trained shares and the size of moments.
+
+    Raises ConfigError if a pattern of `train.freeze` matches nothing.
+    """
+    frozen, trained = _frozen_and_trained(job.model, job.freeze)
     work = model_workload(
         job.model,
         plan,
@@ -113,11 +114,10 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
 
 
 @cache
-def _what_is_trained(
+def _frozen_and_trained(
     config: LlamaConfig, patterns: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, float]]:
-    """Names of the parameters that `train.freeze` excludes from training, and the share of each module's that
-    it leaves."""
+    """Return the names of the parameters that `train.freeze` matches, and each module's trained share."""
     if not patterns:
         return frozenset(), {}
     with torch.device("meta"):

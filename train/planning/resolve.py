@@ -1,5 +1,5 @@
-"""Config -> plan, from its keys or its plan file: first without a device or a process group, then on the
-devices at hand."""
+"""Makes a plan from config keys or reads it from a plan file, without a process group: for any devices
+(`plan_run`) or for those of this machine (`plan_here`)."""
 
 import os
 from pathlib import Path
@@ -21,13 +21,13 @@ from meshwright.train.planning.device_defaults import attention_here, check_atte
 
 
 def read_plan(job: TrainingJob, model: ModelUnits, world_size: int) -> Plan:
-    """The plan in the file that `parallel.plan` names, if it suits the run. Raises PlanError with all
-    mistakes in one report."""
+    """Read the plan file that `parallel.plan` names and check it for the run. Raises PlanError that lists all
+    mistakes, one line each."""
     path = Path(os.path.expanduser(job.parallel.plan))
     if not path.is_file():
         raise PlanError(
-            f"parallel.plan={job.parallel.plan}: there is no such file. Use manual, auto, or the path of "
-            "a plan file, such as plan.yaml in a run's folder"
+            f"parallel.plan={job.parallel.plan}: there is no such file. Use manual, auto, or the path of a "
+            "plan file, such as plan.yaml in the folder of a run"
         )
     plan = load_plan(path)
     mistakes = plan_file_mistakes(plan, path, job.parallel, model, world_size, job.seq_len)
@@ -39,33 +39,35 @@ def read_plan(job: TrainingJob, model: ModelUnits, world_size: int) -> Plan:
 
 
 def _batch_mistakes(job: TrainingJob, plan: Plan) -> list[str]:
-    """Batch sizes of the config that say other than the plan file, which decides."""
+    """Return a line for each batch size of the config that contradicts the plan file."""
     mistakes = []
     for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
-        asked, planned = getattr(job, key), getattr(plan, key)
-        if asked not in (left_open, planned):
+        requested, planned = getattr(job, key), getattr(plan, key)
+        if requested not in (left_open, planned):
             mistakes.append(
-                f"train.{key}={asked}, but the plan file {job.parallel.plan} has {planned}: change one of "
-                "them"
+                f"train.{key}={requested}, but the plan file {job.parallel.plan} has {planned}: change one "
+                "of them"
             )
     return mistakes
 
 
 def plan_here(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
-    """As `plan_run`, for this process's place and device. Raises PlanError, also for an attention kernel that
-    cannot run here."""
-    asked = job.parallel.param_dtype
+    """Make or read the plan as `plan_run` does, for this process and its device.
+
+    Raises PlanError, also for an attention kernel or float8 products that the device does not support.
+    """
+    requested = job.parallel.param_dtype
     attention, dtype = (
         attention_here(job, device, device_name),
-        dtype_here(device) if asked == "auto" else asked,
+        dtype_here(device) if requested == "auto" else requested,
     )
     plan = plan_run(job, ranks.world_size, ranks.local_world_size, attention, dtype)
-    check_here(job, plan, device)
+    check_device_support(job, plan, device)
     return plan
 
 
-def check_here(job: TrainingJob, plan: Plan, device: torch.device) -> None:
-    """Raise PlanError for an attention kernel or products that this device cannot run."""
+def check_device_support(job: TrainingJob, plan: Plan, device: torch.device) -> None:
+    """Raise PlanError for an attention kernel or float8 products that this device does not support."""
     check_attention(job, plan, device.type)
     if plan.float8.linears:
         check_float8(plan.float8, device)
@@ -78,16 +80,19 @@ def plan_run(
     attention: str = "cpu",
     param_dtype: str = "float32",
 ) -> Plan:
-    """The plan of a run on `world_size` processes: made from the job, or read from the file it names.
+    """Make the plan of a run on `world_size` processes from the job, or read it from the file that it names.
 
-    Without `gpus_per_node` all processes share a node. `attention` and `param_dtype`: what `auto` is on its
-    devices, of `best_attention` and `best_dtype`. Raises PlanError with all mistakes in one report.
+    Args:
+        gpus_per_node: None: all processes share a node
+        attention, param_dtype: what `auto` resolves to on the run's devices: `best_attention`, `best_dtype`
+
+    Raises PlanError that lists all mistakes, one line each.
     """
     model = model_units(job.model)
     if job.parallel.plan == "auto":
         raise PlanError(
-            "parallel.plan=auto is for train.main and tools.plan, which know the machine. Let tools.plan "
-            "choose, with --save FILE, and use --parallel.plan=FILE"
+            "parallel.plan=auto works only in train.main and tools.plan, which know the hardware: run "
+            "tools.plan with --save FILE, and use --parallel.plan=FILE"
         )
     if job.parallel.plan == "manual":
         shape = make_shape(job, world_size, gpus_per_node or world_size, attention, param_dtype)
@@ -98,7 +103,7 @@ def plan_run(
 def make_shape(
     job: TrainingJob, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
 ) -> RunShape:
-    """What the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
+    """Return the sizes that the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
     return RunShape(
         world_size,
         gpus_per_node,
@@ -111,7 +116,7 @@ def make_shape(
 
 
 def model_units(config: LlamaConfig) -> ModelUnits:
-    """What a Llama publishes of itself, in the planner's terms."""
+    """Return the description of a Llama that planning needs."""
     counts = count_parameters(config)
     blocks = {f"layers.{i}": counts.block for i in range(config.n_layers)}
     return ModelUnits(

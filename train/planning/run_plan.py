@@ -1,4 +1,4 @@
-"""The plan of a run: resolved or chosen, and everything about it checked."""
+"""Resolves or chooses the plan of a run and checks it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Where a run computes, and how.
+    """The device and the plan of a run.
 
     Args:
         device, device_name: of this process
-        plan: all of it
-        peak_bytes: that a process needs, as the planner predicts it; None until it is asked
-        predicted: where the planner chose the plan, its figures by their names in metrics.jsonl
-        reasons: why it chose this plan, a sentence each
-        timeline: the step it expects
+        plan: the plan of all processes
+        peak_bytes: predicted peak memory of a process; None before `check_memory`
+        predicted: if the planner chose the plan, its predictions by their names in metrics.jsonl
+        reasons: if the planner chose the plan, its reasons, one sentence each
+        timeline: if the planner chose the plan, the predicted step
     """
 
     device: torch.device
@@ -43,11 +43,13 @@ class RunPlan:
 
 
 def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
-    """The device, and the plan for it, checked against model, data shape and machine. Only
-    `parallel.plan=auto` joins the process group for that. Raises PlanError."""
+    """Choose the device and make the plan, checked against model, batch and machine.
+
+    Only `parallel.plan=auto` initializes the process group. Raises PlanError.
+    """
     device, device_name = choose_device(config.run, ranks)
     if config.parallel.plan == "auto":
-        use_cache_folder(config.parallel.compile)  # the planner asks the compiler
+        use_cache_folder(config.parallel.compile)  # the planner uses the compiler
         init_distributed(config.run, settings_of(config), ranks, device)
         planned = _choose(config.job, ranks, device, device_name, console)
     else:
@@ -58,10 +60,12 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
 
 
 def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan:
-    """The same with the bytes that a process will need. Every rank calls it: rank 0 traces the model, once
-    for all, and holds it against the memory of the rank that has least. Raises PlanError if that is too
-    little."""
-    if planned.peak_bytes is not None:  # the planner has looked
+    """Return `planned` with `peak_bytes`.
+
+    Every rank calls it: rank 0 traces the model for all ranks, and compares its needs with the memory of the
+    rank that has the least. Raises PlanError if that is too little.
+    """
+    if planned.peak_bytes is not None:  # the planner has checked it
         return planned
     available = torch.tensor(device_memory_bytes(planned.device, ranks))
     dist.all_reduce(available, op=dist.ReduceOp.MIN)
@@ -72,12 +76,12 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
 def _choose(
     job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str, console: Console
 ) -> RunPlan:
-    """What the planner chooses, on rank 0 for all: they must not differ."""
+    """Let the planner choose on rank 0 and broadcast its choice, so that all ranks have the same plan."""
 
-    from meshwright.train.planning.auto import choose_here  # late: the planner is large, and rarely chooses
+    from meshwright.train.planning.auto import choose_for_device  # late: a large import, rarely needed
 
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    chosen = broadcast_from_rank0(ranks, lambda: choose_here(job, ranks, device, device_name))
+    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, device_name))
     return RunPlan(device, device_name, **vars(chosen))
 
 
@@ -85,7 +89,7 @@ def _needed_bytes(job: TrainingJob, planned: RunPlan, ranks: RankInfo, available
     from meshwright.parallel.planner.hardware import find_hardware
     from meshwright.train.planning.suggest import Devices, check_fits
 
-    # On a CPU what cpu_offload keeps in host memory is on the device.
+    # On a CPU, host memory is the device memory: cpu_offload saves nothing.
     plan = planned.plan
     if planned.device.type == "cpu":
         plan = replace(plan, cpu_offload=False)

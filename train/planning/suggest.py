@@ -1,5 +1,5 @@
-"""Whether a training fits into memory, and what would help: the nearest changes with which it does, or the
-changes of single keys that free most. Each is tried against the planner's estimate."""
+"""Checks whether a run fits into memory, and suggests changes: the nearest ones with which it fits, or the
+single keys that free the most. The planner's memory estimate is evaluated for each."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -21,17 +21,22 @@ from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.predict import predict, predict_memory, run_workload, search_leanest
 from meshwright.train.planning.resolve import plan_run
 
-MAX_PROCESSES = 65536  # where the search for how many processes would do ends
-MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
-SHOWN = 3  # changes that free most
-WORTH = 0.01  # of the peak: a change that frees less is not suggested
+MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
+MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
+SHOWN = 3  # number of savings that are suggested
+WORTH = 0.01  # share of the peak: a change that frees less is not suggested
 RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What processes run on: bytes that each has, how many share a node, and the kind of device, None where
-    no file describes it."""
+    """The devices of a run.
+
+    Args:
+        available_bytes: of each process
+        gpus_per_node: processes that share a node
+        hardware: the kind of device; None if no file in configs/hardware describes it
+    """
 
     available_bytes: int
     gpus_per_node: int
@@ -39,21 +44,21 @@ class Devices:
 
     @property
     def usable_bytes(self) -> int:
-        """Without what the allocator and the process take, where that is known."""
+        """Available bytes without the overhead of allocator and process, if the hardware is known."""
         return usable_bytes(self.available_bytes, self.hardware) if self.hardware else self.available_bytes
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change.
+    """One suggested change.
 
     Args:
-        keys: to give, by name
-        peak_bytes: that a process then needs
-        processes: to start; None: as many as before
+        keys: config keys to set, and their values
+        peak_bytes: peak memory of a process with the change
+        processes: number to start; None: unchanged
         config: a shipped config to train instead; "": the same model
-        freed_bytes: of a process, at the peak
-        slower: how much longer a step takes, as a share of it (below 0: shorter); None where that is unknown
+        freed_bytes: reduction of the peak memory of a process
+        slower: relative change of the step time (below 0: faster); None if unknown
     """
 
     keys: Mapping[str, object]
@@ -64,7 +69,7 @@ class Suggestion:
     slower: float | None = None
 
     def describe(self) -> str:
-        """In one line: how to fit, or what is freed."""
+        """Return the change in one line, with the memory that it needs or frees."""
         keys = " ".join(f"--{key}={'null' if v is None else str(v).lower()}" for key, v in self.keys.items())
         if self.freed_bytes is not None:
             time = "" if self.slower is None else f", a step takes {self.slower:+.0%}"
@@ -77,33 +82,34 @@ class Suggestion:
 
 
 def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str) -> StepMemory:
-    """Raise PlanError if the plan needs more than a process has, saying the nearest changes that would
-    fit."""
+    """Predict the plan's memory. Raises PlanError with the nearest changes that fit if a process has less."""
     needed = predict_memory(job, plan)
     if needed.peak_bytes <= devices.usable_bytes:
         return needed
     kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in needed.at_peak.gib().items() if gib > 0.05)
-    # what auto is here
+    # the dtype that auto resolves to on this device
     parallel = dataclasses.replace(job.parallel, param_dtype=plan.units[0].param_dtype)
     fits = suggest_fits(dataclasses.replace(job, parallel=parallel), plan.mesh.world_size, devices)
     raise PlanError(
         f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
         f"{devices.usable_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
-        + "\n".join(f"  Fits: {way.describe()}." for way in fits)
+        + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits)
     )
 
 
 def fewest_processes(job: TrainingJob, devices_of: Callable[[int], Devices]) -> int:
-    """The smallest number of processes, a power of two, that the training fits on: with any plan where the
-    planner chooses, else as the config says; 0 if none does. `devices_of(processes)`: what that many run
-    on."""
+    """Return the smallest power of two of processes on which the training fits; 0 if there is none.
+
+    With `parallel.plan=auto` the planner may choose any plan, else the config decides.
+    `devices_of(processes)` returns the devices of that many processes.
+    """
     counts = (2**n for n in range(MAX_PROCESSES.bit_length()))
     return next((count for count in counts if _needed_bytes(job, count, devices_of(count)) is not None), 0)
 
 
 def suggest_fits(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
-    """How to fit a training that does not: the nearest of each kind of change (more processes, recomputation,
-    shorter sequences, a smaller shipped model)."""
+    """Yield the nearest change of each kind with which the training fits: more processes, activation
+    checkpointing, shorter sequences, a smaller shipped model."""
     opened, open_job = _on_any_number(job)
     for keys in _recomputing(job):
         count, needed = processes, None
@@ -121,25 +127,25 @@ def suggest_fits(job: TrainingJob, processes: int, devices: Devices) -> Iterator
 
 
 def _largest_shipped(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
-    """The largest shipped model that is smaller and fits, at the longest sequence it fits with."""
+    """Yield the largest shipped model that is smaller and fits, with the longest sequence that fits."""
     shipped = {path.name: load_config(path).job for path in list_configs()}
-    sizes = {name: count_parameters(other.model).total for name, other in shipped.items()}
+    sizes = {name: count_parameters(candidate.model).total for name, candidate in shipped.items()}
     smaller = [name for name, size in sizes.items() if size < count_parameters(job.model).total]
     for name in sorted(smaller, key=lambda name: sizes[name], reverse=True):
-        opened, other = _on_any_number(shipped[name])
-        for keys in _recomputing(other):
-            if found := _longest_that_fits(with_keys(other, keys), processes, devices):
-                seq_len, needed = found
-                shorter = {"train.seq_len": seq_len} if seq_len < other.seq_len else {}
+        opened, candidate = _on_any_number(shipped[name])
+        for keys in _recomputing(candidate):
+            if fit := _longest_that_fits(with_keys(candidate, keys), processes, devices):
+                seq_len, needed = fit
+                shorter = {"train.seq_len": seq_len} if seq_len < candidate.seq_len else {}
                 yield Suggestion({**opened, **keys, **shorter}, needed, config=name)
                 return
 
 
 def _longest_that_fits(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, int] | None:
-    """The longest sequence, the job's own or a half of it and so on, that fits, and bytes of a process."""
+    """Return the longest sequence that fits (the job's, half of it, ...) and the peak bytes of a process."""
     seq_len = job.seq_len
     while seq_len >= min(job.seq_len, MIN_SEQ_LEN):
-        # in proportion to the job's own, which is traced once; what seems to fit is then looked at for itself
+        # first scaled from the job's own length, which is traced once; if that fits, traced at this length
         if _needed_bytes(job, processes, devices, seq_len) is not None:
             shorter = with_keys(job, {"train.seq_len": seq_len})
             if (needed := _needed_bytes(shorter, processes, devices)) is not None:
@@ -151,11 +157,13 @@ def _longest_that_fits(job: TrainingJob, processes: int, devices: Devices) -> tu
 def _needed_bytes(
     job: TrainingJob, processes: int, devices: Devices, seq_len: int | None = None
 ) -> int | None:
-    """Bytes of each of so many processes at its peak; None if that does not fit, or no plan is legal.
-    `seq_len`: with sequences of that many tokens, in proportion."""
+    """Return the peak bytes of a process; None if it does not fit or no plan is legal.
+
+    `seq_len`: scale the workload to sequences of that many tokens.
+    """
     try:
         if job.parallel.plan == "auto":
-            return _needed_by_the_leanest(job, processes, devices, seq_len or job.seq_len)
+            return _leanest_bytes(job, processes, devices, seq_len or job.seq_len)
         if not _may_fit(job, processes, devices):
             return None
         plan = plan_run(
@@ -172,31 +180,31 @@ def _needed_bytes(
     return needed if needed <= devices.usable_bytes else None
 
 
-def _needed_by_the_leanest(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
-    """The same where the planner chooses, of plans that spend as little memory as they can."""
-    assert devices.hardware is not None, "the planner chooses for a kind of device"
+def _leanest_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
+    """Return the same for parallel.plan=auto, from a search over the plans that need the least memory."""
+    assert devices.hardware is not None, "the planner needs a hardware description"
     cluster = Cluster(devices.hardware, devices.gpus_per_node, devices.available_bytes)
-    found = search_leanest(job, processes, cluster, seq_len).ranked
-    return found[0].memory.peak_bytes if found and found[0].memory else None
+    ranked = search_leanest(job, processes, cluster, seq_len).ranked
+    return ranked[0].memory.peak_bytes if ranked and ranked[0].memory else None
 
 
 def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:
-    """Whether parameters and both moments alone leave room: what a look tells without tracing the model."""
-    each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
-    held = each * count_parameters(job.model).total / processes
+    """Whether parameters and both moments alone fit: a quick test without tracing the model."""
+    bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
+    held = bytes_each * count_parameters(job.model).total / processes
     return bool(job.freeze) or job.parallel.cpu_offload or held < devices.usable_bytes
 
 
 def _recomputing(job: TrainingJob) -> Iterator[Mapping[str, object]]:
-    """Keys to try: none, and full recomputation, where that is not so yet; the planner tries it by itself."""
+    """Yield the keys to try: none; then full activation checkpointing, unless set or left to the planner."""
     yield {}
     if job.parallel.plan != "auto" and job.parallel.activation_checkpoint != "full":
         yield RECOMPUTE
 
 
 def _on_any_number(job: TrainingJob) -> tuple[Mapping[str, object], TrainingJob]:
-    """The same training with degrees and batch left open, so that any number of processes can run it; and the
-    keys that say so. Where the planner chooses, it keeps to what the config says."""
+    """Return the job with degrees and batch left open, so that any number of processes can run it, and the
+    keys that leave them open. With parallel.plan=auto both are unchanged."""
     if job.parallel.plan == "auto":
         return {}, job
     parallel, left_open = job.parallel, dict[str, object]()
@@ -214,26 +222,28 @@ def _on_any_number(job: TrainingJob) -> tuple[Mapping[str, object], TrainingJob]
 
 
 def suggest_savings(job: TrainingJob, plan: Plan, devices: Devices) -> list[Suggestion]:
-    """The single keys that free most of what a training needs under `plan`, and leave data, model and global
-    batch as they are, the largest first."""
-    now = _as_keys(job, plan)
-    peak_bytes, step_s = _estimate(now, plan.mesh.world_size, devices)
+    """Return the changes of single keys that free the most memory under `plan`, the largest first.
+
+    Data, model and global batch stay the same.
+    """
+    current = _as_keys(job, plan)
+    peak_bytes, step_s = _estimate(current, plan.mesh.world_size, devices)
     suggestions = []
-    for keys in _changes_of_single_keys(now, plan):
+    for keys in _changes_of_single_keys(current, plan):
         try:
-            needed_bytes, changed_s = _estimate(with_keys(now, keys), plan.mesh.world_size, devices)
-        except (PlanError, ValueError):  # not a legal plan here
+            needed_bytes, changed_s = _estimate(with_keys(current, keys), plan.mesh.world_size, devices)
+        except (PlanError, ValueError):  # not a legal plan
             continue
         if peak_bytes - needed_bytes > WORTH * peak_bytes:
-            in_time = "parallel.cpu_offload" not in keys  # its copies are not in the step's time
-            slower = changed_s / step_s - 1 if step_s and changed_s and in_time else None
+            time_known = "parallel.cpu_offload" not in keys  # the predicted step time excludes its copies
+            slower = changed_s / step_s - 1 if step_s and changed_s and time_known else None
             freed_bytes = peak_bytes - needed_bytes
             suggestions.append(Suggestion(keys, needed_bytes, freed_bytes=freed_bytes, slower=slower))
-    return sorted(suggestions, key=lambda one: -(one.freed_bytes or 0))[:SHOWN]
+    return sorted(suggestions, key=lambda suggestion: -(suggestion.freed_bytes or 0))[:SHOWN]
 
 
 def _estimate(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, float | None]:
-    """Bytes of a process at its peak, and the seconds of a step where the kind of device is known."""
+    """Return the peak bytes of a process, and the seconds of a step if the hardware is known, else None."""
     plan = plan_run(job, processes, devices.gpus_per_node)
     if devices.hardware is None:
         return predict_memory(job, plan).peak_bytes, None
@@ -242,8 +252,8 @@ def _estimate(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, 
 
 
 def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[str, object]]:
-    """Whatever may free something. Of several values of one key only the strongest comes."""
-    # which some keys would change
+    """Yield candidate changes that may free memory; of several values of one key only the strongest."""
+    # `batch` keeps the global batch, which some keys would change
     parallel, batch = job.parallel, {"train.global_batch_size": plan.global_batch_size}
     if parallel.activation_checkpoint != "full":
         yield RECOMPUTE
@@ -268,8 +278,8 @@ def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[st
 
 
 def _as_keys(job: TrainingJob, plan: Plan) -> TrainingJob:
-    """The same training by keys of its own, also where the planner or a plan file has decided: of the blocks
-    as of the first."""
+    """Return the job with the plan's choices in its keys, also if the planner or a plan file made them. All
+    blocks get the settings of the first."""
     block = next(unit for unit in plan.units if unit.modules[0].startswith("layers."))
     parallel = dataclasses.replace(
         job.parallel,
@@ -295,7 +305,7 @@ def _as_keys(job: TrainingJob, plan: Plan) -> TrainingJob:
 
 
 def with_keys(job: TrainingJob, keys: Mapping[str, Any]) -> TrainingJob:
-    """The job with other values of some of its keys, by their names in the config."""
+    """Return the job with other values for some config keys, given by full name."""
     for key, value in keys.items():
         section, name = key.split(".")
         if section == "parallel":

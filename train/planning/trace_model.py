@@ -1,5 +1,5 @@
-"""A Llama's work under a plan, read from its own code module by module, and kept on disk: what a module does
-depends on its config, our code and torch, and takes seconds to find out."""
+"""Traces a Llama's workload under a plan, module by module, and caches it on disk: a trace takes seconds and
+depends only on the config, this project's code and torch."""
 
 import contextlib
 import dataclasses
@@ -26,9 +26,11 @@ BLOCK = f"{BLOCKS}0"  # stands for every block
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What a module's work depends on: `module` is tok_embeddings, head, or BLOCK, in a model of one block;
-    `styles` as in TensorPlan; `frozen`: names of its parameters that are not trained; the rest as in
-    UnitPlan."""
+    """Everything that a module's workload depends on.
+
+    `module`: tok_embeddings, head or BLOCK, in a model of one block; `styles`: as in TensorPlan; `frozen`:
+    names of its parameters that are not trained; the other fields are those of Plan and UnitPlan.
+    """
 
     model: LlamaConfig
     module: str
@@ -56,11 +58,18 @@ def model_workload(
     document_mask: bool = False,
     folder: Path | None = None,
 ) -> ModelWorkload:
-    """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart
-    with `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are
-    traced once, and what has been traced is remembered as long as the process lives, and in `folder`."""
+    """Return the workload of one rank for each module.
+
+    Args:
+        seq_len: tokens per sequence
+        frozen: names of parameters that are not trained
+        document_mask: sequences contain several documents that do not attend to each other
+        folder: caches traces on disk; None: only in this process
+
+    Modules with the same settings are traced once.
+    """
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    modules, alike = dict[str, ModuleWorkload](), dict[tuple[object, ...], ModuleWorkload]()
+    modules, traced = dict[str, ModuleWorkload](), dict[tuple[object, ...], ModuleWorkload]()
     for name in plan.modules:
         unit, kind = unit_of[name], BLOCK if name.startswith(BLOCKS) else name
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
@@ -73,17 +82,17 @@ def model_workload(
             unit.activation_budget,
             fixed,
         )
-        if key not in alike:
+        if key not in traced:
             case = _make_case(config, plan, unit, kind, seq_len)
-            alike[key] = _trace(
+            traced[key] = _trace(
                 dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK), folder
             )
-        modules[name] = alike[key]
+        modules[name] = traced[key]
     if in_float8 := count_float8(plan, block_linears(config)):
         blocks = {id(work): work for name, work in modules.items() if name.startswith(BLOCKS)}
         multiplied = {key: dataclasses.replace(work, float8=in_float8) for key, work in blocks.items()}
         modules = {name: multiplied.get(id(work), work) for name, work in modules.items()}
-    if config.tie_embeddings:  # one weight, whose gradient begins in the head
+    if config.tie_embeddings:  # one weight; its gradient begins in the head
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
     tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
     return ModelWorkload(modules, {}, seq_len, "head", tables)
@@ -104,7 +113,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         else unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
-        attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same
+        attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same activations
         loss_chunk_tokens=plan.loss_chunk_tokens,
         fused_projections=plan.fused_projections,
         frozen=(),
@@ -119,7 +128,7 @@ def _trace(case: _Case, folder: Path | None) -> ModuleWorkload:
 
 
 def _build(case: _Case, sequences: int) -> TracedModule:
-    """The module and what it is called with, as one rank of the run holds them once they are gathered."""
+    """Build the module and its inputs as one rank has them after the all-gather."""
     dtype = getattr(torch, case.dtype)
     torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
     try:
@@ -129,15 +138,14 @@ def _build(case: _Case, sequences: int) -> TracedModule:
     model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
     apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
     module = model.get_submodule(case.module)
-    # An embedding must have something to differentiate; frozen, it is known as such by its share that is
-    # trained.
+    # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.
     for name in case.frozen if case.module != "tok_embeddings" else ():
         module.get_parameter(name).requires_grad_(False)
     if case.activation_checkpoint in ("full", "selective"):
         recompute(module, case.saved_ops)
     ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
     tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
-    # Not a leaf: autograd would hold it, where in the run nobody does but who needs it.
+    # Not a leaf: autograd would keep a leaf alive, but in a run only the operators that need the input do.
     x = torch.empty(sequences, tokens, case.model.dim, dtype=dtype, requires_grad=True).clone()
     if case.module == "tok_embeddings":
         return TracedModule(module, (ids_BT,))
@@ -148,19 +156,21 @@ def _build(case: _Case, sequences: int) -> TracedModule:
     return TracedModule(module, (x, ids_BT))
 
 
-TRACED_CODE = ("models", "parallel", "train/planning/trace_model.py")  # what a trace depends on
+TRACED_CODE = ("models", "parallel", "train/planning/trace_model.py")  # code that a trace depends on
 
 
 def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) -> ModuleWorkload:
-    """The work of a case, which its repr describes in full: read from `folder`, or traced and written there.
-    A file that cannot be read or written is as none: the trace is made again."""
+    """Return the workload of a case from `folder`, or trace it and write it there.
+
+    The repr of `case` is the cache key. A file that cannot be read or written is ignored.
+    """
     key = hashlib.sha256(f"{case!r} {torch.__version__} {_digest_of_code()}".encode()).hexdigest()
     path = folder / f"work-{key[:32]}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=ModuleWorkload)
     except (OSError, ValueError):
         work = trace()
-    with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have
+    with contextlib.suppress(OSError, ValueError):  # ValueError: not a valid path
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, msgspec.json.encode(work))
     return work
@@ -168,7 +178,7 @@ def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) ->
 
 @cache
 def _digest_of_code() -> str:
-    """Changes with every change of the code that is traced, and of that which traces."""
+    """Return a hash of the code that is traced and of the code that traces it."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for name in TRACED_CODE:
         for path in [root / name] if name.endswith(".py") else sorted((root / name).rglob("*.py")):

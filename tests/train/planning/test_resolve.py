@@ -2,6 +2,7 @@
 what would."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,11 @@ def test_a_plan_file_of_another_model_or_world_is_refused(tmp_path: Path) -> Non
     file = tmp_path / "plan.yaml"
     file.write_text(plan_to_yaml(plan_run(config_of().job, 8)))
     with pytest.raises(
-        PlanError, match=f"plan file {file}: the plan's mesh is for 8 processes, this run has 4"
+        PlanError,
+        match=f"plan file {file}: the plan's mesh .* 8 processes.* this run has 4: start 8, or make a new",
     ):
         plan_run(config_of(f"--parallel.plan={file}").job, 4)
-    with pytest.raises(PlanError, match=r"34 against 4"):
+    with pytest.raises(PlanError, match=r"34, the model has 4; first difference: .*make a new plan"):
         plan_run(config_of(f"--parallel.plan={file}", "--model.n_layers=2").job, 8)
 
 
@@ -151,7 +153,7 @@ def test_keys_and_the_plan_files_own_mistakes_come_in_one_report(plan_file: Path
     with pytest.raises(PlanError) as error:
         plan_run(config_of(f"--parallel.plan={edited}", "--parallel.tp=1").job, 4)
     lines = str(error.value).splitlines()
-    assert [line.split(": ")[-1][:20] for line in lines[:2]] == ["leave the key out, o"] * 2
+    assert [line.split(": ")[-1] for line in lines[:2]] == ["remove the key, or edit the file"] * 2
     assert "this run has 4" in lines[2]
     assert lines[3].startswith(f"plan file {edited}: units tok_embeddings to head (34): param_dtype=float16")
     assert len(lines) == 4
@@ -195,10 +197,7 @@ TP = [
     ),
     (
         ["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_modules=[embedding]"],
-        [
-            "parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024: ids no text has "
-            "cost their rows and are soon never predicted."
-        ],
+        ["parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024"],
     ),
 ]
 
@@ -209,7 +208,7 @@ def test_tp_divides_heads_kv_heads_ffn_vocabulary_and_tokens() -> None:
         if lines:
             with pytest.raises(PlanError) as error:
                 plan_run(config.job, world_size)
-            assert str(error.value).splitlines() == lines
+            assert [re.sub(": unused.*", "", line) for line in str(error.value).splitlines()] == lines
         else:
             assert plan_run(config.job, world_size).mesh.tp == config.parallel.tp
 

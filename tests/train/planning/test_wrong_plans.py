@@ -35,7 +35,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (
         ["--parallel.dp_shard=8"],
         4,
-        ["dp_shard=8", "8 processes", "this run has 4", "dp_shard=-1 takes what is left"],
+        ["dp_shard=8", "8 processes", "this run has 4", "dp_shard=-1 takes all that is left"],
     ),
     (
         ["--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.tp=4"],
@@ -61,7 +61,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (
         ["--parallel.strategy=full_shard", "--parallel.reshard_after_forward=false"],
         8,
-        ["parallel.reshard_after_forward=false contradicts", "means true", "leave one of them out"],
+        ["parallel.reshard_after_forward=false contradicts", "means true", "remove one of them"],
     ),
     (
         ["--parallel.strategy=hybrid_shard", "--parallel.dp_replicate=2"],
@@ -102,7 +102,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (
         ["--parallel.tp_modules=[qkv]"],
         8,
-        ["parallel.tp_modules: qkv", "It has embedding, attention, feed_forward, head."],
+        ["parallel.tp_modules: qkv", "Use embedding, attention, feed_forward, head."],
     ),
     (
         ["--parallel.tp=2", "--parallel.tp_modules=[attention,head]", "--model.tie_embeddings=true"],
@@ -157,13 +157,13 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (
         ["--parallel.compile.backend=nvfuser"],
         8,
-        ["parallel.compile.backend=nvfuser", "no backend of this torch"],
+        ["parallel.compile.backend=nvfuser", "not a backend of this torch"],
     ),
     (["--parallel.compile.mode=fastest"], 8, ["parallel.compile.mode=fastest", "is not one of default"]),
     (
         ["--parallel.compile.mode=max-autotune", "--parallel.compile.backend=eager"],
         8,
-        ["parallel.compile.mode=max-autotune", "for backend inductor, not eager", "leave it at default"],
+        ["parallel.compile.mode=max-autotune", "for backend inductor, not eager", "use default"],
     ),
     (
         ["--parallel.compile.on_recompile=shout"],
@@ -176,7 +176,11 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (["--train.micro_batch_size=0"], 8, ["train.micro_batch_size=0", "must be at least 1"]),
     (["--train.micro_batch_size=many"], 8, ["train.micro_batch_size: must be a whole number or auto"]),
     # keys, types and files
-    (["--parallel.plan=auto"], 8, ["parallel.plan=auto", "Let tools.plan choose, with --save FILE"]),
+    (
+        ["--parallel.plan=auto"],
+        8,
+        ["parallel.plan=auto", "tools.plan", "--save FILE", "--parallel.plan=FILE"],
+    ),
     (["--parallel.plan=nowhere.yaml"], 8, ["parallel.plan=nowhere.yaml", "no such file", "Use manual"]),
     (
         ["--parallel.dp_shrad=2"],
@@ -246,24 +250,24 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         lambda data: None,
         [],
         4,
-        ["mesh is for 8 processes, this run has 4", "start that many, or make a new plan"],
+        ["mesh is for 8 processes", "this run has 4", "start 8, or make a new plan"],
     ),
     (
         lambda data: None,
         SHAPE,
         8,
-        ["not this model's (8 against 7", "head", "make a new plan for this model"],
+        ["(8, the model has 7", "head", "make a new plan for this model"],
     ),
     (
         lambda data: None,
         ["--model.tie_embeddings=true"],
         8,
-        ["tok_embeddings and head share a parameter", "one unit"],
+        ["tok_embeddings and head share a parameter", "put them in one unit"],
     ),
     (lambda data: None, ["--train.seq_len=255"], 8, ["mesh: tp=2 must divide train.seq_len=255", "Use 1."]),
     (at("mesh", "tp", value=8), [], 32, ["mesh: tp=8 must divide model.n_kv_heads=4", "Use 1, 2 or 4."]),
     # mesh and batch
-    (at("mesh", "dp_shard", value=8), [], 8, ["mesh is for 16 processes, this run has 8"]),
+    (at("mesh", "dp_shard", value=8), [], 8, ["mesh is for 16 processes", "this run has 8"]),
     (at("mesh", "dp_shard", value=0), [], 8, ["mesh: dp_shard=0 must be at least 1"]),
     (at("mesh", "dp_shard", value="four"), [], 8, ["mesh.dp_shard='four' must be an integer"]),
     (at("mesh", "cp", value=2), [], 8, ["unknown key mesh.cp. Known: dp_replicate, dp_shard, tp"]),
@@ -280,11 +284,16 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         lambda data: data["units"].pop(1),
         [],
         8,
-        ["layers.0, layers.1, layers.2 ... is in no unit", "give it one"],
+        ["layers.0, layers.1, layers.2 ... is in no unit", "add it to one"],
     ),
     (at(*BLOCKS, "unit", value="layers.[0-6]"), [], 8, ["unit layers.6", "no module layers.6"]),
     (at(*EMBEDDING, "unit", value="tok_embeddings+layers.0"), [], 8, ["module layers.0 is in 2 units"]),
-    (lambda data: data["units"].reverse(), [], 8, ["stands behind", "list units in that order"]),
+    (
+        lambda data: data["units"].reverse(),
+        [],
+        8,
+        ["is listed after", "list units in the order of the forward"],
+    ),
     (at(*BLOCKS, "unit", value=5), [], 8, ["each entry needs a key 'unit' with a name"]),
     (
         at(*BLOCKS, "shard", value=True),
@@ -296,7 +305,7 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         at("modules", value=["tok_embeddings"]),
         [],
         8,
-        ["the plan's modules are not this model's (1 against 8"],
+        ["modules are not those of this model (1, the model has 8"],
     ),
     # resharding and dtypes
     (
@@ -317,7 +326,7 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         [],
         8,
         [
-            "unit layers.5 hands on float32, but unit head computes in bfloat16",
+            "unit layers.5 returns float32, but unit head computes in bfloat16",
             "output_dtype=bfloat16 on layers.5",
         ],
     ),
@@ -373,19 +382,19 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         cut("layers.2", forward_prefetch=["layers.9"]),
         [],
         8,
-        ["unit layers.2: forward_prefetch names layers.9", "no unit of this plan"],
+        ["unit layers.2: forward_prefetch names layers.9", "not a unit of this plan"],
     ),
     (
         cut("layers.2", forward_prefetch=["layers.2"]),
         [],
         8,
-        ["unit layers.2: forward_prefetch names the unit itself", "leave it out"],
+        ["unit layers.2: forward_prefetch names the unit itself", "remove it"],
     ),
     (
         cut("layers.2", forward_prefetch=["layers.1"]),
         [],
         8,
-        ["names layers.1, which the forward needs before", "name later ones"],
+        ["names layers.1, which the forward needs earlier", "list later units"],
     ),
     (
         cut("layers.2", forward_prefetch=["layers.4", "layers.3"]),
@@ -399,7 +408,12 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         8,
         ["unit layers.2: backward_prefetch names layers.1 twice"],
     ),
-    (cut("layers.2", backward_prefetch=["head"]), [], 8, ["names head, which the backward needs before"]),
+    (
+        cut("layers.2", backward_prefetch=["head"]),
+        [],
+        8,
+        ["names head, which the backward needs earlier", "list later units"],
+    ),
     (cut("layers.2", backward_prefetch=-1), [], 8, ["unit layers.2: backward_prefetch=-1", "0 (none)"]),
     (
         lambda data: (
@@ -417,7 +431,7 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         ),
         [],
         8,
-        ["unit layers.3: backward_prefetch names layers.2, which stays gathered", "leave it out"],
+        ["unit layers.3: backward_prefetch names layers.2, which stays gathered", "remove it"],
     ),
     # tensor parallelism
     (at("tensor", "styles", value={}), [], 8, ["tensor: tp > 1 needs the styles", "make a new plan"]),
@@ -444,7 +458,7 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         lambda data: None,
         ["--parallel.tp=4"],
         8,
-        ["parallel.tp=4", "has 2", "leave the key out, or edit the file"],
+        ["parallel.tp=4", "has 2", "remove the key, or edit the file"],
     ),
     (
         lambda data: None,
@@ -550,9 +564,10 @@ def test_all_mistakes_come_in_one_report(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         plan_run(parse_config(config_arguments(f"--parallel.plan={path}", "--parallel.strategy=ddp")).job, 4)
     lines = str(error.value).splitlines()
-    assert [line.removeprefix(f"plan file {path}: ").split("=")[0].split(" names")[0] for line in lines] == [
+    places = [line.removeprefix(f"plan file {path}: ").split("=")[0].split(" names")[0] for line in lines]
+    assert [place.split(" is for")[0] for place in places] == [
         "parallel.strategy",
-        "the plan's mesh is for 8 processes, this run has 4: start that many, or make a new plan",
+        "the plan's mesh",
         "unit layers.2: reduce_dtype",
         "unit layers.2: saved_ops",
         "unit layers.2: forward_prefetch",
@@ -566,7 +581,7 @@ def test_all_mistakes_come_in_one_report(tmp_path: Path) -> None:
             "train.main",
             ["--parallel.tp=8"],
             [
-                "parallel: dp_replicate=1 x dp_shard=1 x tp=8 is 8 processes, this run has 1",
+                "parallel: dp_replicate=1 x dp_shard=1 x tp=8 is 8 processes, but this run has 1",
                 "parallel.tp=8 must divide model.n_kv_heads=4. Use 1, 2 or 4.",
             ],
         ),
@@ -574,7 +589,7 @@ def test_all_mistakes_come_in_one_report(tmp_path: Path) -> None:
         (
             "tools.plan",
             ["--gpus=8", "--parallel.dp_shard=3"],
-            ["dp_shard=3 x tp=1 is 3 processes, this run has 8"],
+            ["dp_shard=3 x tp=1 is 3 processes, but this run has 8"],
         ),
         (
             "tools.plan",
