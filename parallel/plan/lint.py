@@ -44,7 +44,7 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
             "cpu_offload with one process: every parameter is copied to the device and back in each step"
         )
     if plan.compile.enabled and plan.compile.mode in GRAPH_MODES:
-        # torch 2.13, _inductor/cudagraph_trees.py: StaticInputIdxMismatch, which has no limit
+        # torch 2.13, _inductor/cudagraph_trees.py: StaticInputIdxMismatch is not counted by any limit
         advice.append(
             f"compile.mode={plan.compile.mode} captures CUDA graphs on a GPU, each for parameters at fixed "
             "addresses, but FSDP2 gathers them into new memory every time: for each new address another "

@@ -1,5 +1,4 @@
-"""tools/simulate.py and `tools.plan --compare`: what they print, and that an 8B on thousands of ranks fits a
-laptop."""
+"""Output of tools/simulate.py and `tools.plan --compare`; an 8B on thousands of ranks fits a laptop."""
 
 import json
 import re
@@ -99,14 +98,16 @@ def test_compare_puts_three_strategies_side_by_side(capsys: Output) -> None:
         name: (side["mesh"]["dp_replicate"], side["mesh"]["dp_shard"]) for name, side in document.items()
     }
     assert meshes == {"no_shard": (16, 1), "full_shard": (1, 16), "hybrid_shard": (4, 4)}
-    whole = document["no_shard"]["measured"]["memory"]
+    unsharded = document["no_shard"]["measured"]["memory"]
     for name, shards in (("full_shard", 16), ("hybrid_shard", 4)):
         for side in ("predicted", "measured"):
             assert list(document[name][side]["memory"]) == KINDS
             assert document[name][side]["memory"]["params"] == pytest.approx(
-                whole["params"] / shards, rel=0.1
+                unsharded["params"] / shards, rel=0.1
             )
-            assert document[name][side]["memory"]["grads"] == pytest.approx(whole["grads"] / shards, rel=0.1)
+            assert document[name][side]["memory"]["grads"] == pytest.approx(
+                unsharded["grads"] / shards, rel=0.1
+            )
     assert (
         document["no_shard"]["measured"]["peak_memory_gib"]
         > document["full_shard"]["measured"]["peak_memory_gib"]

@@ -91,8 +91,8 @@ def plan_run(
     model = model_units(job.model)
     if job.parallel.plan == "auto":
         raise PlanError(
-            "parallel.plan=auto works only in train.main and tools.plan, which know the hardware: run "
-            "tools.plan with --save FILE, and use --parallel.plan=FILE"
+            "parallel.plan=auto works only in train.main and tools.plan: run tools.plan with --save FILE, "
+            "and use --parallel.plan=FILE"
         )
     if job.parallel.plan == "manual":
         shape = make_shape(job, world_size, gpus_per_node or world_size, attention, param_dtype)

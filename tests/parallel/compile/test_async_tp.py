@@ -1,5 +1,5 @@
-"""Async tensor parallelism: that the compiled code has the fused operators, that they compute the same, and
-that it is said."""
+"""Async tensor parallelism: the compiled code has the fused operators, they compute the same, and the run
+reports it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,25 +50,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plainly(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """The same run with its collectives and products as they are written."""
+def plain_metrics(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Metrics of the same run without fusion."""
     folder = tmp_path_factory.mktemp("plain")
     result = run(2, *TINY, *data, *TP, *EAGER, f"--run.dir={folder}")
     assert result.returncode == 0, result.stderr
     return read_metrics(folder)
 
 
-def check_run(result: Any, folder: Path, plainly: dict[int, Any], said: str) -> None:
-    """It ended well, says that so many are fused and nothing of its own accord, and has trained the same."""
+def check_run(result: Any, folder: Path, plain_metrics: dict[int, Any], fused: str) -> None:
+    """The run succeeded, printed `fused` and no other line on async tp, and trained the same."""
     assert result.returncode == 0, result.stderr
     printed = " ".join(result.stdout.split())
-    assert said in printed
+    assert fused in printed
     assert printed.count("async tp:") == 1
     assert "micro_pipeline_tp" not in result.stderr + printed
     rows = read_metrics(folder)
     for key in ("loss", "grad_norm"):
         assert [rows[step][key] for step in (1, 2, 3)] == pytest.approx(
-            [plainly[step][key] for step in (1, 2, 3)], rel=1e-5
+            [plain_metrics[step][key] for step in (1, 2, 3)], rel=1e-5
         )
 
 
@@ -95,10 +95,13 @@ def run_async(data: list[str], folder: Path, *arguments: str) -> Any:
     ],
     ids=["apart", "joined"],
 )
-def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, plainly, keys, fused, tmp_path) -> None:
-    """A block's forward has two gathers and two scatters, its backward as many, and the head one of each. The
-    backward's scatters come after sums, unless projections are joined, and the head's two stay apart."""
-    check_run(run_async(data, tmp_path, *keys), tmp_path, plainly, f"async tp: fused {fused}")
+def test_a_compiled_run_is_fused_says_so_and_trains_the_same(
+    data, plain_metrics, keys, fused, tmp_path
+) -> None:
+    """A block has two gathers and two scatters in the forward and as many in the backward, the head has one
+    of each. The backward's scatters follow sums unless projections are fused, and the head's are not
+    fused."""
+    check_run(run_async(data, tmp_path, *keys), tmp_path, plain_metrics, f"async tp: fused {fused}")
 
 
 def test_a_run_on_a_cpu_is_refused_before_anything_is_made(data, tmp_path) -> None:
@@ -129,15 +132,15 @@ def test_a_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gpus_of_a_tp_group_must_reach_each_other(
     tp: int, gpus: int, pairs: set[tuple[int, int]], missing: str
 ) -> None:
-    said = missing_peer_access(tp, gpus, lambda a, b: (a, b) in pairs or (b, a) in pairs)
-    assert missing in said
-    assert bool(missing) == bool(said)
+    reason = missing_peer_access(tp, gpus, lambda a, b: (a, b) in pairs or (b, a) in pairs)
+    assert missing in reason
+    assert bool(missing) == bool(reason)
 
 
 def test_calls_are_counted_and_no_comments_or_checks() -> None:
     assert describe_fusion([FUSED + NOISE, NOISE, FUSED]) == "async tp: fused 2 of 2 gathers and scatters"
-    said = describe_fusion([NOISE + GATHER + SCATTER, FUSED + SCATTER])
-    assert said == "async tp: fused 1 of 4 gathers and scatters"
+    line = describe_fusion([NOISE + GATHER + SCATTER, FUSED + SCATTER])
+    assert line == "async tp: fused 1 of 4 gathers and scatters"
 
 
 def test_why_nothing_is_fused_is_said() -> None:
@@ -150,7 +153,7 @@ def test_why_nothing_is_fused_is_said() -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
-    """A group of this process, and a compiler that has compiled nothing and has no switches set."""
+    """A process group of this process alone, and a compiler in its initial state."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     forget()
@@ -167,17 +170,17 @@ def forget() -> None:
     PyCodeCache.modules.clear()
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler, which runs in this process here, has several of its own
+@pytest.mark.filterwarnings("ignore")  # the compiler runs in this process and has its own warnings
 def test_code_that_comes_from_the_cache_is_searched_as_well(alone: dist.ProcessGroup) -> None:
-    """Inductor's pass does not run for it. torch 2.13 finds nothing in the cache under tensor parallelism;
-    2.11 does."""
+    """Inductor's pass does not run for a cache hit. Under tensor parallelism torch 2.11 has cache hits, 2.13
+    has none."""
     enable_async_tp(alone.group_name)
     assert inductor._micro_pipeline_tp
     assert symmetric_memory.is_symm_mem_enabled_for_group(alone.group_name)
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
-        whole = torch.ops._c10d_functional.all_gather_into_tensor(x, 1, alone.group_name)
-        return torch.ops._c10d_functional.wait_tensor(whole)
+        full = torch.ops._c10d_functional.all_gather_into_tensor(x, 1, alone.group_name)
+        return torch.ops._c10d_functional.wait_tensor(full)
 
     assert describe_async_tp() == NO_COLLECTIVES
     for hits in (0, 1):

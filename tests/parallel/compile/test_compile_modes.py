@@ -1,7 +1,7 @@
-"""The gate of parallel.compile.mode: other kernels, the same training.
+"""parallel.compile.mode changes kernels, not the training.
 
-On a CPU max-autotune finds few kernels to choose from, for weights that change; a GPU's many stand before the
-same gate in tests/e2e/test_gpu.py.
+On a CPU max-autotune has few kernels to choose from for weights that change; tests/e2e/test_gpu.py runs the
+same test with the many kernels of a GPU.
 """
 
 import pytest

@@ -1,5 +1,4 @@
-"""What compiling promises: one graph per kind of block whatever the depth, no break, and recompiles that are
-seen."""
+"""Guarantees of compiling: one graph per kind of block at any depth, no graph breaks, reported recompiles."""
 
 import copy
 import os
@@ -29,7 +28,7 @@ def data(tmp_path_factory) -> list[str]:
 
 
 def test_blocks_share_one_graph_whatever_the_depth_and_none_breaks(data):
-    """As many for six blocks as test_parity.py counts for three."""
+    """Six blocks have as many graphs as three in test_parity.py."""
     (got,) = run_jobs({"six": Job(1, [AOT, "--model.n_layers=6"], graphs=2)}, data, steps=2).values()
     assert "error" not in got, got["error"]
     check_compiled(got, 2)
@@ -58,7 +57,7 @@ def test_nothing_is_compiled_after_the_first_step_with_evaluations_in_between(mo
 
 
 def shorten_step_3(data, folder: Path, *more: str, **env: str):
-    """A run in which a sequence of another length in step 3 breaks the first graph's guards."""
+    """A run in which a sequence of another length in step 3 fails the guards of the first graphs."""
     line = [*TINY, *data, "--parallel.compile.backend=eager", "--train.steps=4", f"--run.dir={folder}", *more]
     return run(1, *line, module="tests.support.workers.shortened_step", **env)
 
@@ -68,11 +67,11 @@ def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_pa
     assert result.returncode == 0, result.stderr
     assert [read_metrics(tmp_path)[step]["recompiles"] for step in range(1, 5)] == [0, 0, 2, 2]
     assert "2 recompiles" in result.stdout
-    said = [line for line in result.stdout.splitlines() if "warning: step 3" in line]
-    assert len(said) == 2, "one for the blocks, one for the head"
+    warnings = [line for line in result.stdout.splitlines() if "warning: step 3" in line]
+    assert len(warnings) == 2, "one for the blocks, one for the head"
     assert all(
-        re.search(r"recompiled \w+ \(.*\.py:\d+\): .*expected 32, actual 16", line) for line in said
-    ), said
+        re.search(r"recompiled \w+ \(.*\.py:\d+\): .*expected 32, actual 16", line) for line in warnings
+    ), warnings
     assert "warning: step 4" not in result.stdout
 
 
@@ -107,7 +106,7 @@ BUDGETS = {"layers.0": 0.0, "layers.1": 0.4, "layers.[2-3]": 0.9}
 
 
 def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
-    """torch knows one budget for a process: here three blocks are compiled to keep different shares."""
+    """torch has one budget per process; this plan file has three for its blocks."""
     backend = "--parallel.compile.backend=aot_eager_decomp_partition"
     config = parse_config([*TINY, "--model.n_layers=4", "--parallel.activation_checkpoint=budget", backend])
     plan = yaml.safe_load(plan_to_yaml(plan_run(config.job, 1)))
@@ -125,8 +124,7 @@ def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
 
 
 def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
-    """How many elements each compiled block keeps for its backward, and how many graphs there are before and
-    after that."""
+    """Elements that each compiled block keeps for the backward, and the number of graphs before and after."""
     model = build_sharded(arguments).model
     tokens = torch.arange(64).reshape(2, 32)
     model(tokens, tokens).backward()
@@ -141,9 +139,9 @@ def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
 @pytest.mark.slow
 @pytest.mark.sampled(10)
 def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
-    """In the folder that all tests share, which has what each compiler is asked about the machine first: no
-    other run has a model of this width, whose graphs are looked for."""
-    told, graphs = [], os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    """Uses the cache folder that all tests share, because it has the compilers' probes of the machine; no
+    other run has a model of this width."""
+    matches, cache = [], os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for start in ("cold", "warm"):
         result = run(
             1,
@@ -152,17 +150,17 @@ def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
             *data,
             "--train.steps=1",
             f"--run.dir={tmp_path / start}",
-            f"--parallel.compile.cache_dir={graphs}",
+            f"--parallel.compile.cache_dir={cache}",
             timeout_s=300,
             TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "not-here"),
         )
         assert result.returncode == 0, result.stderr
-        told += re.findall(
+        matches += re.findall(
             r"compile cache (\S+): (\d+) graphs loaded from it, (\d+) compiled",
             " ".join(result.stdout.split()),
         )
-    (cold_folder, *cold), (warm_folder, *warm) = told
-    assert cold_folder == warm_folder == graphs
+    (cold_folder, *cold), (warm_folder, *warm) = matches
+    assert cold_folder == warm_folder == cache
     assert int(cold[1]) > 0
     assert cold[0] == warm[1] == "0"
     assert int(warm[0]) >= int(cold[1])

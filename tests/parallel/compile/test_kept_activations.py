@@ -1,5 +1,5 @@
-"""What compiled modules really keep for their backward, against what the planner reads from the compiler's
-graphs."""
+"""The memory that compiled modules really keep for the backward equals the planner's reading of the
+compiler's graphs."""
 
 import dataclasses
 import gc
@@ -22,7 +22,7 @@ SAVED = {"none": None, "full": (), "selective": ("aten.mm",)}
 
 
 @pytest.fixture(autouse=True)
-def _forget_what_was_compiled() -> Iterator[None]:
+def _reset_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -51,14 +51,14 @@ def hidden(sequences: int) -> torch.Tensor:
 
 
 def kept_bytes(build: Callable[[int], TracedModule]) -> int:
-    """By the module when it really runs compiled: what its forward has allocated and not freed, without its
-    result, and what its caller holds for it."""
+    """Bytes that the compiled module keeps: allocated and not freed by its forward, without its result, plus
+    the inputs that its caller keeps for it."""
     subject = build(SEQUENCES)
     subject.module.compile(fullgraph=True)
     first, rest = subject.inputs[0].detach().requires_grad_(), subject.inputs[1:]
     subject = dataclasses.replace(subject, inputs=())
 
-    def forward() -> torch.Tensor:  # on a copy that only the backward can hold
+    def forward() -> torch.Tensor:  # on a copy that only the backward can keep
         return subject.module(first.clone(), *subject.tables, *rest)
 
     forward().sum().backward()
@@ -72,7 +72,7 @@ def kept_bytes(build: Callable[[int], TracedModule]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.sampled(10)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inductor's own imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo hides it
 @pytest.mark.parametrize(
     "build",
@@ -84,7 +84,7 @@ def kept_bytes(build: Callable[[int], TracedModule]) -> int:
     ],
 )
 def test_a_compiled_module_keeps_what_its_trace_says(build: Callable[[int], TracedModule]) -> None:
-    """To the few bytes by which the allocator rounds a scalar up."""
+    """The allocator rounds scalars up by a few bytes."""
     assert kept_bytes(build) == pytest.approx(
         module_workload(build, compiled=True).saved_bytes.at(SEQUENCES), abs=64
     )

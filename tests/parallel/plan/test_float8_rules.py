@@ -1,4 +1,4 @@
-"""Which linears a plan multiplies in float8, what is refused, and what the planner makes of it."""
+"""Float8 in plans: the choice of linears, the rules, and the planner's predictions."""
 
 import dataclasses
 from pathlib import Path
@@ -60,8 +60,7 @@ def test_linears_are_chosen_by_name_and_by_the_size_of_a_ranks_part(arguments, c
 
 
 def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
-    """On a GPU the gradient of a weight sums over a multiple of 16 tokens; emulated, nothing asks for
-    that."""
+    """On a GPU the product for a weight's gradient needs a multiple of 16 tokens; emulation does not."""
     pytest.importorskip("torchao")
     config = parse_config([*TINY, TENSORWISE, "--parallel.float8.min_dim=16"])
     model = Llama(config.model)
@@ -143,13 +142,13 @@ def test_a_plan_file_that_gathers_tokens_in_float8_is_refused(tmp_path: Path) ->
 
 def test_a_config_beside_a_plan_file_must_not_say_other_than_it(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan_8b(TENSORWISE)))
-    beside = [*LLAMA_8B, "--parallel.param_dtype=bfloat16", f"--parallel.plan={tmp_path / 'plan.yaml'}"]
-    # which chose some, that the file has
-    plan_run(parse_config([*beside, TENSORWISE, "--parallel.float8.min_dim=16"]).job, 8)
+    with_file = [*LLAMA_8B, "--parallel.param_dtype=bfloat16", f"--parallel.plan={tmp_path / 'plan.yaml'}"]
+    # min_dim is not compared with the file, which lists the linears that it selected
+    plan_run(parse_config([*with_file, TENSORWISE, "--parallel.float8.min_dim=16"]).job, 8)
     with pytest.raises(
         PlanError, match=r"parallel.float8.recipe=rowwise.* plan file .* has tensorwise.*: remove the key"
     ):
-        plan_run(parse_config([*beside, "--parallel.float8.recipe=rowwise"]).job, 8)
+        plan_run(parse_config([*with_file, "--parallel.float8.recipe=rowwise"]).job, 8)
 
 
 def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
@@ -168,14 +167,18 @@ def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
 
     (plain, plain_unit, plain_bytes), (fast, same_unit, same_bytes) = judged(), judged(TENSORWISE)
     some = judged(TENSORWISE, "--parallel.float8.linears=['*.wo']")[0]
-    assert fast.forward_s < 0.8 * plain.forward_s, "products are most of a block, and nearly twice as fast"
+    assert fast.forward_s < 0.8 * plain.forward_s, (
+        "products are most of a block's time, and nearly twice as fast"
+    )
     assert fast.forward_s < some.forward_s < plain.forward_s
     assert (same_unit.gather_s, same_bytes) == (plain_unit.gather_s, plain_bytes), (
-        "weights are sent as they were"
+        "weights are gathered in the same dtype"
     )
     _, sent_unit, sent_bytes = judged(TENSORWISE, SENT)
     assert 0.45 * plain_unit.gather_s < sent_unit.gather_s < 0.6 * plain_unit.gather_s
-    assert plain_bytes - sent_bytes >= 218_103_808, "of each of a block's product weights one of two bytes"
+    assert plain_bytes - sent_bytes >= 218_103_808, (
+        "one byte instead of two for each weight of a block's products"
+    )
 
 
 def test_a_kind_of_gpu_that_has_no_float8_is_refused_in_planning() -> None:

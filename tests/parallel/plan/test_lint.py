@@ -1,4 +1,4 @@
-"""Plans that can run but make little sense are told so, and good ones are left in peace."""
+"""Poor plans get advice, good plans get none."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""make_plan: what is asked becomes what is done, or one report of every mistake."""
+"""make_plan: a config becomes a plan, or one report of all mistakes."""
 
 import dataclasses
 import itertools
@@ -83,7 +83,7 @@ def test_units_are_those_of_the_model_in_its_order() -> None:
         "embed+head",
     ]
     assert plan_of(model=TIED).modules == plan_of().modules == tuple(MODEL.modules), (
-        "the forward's order is another matter"
+        "the order of the forward does not depend on tying"
     )
 
 
@@ -107,7 +107,7 @@ def test_units_are_compiled_where_the_model_says_so_and_compiling_is_on() -> Non
 def test_neighbouring_blocks_join_until_a_unit_is_large_enough(
     least: int, blocks: list[int], tied: bool
 ) -> None:
-    """The last of them may stay smaller; embedding and head never join."""
+    """The last unit of blocks may be smaller; embedding and head are not joined."""
     units = plan_of(model=make_model(5, tied), unit_min_params=least, activation_checkpoint="full").units
     assert [len(unit.modules) for unit in units if unit.activation_checkpoint == "full"] == blocks
     assert [m for unit in units for m in unit.modules if m.startswith("layers")] == [
@@ -284,13 +284,15 @@ TP_MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("asked", "lines"), TP_MISTAKES, ids=lambda v: "" if isinstance(v, list) else str(v)[:60]
+    ("requested", "lines"), TP_MISTAKES, ids=lambda v: "" if isinstance(v, list) else str(v)[:60]
 )
-def test_all_that_the_tp_degree_must_divide_is_in_one_report(asked: dict[str, Any], lines: list[str]) -> None:
+def test_all_that_the_tp_degree_must_divide_is_in_one_report(
+    requested: dict[str, Any], lines: list[str]
+) -> None:
     if lines:
-        assert report_of(**asked).splitlines() == lines
+        assert report_of(**requested).splitlines() == lines
     else:
-        assert plan_of(**asked).mesh.tp == asked["tp"]
+        assert plan_of(**requested).mesh.tp == requested["tp"]
 
 
 MISTAKES = [
@@ -381,9 +383,11 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "words"), MISTAKES, ids=str)
-def test_a_mistake_is_reported_with_key_value_and_way_out(asked: dict[str, Any], words: list[str]) -> None:
-    report = report_of(**asked)
+@pytest.mark.parametrize(("requested", "words"), MISTAKES, ids=str)
+def test_a_mistake_is_reported_with_key_value_and_way_out(
+    requested: dict[str, Any], words: list[str]
+) -> None:
+    report = report_of(**requested)
     assert [word for word in words if word not in report] == [], report
     assert "\n" not in report, "one mistake, one line"
 
@@ -418,23 +422,27 @@ def test_a_wrong_batch_and_a_wrong_dtype_come_in_one_report() -> None:
 
 
 def test_two_mistakes_are_two_lines_and_none_is_said_twice() -> None:
-    """A mistake beside another is said as it is alone. Only a strategy and the compiler settle what other
-    keys can be."""
+    """A mistake next to another is reported as it is alone. Pairs with a strategy or compiler settings are
+    left out, because these change what other keys may be."""
 
-    def keys(**asked: Any) -> Counter[str]:
-        lines = report_of(**asked).splitlines()
+    def keys(**requested: Any) -> Counter[str]:
+        lines = report_of(**requested).splitlines()
         assert len(lines) == len(set(lines)), lines
         return Counter(re.split("[=:]", line)[0] for line in lines)
 
-    settle = ("strategy", "compile")
-    alone = [(asked, keys(**asked)) for asked, _ in MISTAKES if asked.keys().isdisjoint(settle)]
-    for (one, of_one), (other, of_other) in itertools.combinations(alone, 2):
-        if one.keys().isdisjoint(other):
-            assert keys(**one, **other) <= of_one + of_other, (one, other)
+    interacting = ("strategy", "compile")
+    alone = [
+        (requested, keys(**requested))
+        for requested, _ in MISTAKES
+        if requested.keys().isdisjoint(interacting)
+    ]
+    for (first, first_keys), (second, second_keys) in itertools.combinations(alone, 2):
+        if first.keys().isdisjoint(second):
+            assert keys(**first, **second) <= first_keys + second_keys, (first, second)
 
 
 @pytest.mark.parametrize(
-    ("asked", "key"),
+    ("requested", "key"),
     [
         ({"strategy": "fsdp"}, "parallel.strategy"),
         ({"tp": 2, "tp_modules": ("hed", "attention", "hed")}, "parallel.tp_modules"),
@@ -457,9 +465,9 @@ def test_two_mistakes_are_two_lines_and_none_is_said_twice() -> None:
     ],
     ids=lambda v: v if isinstance(v, str) else " ".join(v),
 )
-def test_a_mistake_is_said_once_of_the_key_that_it_is_in(asked: dict[str, Any], key: str) -> None:
-    """What no plan can say is left out of the plan, where it would be found again."""
-    lines = report_of(**asked).splitlines()
+def test_a_mistake_is_said_once_of_the_key_that_it_is_in(requested: dict[str, Any], key: str) -> None:
+    """A mistake that a plan cannot express is removed from the plan, so that it is not reported twice."""
+    lines = report_of(**requested).splitlines()
     assert [re.split("[=:]", line)[0] for line in lines] == key.split(), lines
 
 

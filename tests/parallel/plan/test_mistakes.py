@@ -1,4 +1,4 @@
-"""Mistakes are said of the plan file's fields or of the config's keys, which one table joins."""
+"""Mistakes name fields of the plan file or config keys; one table maps one to the other."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ SECTIONS = {
     "compile": CompileConfig,
     "units": UnitPlan,
 }
-NO_KEYS = {"modules", "units.output_dtype"}  # the model's, and for hand edits alone
+NO_KEYS = {"modules", "units.output_dtype"}  # from the model; only for edits by hand
 
 
 def names(cls: Any) -> set[str]:
@@ -77,7 +77,7 @@ def test_a_strategy_is_named_for_the_mesh_that_it_makes() -> None:
 
 
 def test_each_key_that_says_other_than_the_file_is_named_once() -> None:
-    """Also where two fields of the plan follow from it, as from compile.enabled."""
+    """Also if it decides two fields of the plan, such as compile.enabled."""
     other = ParallelConfig(plan="f", tp=2, tp_modules=("head",), compile=CompileConfig(enabled=False))
     lines = contradictions(other, plan_of(), MODEL)
     expected = (

@@ -1,4 +1,4 @@
-"""The order in which units are needed, and which of them each starts ahead."""
+"""The order in which phases need units, and the prefetch schedule."""
 
 import pytest
 
@@ -7,7 +7,8 @@ from tests.support.plans import BLOCK, TIED, change, plan_of
 
 
 def names_ahead(plan: Plan, phase: str) -> dict[str, list[str]]:
-    """Short names: e the embedding (with the head, if tied), h the head, 0 to 3 the blocks."""
+    """The prefetch schedule with short names: e the embedding (with the head if tied), h the head, 0 to 3 the
+    blocks."""
     schedule = prefetch_schedule(plan, phase)
     return {_short(unit.name): [_short(u.name) for u in schedule[unit.name]] for unit in plan.units}
 
@@ -67,10 +68,10 @@ def test_tied_embeddings_start_both_phases_and_are_started_by_none() -> None:
 def test_backward_starts_nothing_that_stays_gathered() -> None:
     plan = plan_of(reshard_after_forward=False, backward_prefetch=3)
     assert set(map(tuple, names_ahead(plan, "backward").values())) == {()}
-    one = change(plan_of(backward_prefetch=2), 3, reshard_after_forward=False)
+    plan = change(plan_of(backward_prefetch=2), 3, reshard_after_forward=False)
     expected = {"h": "31", "3": "10", "2": "10", "1": "0e", "0": "e", "e": ""}
-    assert names_ahead(one, "backward") == {name: list(units) for name, units in expected.items()}
-    assert names_ahead(one, "forward")["1"] == ["2"], "in forward it has to be gathered like any other"
+    assert names_ahead(plan, "backward") == {name: list(units) for name, units in expected.items()}
+    assert names_ahead(plan, "forward")["1"] == ["2"], "the forward gathers it like any other unit"
 
 
 @pytest.mark.parametrize(("reshard", "again"), [(True, True), (False, False), (1, True), (2, True)])
@@ -82,7 +83,7 @@ def test_a_list_is_taken_as_it_is() -> None:
     plan = change(plan_of(), 1, forward_prefetch=("layers.2", "head"), backward_prefetch=())
     assert names_ahead(plan, "forward")["0"] == ["2", "h"]
     assert names_ahead(plan, "backward")["0"] == []
-    assert names_ahead(plan, "forward")["1"] == ["2"], "only that unit's"
+    assert names_ahead(plan, "forward")["1"] == ["2"], "the list is for one unit only"
 
 
 def test_joined_units_are_started_as_one() -> None:

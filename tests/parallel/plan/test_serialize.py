@@ -1,5 +1,5 @@
-"""A plan file reads back to the same plan, stays short and readable, and a malformed one is refused with its
-place."""
+"""A plan file reads back to the same plan and stays short; a malformed file is refused with the place of the
+mistake."""
 
 import dataclasses
 import json
@@ -113,7 +113,7 @@ def test_a_hand_edited_unit_reads_as_written(tmp_path: Path) -> None:
         block | {"unit": "layers.[3-5]"},
     ]
     path = tmp_path / "edited.yaml"
-    path.write_text(json.dumps(data))  # is YAML, and repeats lists where YAML would refer to the first
+    path.write_text(json.dumps(data))  # JSON is YAML, and it repeats lists where YAML would write aliases
     plan = load_plan(path)
     assert plan == change(make(n_layers=6), 3, reshard_after_forward=False)
     assert entries(plan) == ["embed", "layers.[0-1]", "layers.2", "layers.[3-5]", "head"]
@@ -366,7 +366,7 @@ NAMES = st.sampled_from(
     ["embed", "blocks.{}", "encoder.layers.{}", "h{}.attn", "deep.3.layers.{}.ffn", "stage{}"]
 )
 AHEAD = st.integers(0, 3) | st.lists(st.sampled_from(["blocks.1", "a+b", "yes", "1"]), max_size=3).map(tuple)
-TREATMENTS = st.builds(
+UNIT_SETTINGS = st.builds(
     UnitPlan,
     modules=st.just(()),
     reshard_after_forward=st.booleans() | st.sampled_from([1, 2, 4, 8]),
@@ -381,14 +381,14 @@ TREATMENTS = st.builds(
     output_dtype=st.sampled_from(["same", *DTYPES]),
 )
 KEYS = st.text("abc.*~0 :-#[]{}'\"é", max_size=8)
-WORDS = st.text("abc.*~0 :-#[]{}'\"\n\té", max_size=8)  # what YAML might misread
+WORDS = st.text("abc.*~0 :-#[]{}'\"\n\té", max_size=8)  # characters that YAML might misread
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Runs of numbered units with few different treatments, so that many groups are possible; some of two
-    modules."""
-    treatments = draw(st.lists(TREATMENTS, min_size=1, max_size=3))
+    """Ranges of numbered units with few different settings, so that many groups are possible; some units have
+    two modules."""
+    unit_settings = draw(st.lists(UNIT_SETTINGS, min_size=1, max_size=3))
     runs = draw(
         st.lists(
             st.tuples(NAMES, st.integers(0, 12), st.integers(1, 5), st.booleans()), min_size=1, max_size=5
@@ -398,7 +398,7 @@ def plans(draw: st.DrawFn) -> Plan:
     for pattern, start, length, paired in runs:
         for i in range(start, start + length):
             modules = (pattern.format(i), "other.module") if paired else (pattern.format(i),)
-            units.append(dataclasses.replace(draw(st.sampled_from(treatments)), modules=modules))
+            units.append(dataclasses.replace(draw(st.sampled_from(unit_settings)), modules=modules))
     counts = st.integers(1, 64)
     config = CompileConfig(
         draw(st.booleans()),

@@ -1,4 +1,4 @@
-"""The names people know stand for degrees and resharding, and contradict no key in silence."""
+"""Strategy names resolve to degrees and resharding, and a contradicting key is an error."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from meshwright.parallel.plan.strategy import STRATEGIES, describe_strategy
 from tests.support.plans import plan_of, report_of
 
-# name -> on one node of 8 and on four: degrees (replicate, shard), and resharding of the blocks
+# name -> degrees (replicate, shard) on one node of 8 and on four nodes, and resharding of the blocks
 ZERO3, ZERO2 = True, False
 MEANINGS: dict[str, tuple[tuple[int, int], tuple[int, int], bool]] = {
     "full_shard": ((1, 8), (1, 32), ZERO3),

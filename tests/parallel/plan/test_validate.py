@@ -1,4 +1,4 @@
-"""validate: a plan's edits are taken at their word, or refused with rule, value, place and way out."""
+"""validate: edits of a plan are accepted, or refused with rule, value, place and fix."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ def check(plan: Plan, model: ModelUnits = MODEL, world_size: int = 8, seq_len: i
 def refusal(plan: Plan, model: ModelUnits = MODEL, world_size: int = 8, seq_len: int = SEQ_LEN) -> str:
     lines = [file_line(mistake) for mistake in validate(plan, model, world_size, seq_len)]
     assert lines
-    assert len(lines) == len(set(lines)), "a mistake is said once"
+    assert len(lines) == len(set(lines)), "a mistake is reported once"
     return "\n".join(lines)
 
 
@@ -28,7 +28,7 @@ def replace_tensor(plan: Plan, **keys: Any) -> Plan:
 
 
 def restyle(plan: Plan, changes: dict[str, str | None]) -> Plan:
-    """The plan with some patterns' styles changed, added, or (None) left out."""
+    """The plan with the styles of some patterns changed, added, or removed (None)."""
     styles = {
         pattern: style for pattern, style in {**plan.tensor.styles, **changes}.items() if style is not None
     }
@@ -61,7 +61,7 @@ def test_what_make_plan_makes_is_accepted(keys: dict[str, Any], tied: bool) -> N
     check(plan_of(model=model, **keys), model)
 
 
-# Where the plan as a whole does not fit
+# Mistakes of the entire plan
 
 
 def test_another_number_of_processes_is_named() -> None:
@@ -261,10 +261,8 @@ def test_a_mistake_in_an_entry_of_many_units_is_said_once() -> None:
 def test_compiled_units_contradict_compiling_switched_off() -> None:
     plan = dataclasses.replace(plan_of(), compile=CompileConfig(enabled=False))
     report = refusal(plan)
-    assert (
-        report
-        == "units layers.0 to head (5): compiled=true contradicts compile.enabled=false: change one of them"
-    )
+    assert report.startswith("units layers.0 to head (5): compiled=true contradicts compile.enabled=false")
+    assert report.endswith(": change one of them")
 
 
 @pytest.mark.parametrize(
@@ -355,7 +353,7 @@ def test_tied_embeddings_come_first_in_forward_and_in_backward() -> None:
     )
 
 
-# The dtype that each module hands on
+# The dtype that each module returns
 
 
 def test_a_unit_computes_in_what_the_one_before_hands_on() -> None:
@@ -428,19 +426,19 @@ def test_a_part_may_be_left_whole_by_hand() -> None:
 def test_tied_parts_are_split_together() -> None:
     model = TIED
     plan = restyle(plan_of(model=model, tp=2), {"embed": "whole_vocab"})
-    assert refusal(plan, model) == "tensor: embedding and head share a weight: split both or neither"
+    report = refusal(plan, model)
+    words = ("tensor: ", "embedding and head share a weight", ": split both or neither")
+    assert [word for word in words if word not in report] == [], report
     check(plan_of(model=model, tp=2, tp_modules=("attention",)), model)
 
 
 def test_styles_and_degree_belong_together() -> None:
-    assert (
-        refusal(replace_tensor(TP, styles={}))
-        == "tensor: tp > 1 needs the styles of the weights: make a new plan"
-    )
-    assert (
-        refusal(replace_tensor(plan_of(), styles=TP.tensor.styles))
-        == "tensor: tp=1 needs an empty styles table: make a new plan"
-    )
+    split_of_one = replace_tensor(plan_of(), styles=TP.tensor.styles)
+    for plan, degree in ((replace_tensor(TP, styles={}), "tp > 1"), (split_of_one, "tp=1")):
+        report = refusal(plan)
+        assert report.startswith(f"tensor: {degree} ")
+        assert "styles" in report
+        assert report.endswith(": make a new plan")
 
 
 def test_the_degree_divides_what_the_split_parts_have() -> None:

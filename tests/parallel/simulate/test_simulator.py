@@ -1,5 +1,4 @@
-"""What a simulated rank does and holds, against orders written by hand and sizes computed by hand from
-shapes."""
+"""Collectives and memory of a simulated rank, compared with orders and sizes derived by hand from shapes."""
 
 import copy
 import dataclasses
@@ -21,7 +20,7 @@ KEEP = "--parallel.reshard_after_forward=false"
 
 
 def slow(*values: object) -> object:
-    """A case that says nothing new, but for a mixture of what others are."""
+    """A case that only combines other cases."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -87,9 +86,9 @@ def test_editing_one_units_prefetch_in_a_plan_file_moves_its_gathers(tmp_path):
     first, rest = {**copy.deepcopy(blocks), "unit": "layers.0"}, {**blocks, "unit": "layers.[1-2]"}
     first["forward_prefetch"], first["backward_prefetch"] = ["layers.1", "layers.2", "head"], 0
     edited["units"][1:1] = [first, rest]
-    other = tmp_path / "edited.yaml"
-    other.write_text(yaml.safe_dump(edited, sort_keys=False))
-    after = simulated(4, *model, f"--parallel.plan={other}").collectives
+    edited_file = tmp_path / "edited.yaml"
+    edited_file.write_text(yaml.safe_dump(edited, sort_keys=False))
+    after = simulated(4, *model, f"--parallel.plan={edited_file}").collectives
     assert in_words(after, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
     assert in_words(after, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 tok ~tok -tok"
 
@@ -99,12 +98,12 @@ def test_what_stays_gathered_is_not_gathered_again():
 
 
 def test_resharding_to_a_smaller_group_gathers_as_often_and_as_much():
-    whole, part = (
+    full, partial = (
         simulated(4, *TINY, *prefetch(0), f"--parallel.reshard_after_forward={n}") for n in ("true", "2")
     )
-    assert whole.collectives == part.collectives
+    assert full.collectives == partial.collectives
     # each rank keeps a half after the forward, not a quarter
-    assert part.memory.unsharded > whole.memory.unsharded
+    assert partial.memory.unsharded > full.memory.unsharded
 
 
 def test_hsdp_all_reduces_once_per_step_and_reduce_scatters_every_micro_batch():
@@ -130,8 +129,8 @@ def test_recomputing_gathers_nothing_more_over_dp_shard(kind):
     assert of_axis(recomputed, "dp_shard") == of_axis(plain, "dp_shard")
     assert "recompute" not in {c.phase for c in plain}
     again = [c.op for c in recomputed if c.phase == "recompute"]
-    # Each block has two gathers and two sums over tp. Full recomputes them until the last saved tensor is
-    # there, which comes before the last sum; selective has kept the sums.
+    # Each block has two gathers and two sums over tp. Full recomputes them until the last saved tensor
+    # exists, before the last sum; selective keeps the sums.
     assert (
         again
         == {"full": ["all_gather", "reduce_scatter", "all_gather"], "selective": ["all_gather"] * 2}[kind] * 3
@@ -148,13 +147,13 @@ BF16, FP32 = 2, 4
 LLAMA_8B = ("--config=llama_8b.yaml", "--model.n_layers=2", "--train.micro_batch_size=1")
 
 
-def sizes(collectives, **wanted: str) -> dict[str, list[int]]:
-    """Bytes by unit of the collectives that have these fields."""
-    found: dict[str, list[int]] = {}
+def sizes(collectives, **fields: str) -> dict[str, list[int]]:
+    """Bytes by unit of the collectives with these fields."""
+    by_unit: dict[str, list[int]] = {}
     for c in collectives:
-        if c.unit and all(getattr(c, name) == value for name, value in wanted.items()):
-            found.setdefault(c.unit, []).append(c.bytes)
-    return found
+        if c.unit and all(getattr(c, name) == value for name, value in fields.items()):
+            by_unit.setdefault(c.unit, []).append(c.bytes)
+    return by_unit
 
 
 def per_unit(block: int, embedding: int, head: int) -> dict[str, int]:
@@ -185,9 +184,9 @@ def test_bytes_of_sharding_at_8b(replicate, tp):
 
 HIDDEN = BATCH * TOKENS * DIM * BF16  # x[B, T, D]
 LOGITS = BATCH * TOKENS * VOCAB * BF16
-CHUNKS = 4  # of the loss, and of each token its two small all-reduces
+CHUNKS = 4  # of the loss; each has two small all-reduces
 LARGEST, SUMS = BATCH * TOKENS * FP32 // CHUNKS, 2 * BATCH * TOKENS * FP32 // CHUNKS
-NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient from its tokens
+NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient of its own tokens
 
 
 @pytest.mark.parametrize(
@@ -202,11 +201,10 @@ def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
     got = of_axis(
         simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp"
     )
-    # In the head's forward the split loss needs two small sums, and gathered logits a gather.
+    # In the head's forward the split loss needs two small sums, gathered logits need a gather.
     loss = {"all_reduce": [LARGEST, SUMS] * CHUNKS} if loss_parallel else {"all_gather": [LOGITS]}
     if sequence_parallel:
-        # Tokens are gathered in front of each part and scattered behind it: two parts in a block, one in the
-        # head.
+        # Tokens are gathered before each part and scattered after it: two parts in a block, one in the head.
         forward = {
             "all_gather": {"layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2, "head": [HIDDEN]},
             "reduce_scatter": {
@@ -254,7 +252,7 @@ def test_parameters_gradients_and_optimizer_are_their_share_to_the_byte(replicat
         f"--parallel.tp={tp}",
     ).memory
     share = FP32 * (2 * EMBEDDING + 2 * MATRICES) // (shard * tp)
-    norms = FP32 * 5 * DIM // shard  # whole on each tp rank
+    norms = FP32 * 5 * DIM // shard  # in full on each tp rank
     assert memory.params == memory.grads == share + norms
     step_counts = (2 + 2 * 9 + 1) * FP32  # one float32 for each parameter
     assert memory.optimizer == 2 * (share + norms) + step_counts
@@ -264,21 +262,20 @@ def test_an_uneven_dim_is_padded_to_whole_rows_of_every_rank():
     dim, vocab, shard = 32, 265, 2
     uneven = ("--model.n_layers=1", "--model.vocab_size=265")
     ranks = [simulated(2, *TINY, *uneven, rank=rank).memory for rank in range(2)]
-    other = 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 3 * dim
-    # two tables of 265 rows: the second rank has 132 of them and one that pads
+    rest = 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 3 * dim
+    # two tables of 265 rows: the second rank has 132 rows and one of padding
     padded = 2 * (vocab + 1) * dim
     for memory in ranks:
-        assert memory.params == memory.grads == FP32 * (padded + other) // shard
-    # The optimizer's state is not padded: between them the ranks hold the whole, twice, and their own step
-    # counts.
-    assert sum(m.optimizer for m in ranks) == 2 * FP32 * (2 * vocab * dim + other) + 2 * FP32 * (2 + 9 + 1)
+        assert memory.params == memory.grads == FP32 * (padded + rest) // shard
+    # The optimizer state is not padded: together the ranks have two full copies, each with its step counts.
+    assert sum(m.optimizer for m in ranks) == 2 * FP32 * (2 * vocab * dim + rest) + 2 * FP32 * (2 + 9 + 1)
 
 
 def test_accumulated_gradients_stay_sharded():
     one = simulated(4, *TINY, "--parallel.dp_replicate=2").memory
     three = simulated(4, *TINY, *HSDP3).memory
     assert one.grads == three.grads == one.params
-    # what waits for the all-reduce is a gradient; scalars are buffers
+    # tensors that wait for the all-reduce count as gradients; scalars are buffers
     assert abs(one.buffers - three.buffers) < 64
 
 
@@ -288,13 +285,13 @@ def test_gathered_parameters_are_counted_as_they_live():
     head = table + dim
     dtype = "--parallel.param_dtype=bfloat16"
     kept = simulated(shard, *TINY, dtype, KEEP, *prefetch(0)).memory.unsharded
-    # FSDP2 gathers into one buffer and copies the parameters out of it. In a forward it lets go of a unit's
-    # buffer only after the next unit's copy: here, all units, the head's buffer, and the last block's.
+    # FSDP2 gathers into one buffer and copies the parameters out of it. In a forward it frees a unit's buffer
+    # only after the next unit's copy: here all units, the head's buffer, and the last block's.
     assert kept == BF16 * (table + 3 * block + head + head + block)
     freed = simulated(shard, *TINY, dtype, *prefetch(0)).memory.unsharded
     assert freed == BF16 * (block + block + block)  # a block, its buffer, and that of the block before
     ahead = simulated(shard, *TINY, dtype, *prefetch(1)).memory.unsharded
-    # A block, its buffer, that of the next one, and this rank's shard on its way in there.
+    # A block, its buffer, that of the next block, and this rank's shard that is copied into it.
     assert ahead == BF16 * (block + block + block + block // shard)
 
 
@@ -305,7 +302,7 @@ def test_gradients_on_their_way_are_those_of_one_unit():
     buffers = simulated(
         shard, *TINY, "--model.vocab_size=8", "--parallel.param_dtype=bfloat16"
     ).memory.buffers
-    # A block's gradient and, in float32, the buffer it is reduced from, or that of the block before.
+    # A block's gradient and the float32 buffer from which it, or the previous block, is reduced.
     assert buffers == position_tables + BF16 * block + FP32 * block
 
 

@@ -1,4 +1,4 @@
-"""What `parallel.param_dtype: auto` becomes: bfloat16 where the device multiplies it faster."""
+"""`parallel.param_dtype: auto` resolves to bfloat16 if the device multiplies it faster."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_a_gpu_kind_takes_bfloat16_and_a_cpu_the_faster_one() -> None:
         faster = kind.peak_tflops["bfloat16"] > kind.peak_tflops["float32"]
         assert best_dtype(kind) == ("bfloat16" if faster else "float32")
         assert faster or kind.cores
-    assert best_dtype(None) == "float32", "nothing is known of it"
+    assert best_dtype(None) == "float32", "an unknown CPU"
 
 
 @pytest.mark.skipif(not CPUINFO.is_file(), reason="only Linux lists the instructions of the CPU in a file")
@@ -48,9 +48,9 @@ def test_this_cpu_takes_bfloat16_if_the_kernel_reports_instructions_for_it() -> 
         "bfloat16" if flags & FAST_ON_CPUS.keys() and torch.backends.mkldnn.is_available() else "float32"
     )
     assert dtype_here(CPU) == expected
-    said = describe_dtype(CPU)
-    assert said.startswith(f"param_dtype: auto is {expected}: ")
-    assert expected == "float32" or any(name in said for key, name in FAST_ON_CPUS.items() if key in flags)
+    line = describe_dtype(CPU)
+    assert line.startswith(f"param_dtype: auto is {expected}: ")
+    assert expected == "float32" or any(name in line for key, name in FAST_ON_CPUS.items() if key in flags)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_this_cpu_takes_bfloat16_if_the_kernel_reports_instructions_for_it() -> 
     ],
 )
 def test_other_cpus(reported: dict[str, bool], expected: str) -> None:
-    dtype, why = cpu_dtype(reported, onednn=True)
+    dtype, reason = cpu_dtype(reported, onednn=True)
     assert dtype == expected
-    assert ("multiplies it faster" in why) == (expected == "bfloat16")
+    assert ("multiplies it faster" in reason) == (expected == "bfloat16")
     assert cpu_dtype(reported, onednn=False)[0] == "float32", "nothing uses the instructions"
 
 
@@ -75,9 +75,9 @@ def test_other_cpus(reported: dict[str, bool], expected: str) -> None:
     ("capability", "expected"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
 )
 def test_gpus_from_ampere_on_take_bfloat16(capability: tuple[int, int], expected: str) -> None:
-    dtype, why = gpu_dtype(capability)
+    dtype, reason = gpu_dtype(capability)
     assert dtype == expected
-    assert f"{capability[0]}.{capability[1]}" in why
+    assert f"{capability[0]}.{capability[1]}" in reason
 
 
 def test_a_plan_here_has_this_devices_dtype_and_a_dtype_that_is_named_stays() -> None:
@@ -87,7 +87,7 @@ def test_a_plan_here_has_this_devices_dtype_and_a_dtype_that_is_named_stays() ->
         config = parse_config([*TINY, f"--parallel.param_dtype={dtype}"])
         assert dtypes(plan_here(config.job, place, CPU, "CPU")) == {dtype}
     assert dtypes(plan_run(parse_config([*TINY, AUTO]).job, 1)) == {"float32"}, (
-        "of a machine of which nothing is known"
+        "the default for an unknown machine"
     )
 
 

@@ -1,5 +1,4 @@
-"""Whatever is asked, planning ends with a plan that holds, or with PlanError or ConfigError: never with
-anything else."""
+"""For any config or plan file, planning returns a consistent plan or raises PlanError or ConfigError."""
 
 import copy
 import dataclasses
@@ -29,12 +28,12 @@ from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import model_units, plan_run
 
 MANY = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-OF_THE_SEED = seed(os.environ["MESHWRIGHT_TESTS_SEED"])  # of the tests, which is printed
-FEW = settings(MANY, derandomize=True, database=None)  # the same ones every time
+OF_THE_SEED = seed(os.environ["MESHWRIGHT_TESTS_SEED"])  # the tests' seed, which they print
+FEW = settings(MANY, derandomize=True, database=None)  # the same examples every time
 
 
 def mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Odd values now and then: all at once would only ever test the first rule."""
+    """Odd values only sometimes: an example with many of them would test only the first rule."""
     return st.integers(0, 49).flatmap(lambda n: odd if n == 37 else usual)
 
 
@@ -121,8 +120,8 @@ PROCESSES = mostly(st.sampled_from([1, 2, 4, 8, 16, 32, 64]), st.integers(1, 64)
 PER_NODE = st.none() | st.sampled_from([1, 4, 8])
 
 
-def hold(config: Config, plan: Plan, processes: int, folder: Path) -> None:
-    """What must be true of every plan."""
+def check_plan(config: Config, plan: Plan, processes: int, folder: Path) -> None:
+    """Assert what is true of every plan."""
     mesh = plan.mesh
     assert mesh.dp_replicate * mesh.dp_shard * mesh.tp == processes
     assert (
@@ -140,13 +139,13 @@ def hold(config: Config, plan: Plan, processes: int, folder: Path) -> None:
             ahead = [other.name for other in prefetch_schedule(plan, phase)[unit.name]]
             assert unit.name not in ahead
             assert len(ahead) == len(set(ahead))
-    hold_memory(predict_step_memory(plan, made_up_work(config, plan)))
+    check_step_memory(predict_step_memory(plan, invented_workload(config, plan)))
     assert len(plan_to_table(plan).splitlines()) > 3
     assert all(isinstance(sentence, str) for sentence in advise(plan, 8))
 
 
-def hold_memory(memory: StepMemory) -> None:
-    """What must be true of every step's memory."""
+def check_step_memory(memory: StepMemory) -> None:
+    """Assert what is true of the memory of every step."""
     most, at_peak = dataclasses.asdict(memory.memory), dataclasses.asdict(memory.at_peak)
     for kind, size in most.items():
         assert type(size) is int
@@ -154,8 +153,8 @@ def hold_memory(memory: StepMemory) -> None:
     assert 0 < memory.peak_bytes <= memory.memory.total
 
 
-def made_up_work(config: Config, plan: Plan) -> ModelWorkload:
-    """Work of the model's modules with numbers made up: to trace every model would take seconds each."""
+def invented_workload(config: Config, plan: Plan) -> ModelWorkload:
+    """A workload of the model's modules with invented numbers, because a trace takes seconds per model."""
     phase = Phase((), (Linear(0, 300), Linear(100, 200)))
     counts = model_units(config.model).modules
     modules = {
@@ -173,11 +172,11 @@ def any_config_is_planned_or_refused(
     if isinstance(plan, str):
         assert all(line.strip() for line in plan.split("\n"))
     else:
-        hold(config, plan, processes, folder)
+        check_plan(config, plan, processes, folder)
 
 
 def plan_or_refusal(config: Config, processes: int, per_node: int | None = None) -> Plan | str:
-    """Any other error is a failure."""
+    """The plan, or the text of a PlanError; any other error is a failure."""
     try:
         return plan_run(config.job, processes, per_node)
     except PlanError as error:
@@ -205,7 +204,7 @@ def test_many_more_configs_are_planned_or_refused(
 @settings(FEW, max_examples=3)
 @given(config=CONFIGS, processes=PROCESSES)
 def test_the_memory_of_any_plan_can_be_predicted(config: Config, processes: int, tmp_path: Path) -> None:
-    """From the model's own code, eager, whose work is found out fast."""
+    """Traced from the model's code, eager because that is fast."""
     any_memory_can_be_predicted(config, processes, tmp_path, enabled=False)
 
 
@@ -218,14 +217,14 @@ def test_the_memory_of_more_plans_can_be_predicted(config: Config, processes: in
 
 
 def any_memory_can_be_predicted(config: Config, processes: int, folder: Path, **keys: bool) -> None:
-    """Examples that are refused do not count. The cache of the traces, which any text may name, is a folder
-    of the test's own."""
+    """Refused examples do not count. The trace cache is the test's own folder, because a random config may
+    name any path."""
     compiling = dataclasses.replace(config.parallel.compile, cache_dir=str(folder), **keys)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=compiling))
     plan = plan_or_refusal(config, processes)
     assume(isinstance(plan, Plan))
     assert isinstance(plan, Plan)
-    hold_memory(predict_memory(config.job, plan))
+    check_step_memory(predict_memory(config.job, plan))
 
 
 # Plan files with mutations
@@ -292,8 +291,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def mutated_plans(draw: st.DrawFn) -> str:
-    """The text of a plan file after up to three mutations of its data, now and then also one of its
-    characters."""
+    """The text of a plan file after up to three mutations of its data, sometimes also of its characters."""
     data = copy.deepcopy(UNMUTATED)
     for _ in range(draw(st.integers(1, 3))):
         candidates = places(data)
@@ -311,11 +309,11 @@ def mutated_plans(draw: st.DrawFn) -> str:
         elif kind == "delete":
             del container[key]
         elif isinstance(container, list):
-            other = draw(st.integers(0, len(container) - 1))
-            container[key] = copy.deepcopy(container[other])
+            source = draw(st.integers(0, len(container) - 1))
+            container[key] = copy.deepcopy(container[source])
         else:
-            other = draw(st.sampled_from(sorted(map(str, container))))
-            container[key] = container.get(other)
+            source = draw(st.sampled_from(sorted(map(str, container))))
+            container[key] = container.get(source)
     text = yaml.dump(data, Dumper=NoAliases, sort_keys=False, allow_unicode=True)
     if draw(st.integers(0, 9)) == 7:
         at, length = draw(st.integers(0, len(text))), draw(st.integers(0, 9))
@@ -337,7 +335,7 @@ def any_plan_file_is_run_or_refused(text: str, processes: int, folder: Path) -> 
     if isinstance(plan, str):
         assert str(path) in plan
     else:
-        hold(config, plan, processes, folder)
+        check_plan(config, plan, processes, folder)
 
 
 @settings(FEW, max_examples=150)

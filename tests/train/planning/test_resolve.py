@@ -1,5 +1,4 @@
-"""From config to plan and memory: what the model publishes fits what is planned, and what does not fit says
-what would."""
+"""From config to plan and memory: plans match the model, and mistakes are reported with a fix."""
 
 import dataclasses
 import re
@@ -53,7 +52,7 @@ def test_predicted_shards_are_those_of_all_parameters_counted_once() -> None:
         assert memory.params == count_parameters(config.model).total * 4 / 8
     assert (
         predict_memory(config_of().job, plan_run(config_of().job, 8)).memory.activations > 32 * 1089 * 2**20
-    ), "of each block 1,089 MiB"
+    ), "1,089 MiB for each block"
 
 
 def test_a_plan_file_decides_alone(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ AGREEING = [
 
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of the 8B, which differs from the defaults in most keys."""
+    """A plan of the 8B that differs from the defaults in most keys."""
     keys = [
         "--parallel.tp=2",
         "--parallel.activation_checkpoint=full",
@@ -101,7 +100,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_keys_that_say_the_same_as_the_plan_file_are_no_mistake(plan_file: Path) -> None:
-    """Such as those of the config that the plan was made from."""
+    """Such as the keys of the config that the plan was made from."""
     alone = plan_run(config_of(f"--parallel.plan={plan_file}").job, 8)
 
     def check(*keys: str) -> None:
@@ -171,7 +170,7 @@ def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
 # Each part of the model that tensor parallelism splits
 
 
-# Keys, and the lines of the refusal; none where there is a plan.
+# Keys, and the lines of the error; none if there is a plan.
 TP = [
     (["--parallel.tp=16"], ["parallel.tp=16 must divide model.n_kv_heads=8. Use 1, 2, 4 or 8."]),
     (["--parallel.tp=16", "--parallel.tp_modules=[feed_forward,head]"], []),

@@ -1,4 +1,4 @@
-"""The memory check at the start of a run: one rank asks the planner, for all."""
+"""The memory check at the start of a run: one rank runs the prediction for all."""
 
 from unittest import mock
 
@@ -18,33 +18,33 @@ from tests.support.worlds import run_ranks
 
 
 def check(available_bytes: list[int]) -> tuple[str, int, int]:
-    """What a rank hears, that has so much memory: the error, bytes needed; and how often it asked."""
+    """The error message, the needed bytes, and the number of predictions of a rank with this memory."""
     rank, job = dist.get_rank(), parse_config([*TINY, *EAGER]).job
     planned = RunPlan(torch.device("cpu"), "CPU", plan_run(job, 2))
     with (
         mock.patch.object(run_plan, "device_memory_bytes", return_value=available_bytes[rank]),
         mock.patch.object(suggest, "suggest_fits", return_value=[]),  # test_resolve.py has them
-        mock.patch.object(suggest, "predict_memory", wraps=predict.predict_memory) as asked,
+        mock.patch.object(suggest, "predict_memory", wraps=predict.predict_memory) as predictions,
     ):
         try:
-            told, peak_bytes = "", check_memory(job, planned, RankInfo(rank, 2, rank, 2, True)).peak_bytes
+            message, peak_bytes = "", check_memory(job, planned, RankInfo(rank, 2, rank, 2, True)).peak_bytes
         except PlanError as error:
-            told, peak_bytes = str(error), 0
-    return told, peak_bytes, asked.call_count
+            message, peak_bytes = str(error), 0
+    return message, peak_bytes, predictions.call_count
 
 
 @pytest.mark.parametrize("poor", [0, 1])
 def test_the_rank_with_least_memory_decides_for_all(poor: int) -> None:
     available = [8 * GIB, 8 * GIB]
     available[poor] = 2**14
-    ((told, _, asked), (told_other, _, asked_other)) = run_ranks(2, check, available)
-    assert told == told_other
-    assert "has 0.0 GiB for each" in told
-    assert (asked > 0, asked_other) == (True, 0)
+    ((message0, _, predictions0), (message1, _, predictions1)) = run_ranks(2, check, available)
+    assert message0 == message1
+    assert "has 0.0 GiB for each" in message0
+    assert (predictions0 > 0, predictions1) == (True, 0)
 
 
 def test_one_rank_asks_and_all_know() -> None:
-    (zero, one) = run_ranks(2, check, [8 * GIB, 8 * GIB])
-    assert zero[:2] == one[:2]
-    assert zero[1] > 0
-    assert (zero[2], one[2]) == (1, 0)
+    (rank0, rank1) = run_ranks(2, check, [8 * GIB, 8 * GIB])
+    assert rank0[:2] == rank1[:2]
+    assert rank0[1] > 0
+    assert (rank0[2], rank1[2]) == (1, 0)

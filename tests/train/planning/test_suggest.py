@@ -1,4 +1,4 @@
-"""What is suggested where a plan does not fit: every change really does what it is said to do."""
+"""Suggestions for a plan that does not fit: every suggested change has the effect that it states."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def job_of(*keys: str) -> TrainingJob:
 
 
 def changed(job: TrainingJob, change: Suggestion) -> TrainingJob:
-    """The job that a user has who does what is suggested."""
+    """The job after the suggested change."""
     job = parse_config([f"--config={change.config}"]).job if change.config else job
     return with_keys(job, change.keys)
 
@@ -55,15 +55,15 @@ def test_every_change_really_fits(gpus: int, devices: Devices, keys: list[str]) 
     with pytest.raises(PlanError) as error:
         check_fits(job, plan, devices, "this GPU")
     changes = list(suggest_fits(job, gpus, devices))
-    said = [f"  Fits: {change.describe()}." for change in changes]
-    assert str(error.value).splitlines()[-len(said) :] == said
-    assert len(set(said)) == len(said) > 0
+    lines = [f"  Fits: {change.describe()}." for change in changes]
+    assert str(error.value).splitlines()[-len(lines) :] == lines
+    assert len(set(lines)) == len(lines) > 0
     for change in changes:
-        other, count = changed(job, change), change.processes or gpus
-        needed = predict_memory(other, plan_run(other, count, 8, *best)).peak_bytes
+        changed_job, count = changed(job, change), change.processes or gpus
+        needed = predict_memory(changed_job, plan_run(changed_job, count, 8, *best)).peak_bytes
         assert needed == change.peak_bytes <= devices.usable_bytes, change.describe()
         if change.config:
-            assert count_parameters(other.model).total < count_parameters(job.model).total
+            assert count_parameters(changed_job.model).total < count_parameters(job.model).total
 
 
 def test_keys_that_a_change_takes_back_are_named() -> None:
@@ -73,7 +73,7 @@ def test_keys_that_a_change_takes_back_are_named() -> None:
 
 
 def test_the_fewest_processes_are_asked_what_so_many_run_on() -> None:
-    """As of a CPU, whose memory they share."""
+    """`devices_of` depends on the number of processes, as on a CPU, whose memory they share."""
     job = job_of("--model.n_layers=4", "--train.seq_len=1024")
     alone = predict_memory(job, plan_run(job, 1)).peak_bytes
     assert fewest_processes(job, lambda count: Devices(int(1.1 * alone / count), 8)) == 1

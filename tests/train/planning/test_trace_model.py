@@ -1,5 +1,4 @@
-"""A Llama's work, as it is read from its code, against what is known of the 8B, and what reading it leaves
-behind."""
+"""The traced workload of a Llama, compared with known sizes of the 8B; tracing has no side effects."""
 
 import dataclasses
 import itertools
@@ -39,7 +38,7 @@ class Doubling(nn.Module):
 
 
 def work_of(*keys: str, ranks: int = 1) -> ModelWorkload:
-    """Traced, or read from the cache that the tests share."""
+    """The workload, traced or read from the cache that the tests share."""
     config = parse_config(keys)
     return run_workload(config.job, plan_run(config.job, ranks, 8))
 
@@ -55,8 +54,7 @@ def kept_mib(*keys: str) -> float:
 
 
 def test_a_compiled_8b_block_keeps_1089_mib_of_8192_tokens() -> None:
-    """In bfloat16; 64 MiB of them are its input, which is all that is kept where everything is computed
-    again."""
+    """In bfloat16. 64 MiB of them are the input, which is all that full recompute keeps."""
     assert kept_mib() == pytest.approx(1089, abs=0.5)
     assert kept_mib("--parallel.activation_checkpoint=full") == 64
     assert 64 < kept_mib("--parallel.activation_checkpoint=selective") < 1089
@@ -73,15 +71,15 @@ def test_a_smaller_budget_keeps_less(shares: tuple[float, ...]) -> None:
 
 
 def test_an_eager_block_keeps_what_autograd_saves() -> None:
-    """More than the compiler, which makes again what is cheap."""
+    """More than the compiler keeps, which recomputes cheap operations."""
     assert kept_mib(EAGER) > kept_mib()
     assert kept_mib(EAGER, "--parallel.activation_checkpoint=full") == 64
 
 
 @pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
 def test_flops_are_those_of_the_formulas(keys: tuple[str, ...]) -> None:
-    """Products by the parameters that they multiply; attention 12 L D S of which causal kernels do half, and
-    the backward one of five products again, which the formula does not count: 7 products instead of 6."""
+    """Matrix products: 6 per parameter and token. Attention: 12 L D S, of which causal kernels compute half;
+    the backward repeats one of five products, which the formula does not count: 7 products instead of 6."""
     config = parse_config([*SMALL, *keys])
     work = work_of(*SMALL, *keys)
     flops = {"matmul": 0.0, "attention": 0.0}
@@ -102,28 +100,28 @@ def test_recomputing_does_a_forward_more() -> None:
     forward = sum(operation.flops.per_sequence for operation in block_8b().forward.operations)
     none, full = backward_flops(), backward_flops("--parallel.activation_checkpoint=full")
     selective = backward_flops("--parallel.activation_checkpoint=selective")
-    last_product = 2 * SEQ_LEN * 14336 * 4096  # whose result the backward does not need
+    last_product = 2 * SEQ_LEN * 14336 * 4096  # the backward does not need its result
     assert full - none == forward - last_product
     assert none <= selective < full
 
 
 @pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
 def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
-    whole, split = (block_8b(*keys, f"--parallel.tp={tp}") for tp in (1, 4))
+    full, split = (block_8b(*keys, f"--parallel.tp={tp}") for tp in (1, 4))
     block, norms = count_parameters(parse_config(["--config=llama_8b.yaml"]).model).block, 2 * 4096
-    assert (whole.parameters, split.parameters) == (block, (block - norms) // 4 + norms)
+    assert (full.parameters, split.parameters) == (block, (block - norms) // 4 + norms)
     for phase in ("forward", "backward"):
         flops = [
-            sum(op.flops.per_sequence for op in getattr(work, phase).operations) for work in (whole, split)
+            sum(op.flops.per_sequence for op in getattr(work, phase).operations) for work in (full, split)
         ]
         assert flops[0] == 4 * flops[1]
-    assert split.output.per_sequence == whole.output.per_sequence / 4, (
+    assert split.output.per_sequence == full.output.per_sequence / 4, (
         "sequence parallel: a quarter of the tokens"
     )
     assert (
-        whole.saved_bytes.per_sequence / 4
+        full.saved_bytes.per_sequence / 4
         <= split.saved_bytes.per_sequence
-        < whole.saved_bytes.per_sequence / 2
+        < full.saved_bytes.per_sequence / 2
     )
     sent = [op.name for op in split.forward.operations if op.kind == "collective"]
     assert sent == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
@@ -157,7 +155,7 @@ def test_tied_embeddings_count_once() -> None:
 
 
 def test_tracing_leaves_nothing_behind_that_a_run_would_notice() -> None:
-    """Another shape than any other test's, so that nothing is remembered."""
+    """A shape that no other test has, so that it is not cached."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = parse_config([*SMALL, "--model.ffn_dim=72"])
@@ -181,7 +179,7 @@ def test_dtypes_are_those_of_the_unit() -> None:
 
 
 def test_a_block_of_another_setting_is_traced_by_itself() -> None:
-    """Every other block computes again."""
+    """Every other block is recomputed."""
     keys = ("--parallel.activation_checkpoint=selective", "--parallel.selective_policy=every:2")
     work = work_of(*SMALL, EAGER, *keys)
     alone = work_of(*SMALL, EAGER).modules["layers.0"]

@@ -1,4 +1,4 @@
-"""What has been traced once is read back, equal in every number; what cannot be read is traced again."""
+"""A cached trace reads back equal; a file that cannot be read is traced again."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ TINY = ["--model.dim=32", "--model.n_layers=2", "--train.seq_len=64", "--paralle
 
 @pytest.fixture
 def counted(monkeypatch) -> list[object]:
-    """Cases that were traced."""
+    """The cases that were traced."""
     traced: list[object] = []
 
     def trace(build, compiled, budget):
@@ -46,12 +46,12 @@ def test_a_folder_of_a_name_that_none_can_have_is_refused() -> None:
         use_cache_folder(CompileConfig(cache_dir="a\0b"))
 
 
-def check_alike(one: dict[str, ModuleWorkload], other: dict[str, ModuleWorkload]) -> None:
-    """Two traces of one case: they need not add up in the same order."""
-    for name, work in one.items():
-        assert work.saved_bytes.at(2) == pytest.approx(other[name].saved_bytes.at(2))
-        assert fullest(work.backward, 2) == pytest.approx(fullest(other[name].backward, 2))
-        assert len(work.forward.operations) == len(other[name].forward.operations)
+def check_alike(first: dict[str, ModuleWorkload], second: dict[str, ModuleWorkload]) -> None:
+    """Two traces of one case are equal except for the order of summation."""
+    for name, work in first.items():
+        assert work.saved_bytes.at(2) == pytest.approx(second[name].saved_bytes.at(2))
+        assert fullest(work.backward, 2) == pytest.approx(fullest(second[name].backward, 2))
+        assert len(work.forward.operations) == len(second[name].forward.operations)
 
 
 def test_a_second_look_reads_what_the_first_has_traced(tmp_path: Path, counted: list[object]) -> None:
@@ -78,13 +78,13 @@ def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     work = next(iter(work_of(tmp_path / "other").values()))
     remember(tmp_path / "works", "case", lambda: work)
     (path,) = (tmp_path / "works").iterdir()
-    whole = path.read_bytes()
-    for damage in (b"", b"{}", b"[1, 2]", b"\xff\xfe", b'{"parameters": 3}', whole[:-20]):
+    intact = path.read_bytes()
+    for damage in (b"", b"{}", b"[1, 2]", b"\xff\xfe", b'{"parameters": 3}', intact[:-20]):
         path.write_bytes(damage)
         traced: list[ModuleWorkload] = []
         assert remember(tmp_path / "works", "case", lambda: traced.append(work) or work) is work, damage  # noqa: B023
         assert traced, damage
-        assert path.read_bytes() == whole, damage
+        assert path.read_bytes() == intact, damage
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_time(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Wrong configs and wrong plan files, as users write them: each is one line that names rule, value, place and
-way out."""
+"""Wrong configs and plan files, as users write them: each error is one line with rule, value, place, fix."""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +23,7 @@ def config_arguments(*arguments: str) -> list[str]:
     return ["--config=llama_debug", *arguments]
 
 
-# Arguments, processes, and what the one line must hold: key and value, the rule, the way out.
+# Arguments, processes, and texts that the line must contain: key and value, rule, fix.
 CONFIGS: list[tuple[list[str], int, list[str]]] = [
     # degrees
     (
@@ -229,7 +228,7 @@ def at(*place: str | int, value: Any) -> Edit:
 
 
 def cut(name: str, **keys: Any) -> Edit:
-    """Take one block out of its range, treated otherwise."""
+    """Take one block out of its range and change its settings."""
 
     def apply(data: dict[str, Any]) -> None:
         blocks = data["units"][1]
@@ -243,9 +242,9 @@ def cut(name: str, **keys: Any) -> Edit:
 
 BLOCKS, EMBEDDING, HEAD = ("units", 1), ("units", 0), ("units", 2)
 SHAPE = ["--model.n_layers=5"]
-# An edit of the file, arguments besides, processes, and what the one line must hold besides the file's name.
+# An edit of the file, additional arguments, processes, and texts that the line must contain next to the path.
 PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
-    # for something else
+    # for another model or number of processes
     (
         lambda data: None,
         [],
@@ -453,7 +452,7 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         8,
         ["layers.*.attention.wk2", "Did you mean layers.*.attention."],
     ),
-    # keys beside the file
+    # config keys that contradict the file
     (
         lambda data: None,
         ["--parallel.tp=4"],
@@ -493,7 +492,7 @@ def debug_plan() -> Plan:
 
 
 def write_plan(folder: Path, edit: Edit) -> Path:
-    """The debug model's plan on 8 processes, two of them a tp group, after a hand edit."""
+    """Write the debug model's plan on 8 processes with tp=2, after an edit by hand."""
     data = plan_to_dict(debug_plan())
     assert [unit["unit"] for unit in data["units"]] == ["tok_embeddings", "layers.[0-5]", "head"]
     edit(data)
@@ -547,7 +546,7 @@ def test_there_are_more_than_enough() -> None:
 
 
 def test_an_unedited_plan_file_runs(tmp_path: Path) -> None:
-    """The cases above fail for what they edit, not for something else."""
+    """The cases above fail because of their edit, not for another reason."""
     path = write_plan(tmp_path, lambda data: None)
     plan = plan_run(parse_config(config_arguments(f"--parallel.plan={path}")).job, 8)
     assert path.read_text() == plan_to_yaml(plan)
