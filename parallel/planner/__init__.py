@@ -1,1 +1,2 @@
-"""What a plan will need, by formula and table, before anything runs."""
+"""The planner: predict the memory and the step time of plans, and search for the best one, without running
+them."""

@@ -1,9 +1,9 @@
-"""Operations, copies and collectives in seconds: a roofline, rings that know which of their members share a
-node, and how long each part of a step takes alone.
+"""The cost model: seconds of operations (a roofline), of collectives (rings over nodes and networks), and of
+each part of a step when it runs alone.
 
-What activation_checkpoint offload sends to host memory: which blocks, how much, and how long a copy takes.
-How it is done is in parallel/activation_offload.py; what it does to memory on the device is in
-memory_model.py, and to a step in fsdp_schedule.py.
+Also the costs of `activation_checkpoint=offload`: which blocks copy how much to host memory, and in what
+time. parallel/activation_offload.py does the copies; memory_model.py has their effect on device memory,
+fsdp_schedule.py their effect on a step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,9 +18,16 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, Mod
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds that the collectives of one FSDP unit take alone: its all-gather in the forward and in the
-    backward (which can be over a smaller group), the copies out of the gathered buffer and into the reduced
-    one, the reduce-scatter, and the all-reduce over dp_replicate. 0 where there is none."""
+    """Seconds of one FSDP unit's collectives and copies, each alone; 0 if there is none.
+
+    Args:
+        gather_s: all-gather in the forward
+        regather_s: all-gather in the backward, possibly over a smaller group
+        copy_out_s: copy out of the all-gather's buffer
+        copy_in_s: copy into the reduce-scatter's buffer
+        scatter_s: reduce-scatter
+        all_reduce_s: all-reduce over dp_replicate
+    """
 
     gather_s: float
     regather_s: float
@@ -32,8 +39,8 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """Seconds of one module's forward and backward for one micro batch: computing (recomputation included),
-    and the tensor-parallel collectives in between, which nothing hides."""
+    """Seconds of one module's forward and backward for one micro batch: compute (including recompute), and
+    the tensor-parallel collectives (`*_tp_s`), which are always exposed."""
 
     forward_s: float
     forward_tp_s: float
@@ -41,14 +48,20 @@ class ModuleTimes:
     backward_tp_s: float
 
     def forward_only(self) -> "ModuleTimes":
-        """The same where the backward ends before it."""
+        """Return the times without the backward, for a module before the first trained one."""
         return ModuleTimes(self.forward_s, self.forward_tp_s, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Everything that takes time in a step, by name of unit and module, of one rank. `optimizer_s`: norm and
-    update. `overlaps` and `slowdown`: as in Hardware. `host_s`: of `offload.copy_times`."""
+    """Seconds of all parts of one rank's step.
+
+    Args:
+        units, modules: by name
+        optimizer_s: gradient norm and update
+        overlaps, slowdown: as in `Hardware`
+        host_s: of one copy to or from host memory, by block, from `copy_times`
+    """
 
     units: Mapping[str, UnitTimes]
     modules: Mapping[str, ModuleTimes]
@@ -58,21 +71,21 @@ class StepTimes:
     host_s: Mapping[str, float] = field(default_factory=dict)
 
     def busy_s(self, micro_batches: int) -> float:
-        """Seconds of a step that waits for no gather and no reduction, and for host memory as little as can
-        be: what is sent is sent before the forward ends, and fetched before the backward does."""
+        """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, and copies
+        to and from host memory overlap fully with the forward and the backward."""
         copying = sum(self.host_s.values())
         forward = sum(m.forward_s + m.forward_tp_s for m in self.modules.values())
         backward = sum(m.backward_s + m.backward_tp_s for m in self.modules.values())
         return micro_batches * (max(forward, copying) + max(backward, copying)) + self.optimizer_s
 
 
-FLOAT32_ATTENTION = "efficient"  # the one fused kernel of GPUs that takes float32, so the best one there
-# Both estimates, not measured. A product's operands are about two thirds of the bytes that it moves; casting
-# one to float8 writes half of them, mostly in the kernel that made it, for about two products each, and
-# sometimes reads them again.
+FLOAT32_ATTENTION = "efficient"  # the only fused GPU kernel for float32, so the best one
+# This constant and the next are estimates, not measurements. Operands are about two thirds of the bytes that
+# a matmul moves. A cast to float8 writes half as many bytes, mostly fused into the kernel that produces the
+# operand, serves about two matmuls, and sometimes reads the operand again.
 FLOAT8_CASTING = 0.25
-# Every collective of the forward, and half of the backward's, stands beside a product that it can be cut up
-# with.
+# Every tensor-parallel collective of the forward, and half of those of the backward, adjoin a matmul with
+# which they can be pipelined in pieces.
 ASYNC_TP_HIDDEN = 0.5
 
 
@@ -81,9 +94,9 @@ class Group:
     """The ranks of one collective.
 
     Args:
-        size: members
-        per_node: members in each node
-        sharing: groups that send at the same time through one node's network
+        size: number of ranks
+        per_node: number of ranks in each node
+        sharing: number of groups that use one node's network at the same time
     """
 
     size: int
@@ -92,11 +105,13 @@ class Group:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes."""
         return self.size // self.per_node
 
 
 def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
-    """The groups of each axis; ranks are numbered with tp innermost, and nodes filled in that order."""
+    """Return the group of each mesh axis. tp is the innermost axis of the rank numbers, which fill the nodes
+    in order."""
     gpus = min(gpus_per_node, mesh.world_size)
     strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
     return {
@@ -106,28 +121,29 @@ def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
 
 
 def strided_group(size: int, stride: int, gpus: int, world_size: int) -> Group:
-    """The group of `size` ranks of all, each `stride` after the one before, on nodes of `gpus`. Ranks that do
-    not fill nodes evenly are taken to lie in more of them, evenly."""
+    """Return the group of `size` ranks with a distance of `stride`, on nodes of `gpus`. Ranks that do not
+    fill nodes evenly are modeled as spread evenly over more nodes."""
     per_node = gcd(size, max(gpus // stride, 1))
     return Group(size, per_node, max(1, min(gpus // per_node, world_size // size)))
 
 
 def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware) -> float:
-    """Seconds of a product, of attention, or of an operation bound by memory: the slower of computing and
-    moving."""
+    """Return the seconds of an operation by the roofline: the slower of compute and memory traffic, plus the
+    fixed cost per operation."""
     flops, moved = operation.flops.at(micro_batch_size), operation.bytes.at(micro_batch_size)
     return max(_computing_s(operation, flops, hardware), traffic_s(moved, hardware)) + hardware.operation_s
 
 
 def traffic_s(moved_bytes: float, hardware: Hardware) -> float:
-    """Seconds of reading and writing so many bytes of the device's memory."""
+    """Return the seconds to move `moved_bytes` (read plus written) in device memory."""
     return moved_bytes / (hardware.memory_gb_s * 1e9 * hardware.memory_efficiency)
 
 
 def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware) -> float:
-    """Seconds of an all_gather, reduce_scatter or all_reduce whose full side is `full_bytes`.
+    """Return the seconds of an all_gather, reduce_scatter or all_reduce. `full_bytes`: of its unsharded
+    tensor.
 
-    A ring sends (n - 1) / n of the full side over every link, in n - 1 hops, an all-reduce twice that
+    A ring sends (n - 1) / n of the full tensor over every link in n - 1 hops, an all-reduce twice that
     (Patarasuk and Yuan, 2009). The slowest link decides: NVLink, or the network, which the groups of a node
     share. Latencies add up as in NCCL's own model (src/graph/tuning.cc).
     """
@@ -148,11 +164,11 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
 
 
 def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_node: int) -> StepTimes:
-    """What a step's parts take, each alone. Of `cpu_offload` it knows nothing."""
+    """Return the seconds of each part of a step, each alone. `cpu_offload` has no time model."""
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
     hidden = ASYNC_TP_HIDDEN if plan.async_tp else 0.0
-    times: dict[int, ModuleTimes] = {}  # blocks are one and the same work: each is looked at once
+    times: dict[int, ModuleTimes] = {}  # by identity: all blocks share one workload
     keys = {name: id(work.modules[name]) for name in plan.modules}
     for name, key in keys.items():
         if key not in times:
@@ -163,7 +179,7 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
         name: times[key] if work.has_backward((name,)) else times[key].forward_only()
         for name, key in keys.items()
     }
-    units: dict[tuple[object, ...], UnitTimes] = {}  # units alike are looked at once too
+    units: dict[tuple[object, ...], UnitTimes] = {}  # identical units share their times too
     kinds = {unit.name: _unit_kind(unit, work) for unit in plan.units}
     for unit in plan.units:
         if kinds[unit.name] not in units:
@@ -179,7 +195,7 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
 
 
 def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
-    """The device that each of a node's processes has: all of it, or of a CPU its share of the cores."""
+    """Return the hardware of one process: the complete device, or its share of a CPU's cores."""
     if not hardware.cores:
         return hardware
     share = hardware.cores / processes
@@ -193,8 +209,8 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
 
 
 def with_kernel(hardware: Hardware, attention: str) -> Hardware:
-    """The device with the attention rates of a kernel; of one it does not know, those of its best. A device's
-    rates of float32 are those of the best kernel that takes it."""
+    """Return the hardware with the attention rates of a kernel; an unknown kernel gets those of the best one.
+    The float32 rates of a device are those of FLOAT32_ATTENTION."""
     share = hardware.attention_kernels.get(attention, 1.0)
     shares = {"float32": 1.0} if attention == FLOAT32_ATTENTION else {}
     forward, backward = (
@@ -225,7 +241,7 @@ def _module_times(
 
 
 def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, float8_share: float) -> float:
-    """Seconds of computing, with a share of the products in float8."""
+    """Return the seconds of compute, with a share of the matmuls in float8."""
     seconds = 0.0
     for operation in phase.operations:
         if operation.kind == "collective":
@@ -242,7 +258,7 @@ def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, float8_sha
 
 
 def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: Group) -> float:
-    """Seconds of the tensor-parallel collectives."""
+    """Return the seconds of the tensor-parallel collectives."""
     return sum(
         collective_s(operation.name, operation.bytes.at(micro_batch_size), tp, hardware)
         for operation in phase.operations
@@ -251,7 +267,7 @@ def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: 
 
 
 def _unit_kind(unit: UnitPlan, work: ModelWorkload) -> tuple[object, ...]:
-    """What decides how long a unit's collectives take."""
+    """A key with everything that determines a unit's `UnitTimes`."""
     modules = ((id(work.modules[name]), work.trained.get(name, 1.0)) for name in unit.modules)
     return (
         *modules,
@@ -271,16 +287,16 @@ def _unit_times(
     groups: Mapping[str, Group],
     gpus_per_node: int,
 ) -> UnitTimes:
-    """A unit's collectives and copies. A rank casts its shard to param_dtype and gathers the whole unit into
-    one buffer, which is copied out into the weights; gradients are copied, and cast, into another, which is
-    scattered."""
+    """Return the seconds of a unit's collectives and copies. A rank casts its shard to param_dtype and
+    all-gathers the unit into one buffer, which is copied out into the weights; gradients are cast and copied
+    into another buffer, which is reduce-scattered."""
     shard, replicate = groups["dp_shard"], groups["dp_replicate"]
     parameters = sum(work.modules[name].parameters for name in unit.modules)
     trained = trained_parameters(unit.modules, work)
     narrower = sum(work.modules[name].float8 for name in unit.modules) * plan.float8.all_gather
-    held = parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
-    sent = trained * DTYPE_BYTES[unit.reduce_dtype]
-    cast_s = traffic_s((parameters * DTYPE_BYTES[plan.storage_dtype] + held) / shard.size, hardware)
+    gathered = parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
+    reduced = trained * DTYPE_BYTES[unit.reduce_dtype]
+    cast_s = traffic_s((parameters * DTYPE_BYTES[plan.storage_dtype] + gathered) / shard.size, hardware)
     size = unit.reshard_after_forward
     again = regathered(unit) and work.has_backward(unit.modules)
     regroup = (
@@ -289,16 +305,16 @@ def _unit_times(
         else strided_group(size, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size), plan.mesh.world_size)
     )
     alone = shard.size == 1
-    regather_s = collective_s("all_gather", held, regroup, hardware) + (
+    regather_s = collective_s("all_gather", gathered, regroup, hardware) + (
         cast_s if regroup == shard and not alone else 0.0
     )
     return UnitTimes(
-        gather_s=0.0 if alone else collective_s("all_gather", held, shard, hardware) + cast_s,
+        gather_s=0.0 if alone else collective_s("all_gather", gathered, shard, hardware) + cast_s,
         regather_s=regather_s if again else 0.0,
-        copy_out_s=traffic_s(2 * held, hardware) + (cast_s if alone else 0.0),
-        copy_in_s=traffic_s(trained * DTYPE_BYTES[unit.param_dtype] + sent, hardware),
-        scatter_s=collective_s("reduce_scatter", sent, shard, hardware),
-        all_reduce_s=collective_s("all_reduce", sent / shard.size, replicate, hardware),
+        copy_out_s=traffic_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
+        copy_in_s=traffic_s(trained * DTYPE_BYTES[unit.param_dtype] + reduced, hardware),
+        scatter_s=collective_s("reduce_scatter", reduced, shard, hardware),
+        all_reduce_s=collective_s("all_reduce", reduced / shard.size, replicate, hardware),
     )
 
 
@@ -311,25 +327,28 @@ def _optimizer_s(plan: Plan, work: ModelWorkload, hardware: Hardware) -> float:
 
 
 def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:
-    """Bytes moved for a parameter in a step's end, where it and its gradient have `stored_bytes`, each moment
-    `moment_bytes`.
+    """Return the bytes that the optimizer step moves per parameter.
 
     The norm reads the gradient. AdamW reads parameter, gradient and two moments, and writes all but the
-    gradient; torch's fused one, for float32 alone, writes the clipped gradient too
+    gradient; torch's fused AdamW, used for float32 only, also writes the clipped gradient
     (aten/src/ATen/native/cuda/fused_adam_utils.cuh).
+
+    Args:
+        stored_bytes: of the parameter, and of its gradient
+        moment_bytes: of one of the two moments
     """
     clipped = stored_bytes if stored_bytes == moment_bytes == 4 else 0
     return stored_bytes + 3 * stored_bytes + 4 * moment_bytes + clipped
 
 
 def trained_parameters(modules: Iterable[str], work: ModelWorkload) -> float:
-    """Parameters of these modules, on one tp rank, that are trained."""
+    """Return the number of trained parameters of these modules on one tp rank."""
     return sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in modules)
 
 
 def sent_blocks(plan: Plan, work: ModelWorkload) -> dict[str, str]:
-    """Each block whose activations are sent -> the next block with offload. The last one's are needed first:
-    they stay."""
+    """Map each block whose activations are copied to host memory to the next block with offload. The last
+    block's activations stay on the device, because the backward needs them first."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     names = (
         name
@@ -340,14 +359,14 @@ def sent_blocks(plan: Plan, work: ModelWorkload) -> dict[str, str]:
 
 
 def host_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """What a rank keeps in host memory: activations, and what `cpu_offload` does. Pinned memory comes in
-    powers of two, which is not counted."""
+    """Return the host memory of a rank: offloaded activations, and the state that `cpu_offload` moves. That
+    pinned memory is allocated in powers of two is not counted."""
     sent = sum(work.modules[name].saved_bytes.at(plan.micro_batch_size) for name in sent_blocks(plan, work))
     return int(sent) + (stored_bytes(plan, work) if plan.cpu_offload else 0)
 
 
 def stored_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """A rank's shards of parameters, gradients and moments, as if every weight could be divided evenly."""
+    """Return the bytes of a rank's shards of parameters, gradients and moments, without padding."""
     parameters = sum(work.modules[name].parameters for name in plan.modules)
     trained = trained_parameters(plan.modules, work)
     values = DTYPE_BYTES[plan.storage_dtype] * (parameters + trained) + 2 * work.moment_bytes * trained
@@ -355,8 +374,8 @@ def stored_bytes(plan: Plan, work: ModelWorkload) -> int:
 
 
 def copy_times(plan: Plan, work: ModelWorkload, hardware: Hardware) -> Mapping[str, float]:
-    """Seconds of one copy of what each block with offload sends, in the order of the forward; 0 for the last
-    one's, which stay. No copy's latency matters beside its bytes."""
+    """Return the seconds of one copy of each offloaded block's activations, in the order of the forward; 0
+    for the last block, whose activations stay. The latency of a copy is negligible."""
     sent = sent_blocks(plan, work)
     if not sent:
         return {}

@@ -1,4 +1,4 @@
-"""Why a plan was chosen, in sentences that a person can check."""
+"""The reasons for the chosen plan (`why:`), with figures that a reader can check."""
 
 from collections.abc import Iterator
 from math import log
@@ -12,12 +12,12 @@ from meshwright.parallel.planner.search_space import CHOICES
 from meshwright.parallel.planner.stream_simulator import OFFLOAD
 
 MILLI = 1e3
-MOST_COMPARED = 3  # other values of one choice
+MOST_COMPARED = 3  # alternatives listed per key
 
 
 def give_reasons(choice: SearchResult, machines: Cluster, times: StepTimes) -> list[str]:
-    """One sentence for memory, one for communication, and one for each choice that had an alternative: what
-    the nearest other value would have cost. `times`: of the best plan."""
+    """Return one sentence on memory, one on communication, and one per key with alternatives, which states
+    the cost of the nearest other values. `times` are those of the best plan."""
     best = choice.best
     return [
         _memory(choice, machines),
@@ -29,65 +29,67 @@ def give_reasons(choice: SearchResult, machines: Cluster, times: StepTimes) -> l
 
 
 def _tie(choice: SearchResult) -> Iterator[str]:
-    """Where the chosen plan is not the fastest."""
+    """A note if the chosen plan is not the fastest one."""
     fastest = max(candidate.rate() for candidate in choice.ranked)
     if fastest > choice.best.rate():
-        yield f"plans within {EQUAL:.0%} of the fastest count as equal, and this is the simplest of them"
+        yield f"plans within {EQUAL:.0%} of the fastest count as equal; this is the simplest of them"
 
 
 def _memory(choice: SearchResult, machines: Cluster) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
-        f"of {tried} plans that were tried {len(choice.does_not_fit)} do not fit, and {len(choice.pruned)} "
-        f"would be slower even if they waited for nothing; this one needs {_gib(choice.best)} of "
-        f"{machines.available_bytes / GIB:.1f} GiB, the allocator's share included"
+        f"{tried} plans tried: {len(choice.does_not_fit)} do not fit in memory, and {len(choice.pruned)} "
+        f"would be slower even with all FSDP communication hidden; this plan needs {_gib(choice.best)} of "
+        f"{machines.available_bytes / GIB:.1f} GiB, including allocator overhead"
     )
 
 
 def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
-    """Whether gathering and reducing a block hides behind computing one."""
+    """Compare the collectives of the middle unit with its compute."""
     assert best.timeline is not None
     unit = best.plan.units[len(best.plan.units) // 2]
-    parts, alone = times.units[unit.name], [times.modules[name] for name in unit.modules]
-    forward, backward = sum(m.forward_s for m in alone), sum(m.backward_s for m in alone)
-    waited = best.timeline.exposed_s - best.timeline.exposed_by_lane.get(OFFLOAD, 0.0)
-    exposed = waited / best.timeline.step_s
+    parts, modules = times.units[unit.name], [times.modules[name] for name in unit.modules]
+    forward, backward = sum(m.forward_s for m in modules), sum(m.backward_s for m in modules)
+    exposed_s = best.timeline.exposed_s - best.timeline.exposed_by_lane.get(OFFLOAD, 0.0)
+    exposed = exposed_s / best.timeline.step_s
     if best.plan.mesh.dp_shard > 1:
-        sending = parts.regather_s * regathered(unit) + parts.scatter_s
-        hides = (
-            "can hide all of it"
-            if max(parts.gather_s / forward, sending / backward) <= 1
-            else "cannot hide all of it"
+        backward_comm_s = parts.regather_s * regathered(unit) + parts.scatter_s
+        verdict = (
+            "compute can hide all of it"
+            if max(parts.gather_s / forward, backward_comm_s / backward) <= 1
+            else "compute cannot hide all of it"
         )
-        again = "gathered again and reduced" if regathered(unit) else "reduced"
-        hides = hides if times.overlaps else "stands still meanwhile"
+        in_backward = (
+            "second all-gather and reduce-scatter take" if regathered(unit) else "reduce-scatter takes"
+        )
+        verdict = verdict if times.overlaps else "compute stops during collectives"
         yield (
-            f"dp_shard={best.plan.mesh.dp_shard}: {unit.name} is gathered in {parts.gather_s * MILLI:.1f} ms "
-            f"beside {forward * MILLI:.1f} ms of forward, and {again} in {sending * MILLI:.1f} ms beside "
-            f"{backward * MILLI:.1f} ms of backward: computing {hides}"
+            f"dp_shard={best.plan.mesh.dp_shard}: the all-gather of {unit.name} takes "
+            f"{parts.gather_s * MILLI:.1f} ms next to {forward * MILLI:.1f} ms of forward, its {in_backward} "
+            f"{backward_comm_s * MILLI:.1f} ms next to {backward * MILLI:.1f} ms of backward: {verdict}"
         )
     if best.plan.mesh.tp > 1:
-        waited = sum(m.forward_tp_s + m.backward_tp_s for m in alone)
+        tp_s = sum(m.forward_tp_s + m.backward_tp_s for m in modules)
         yield (
-            f"tp={best.plan.mesh.tp}: its collectives take {waited * MILLI:.1f} ms of each {unit.name}'s "
-            f"{(forward + backward + waited) * MILLI:.1f} ms, and nothing hides them"
+            f"tp={best.plan.mesh.tp}: tensor-parallel collectives take {tp_s * MILLI:.1f} ms of the "
+            f"{(forward + backward + tp_s) * MILLI:.1f} ms of {unit.name}, all of it exposed"
         )
     if best.plan.mesh.world_size > 1:
-        yield f"{exposed:.1%} of the step waits for communication"
+        yield f"{exposed:.1%} of the step is exposed communication"
 
 
 def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
-    """Whether sending activations to host memory and fetching them hides behind computing."""
+    """Compare the copies of offloaded activations with the compute of their block."""
     if not any(times.host_s.values()):
         return
     assert best.timeline is not None
     name, copy_s = next(iter(times.host_s.items()))
-    alone = times.modules[name]
+    block = times.modules[name]
     share = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0) / best.timeline.step_s
     yield (
-        f"offload: what {name} keeps is copied in {copy_s * MILLI:.1f} ms each way, beside "
-        f"{alone.forward_s * MILLI:.1f} ms of forward and {alone.backward_s * MILLI:.1f} ms of backward: "
-        f"{best.host_bytes / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for it"
+        f"offload: copying the activations of {name} takes {copy_s * MILLI:.1f} ms each way, next to "
+        f"{block.forward_s * MILLI:.1f} ms of forward and {block.backward_s * MILLI:.1f} ms of backward; "
+        f"{best.host_bytes / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for copies"
     )
 
 
@@ -95,61 +97,65 @@ def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
     for key in CHOICES:
         if key == "dp_replicate":  # it follows from tp and dp_shard
             continue
-        said = [_compare(other, key, choice.best, machines) for other in _same_but_for(choice, key)]
-        if said:
+        costs = [_compare(other, key, choice.best, machines) for other in _alternatives_for(choice, key)]
+        if costs:
             fewest = (
-                "no fewer fit; " if key == "activation_checkpoint_blocks" and _is_part(choice.best) else ""
+                "fewer do not fit; "
+                if key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best)
+                else ""
             )
-            yield f"{key}={_word(choice.best.choices[key])}: {fewest}" + "; ".join(said)
+            yield f"{key}={_format_value(choice.best.choices[key])}: {fewest}" + "; ".join(costs)
 
 
-def _same_but_for(choice: SearchResult, key: str) -> list[Candidate]:
-    """Plans that differ from the best in one choice, and in what follows from it: the best of each value.
-    Fitting ones come first, and those nearest to what was chosen. From any choice follows for how many blocks
-    memory is too small."""
+def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
+    """Return the best plan for each other value of `key` with all other choices as in the best plan, except
+    those that depend on `key`: the degrees on each other, the number of blocks on every key. The values
+    nearest to the chosen one come first."""
     free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(
         key, {key}
     )
     free = free if key == "activation_checkpoint_blocks" else free | {"activation_checkpoint_blocks"}
-    found: dict[Any, Candidate] = {}
+    best_of_value: dict[Any, Candidate] = {}
     for candidate in (*choice.ranked, *choice.pruned, *choice.does_not_fit):
         if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
-            found.setdefault(candidate.choices[key], candidate)
-    others = [candidate for value, candidate in found.items() if value != choice.best.choices[key]]
+            best_of_value.setdefault(candidate.choices[key], candidate)
+    others = [candidate for value, candidate in best_of_value.items() if value != choice.best.choices[key]]
     return sorted(others, key=lambda other: _distance(other.choices[key], choice.best.choices[key]))[
         :MOST_COMPARED
     ]
 
 
 def _distance(value: Any, chosen: Any) -> float:
-    """How far a choice is from the chosen one: degrees and sizes by their ratio."""
+    """The distance of a value from the chosen one: the logarithm of the ratio for degrees and sizes, else
+    0."""
     return abs(log(value / chosen)) if isinstance(value, int) and value and chosen else 0.0
 
 
 def _compare(other: Candidate, key: str, best: Candidate, machines: Cluster) -> str:
-    value = _word(other.choices[key])
-    if key == "activation_checkpoint" and _is_part(other):
-        value += f" of {other.choices['activation_checkpoint_blocks']} blocks"
+    """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
+    value = _format_value(other.choices[key])
+    if key == "activation_checkpoint" and _has_mixed_blocks(other):
+        value += f" for {other.choices['activation_checkpoint_blocks']} blocks"
     if other.timeline is None and other.needed_bytes <= machines.available_bytes:
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
-        return f"{value} needs {_gib(other)} of {machines.available_bytes / GIB:.1f} GiB"
+        return f"{value} does not fit ({_gib(other)} of {machines.available_bytes / GIB:.1f} GiB)"
     ratio = other.rate() / best.rate() - 1
-    pace = (
+    speed = (
         "is as fast" if abs(ratio) < 0.0005 else f"is {abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"
     )
-    return f"{value} {pace} and needs {_gib(other)}"
+    return f"{value} {speed} and needs {_gib(other)}"
 
 
-def _is_part(candidate: Candidate) -> bool:
-    """Whether some blocks are treated otherwise than others."""
+def _has_mixed_blocks(candidate: Candidate) -> bool:
+    """Whether only some of the blocks use activation checkpointing."""
     return len({unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}) > 1
 
 
 def _gib(candidate: Candidate) -> str:
-    more = "" if candidate.memory else "at least "
-    return f"{more}{candidate.needed_bytes / GIB:.1f} GiB"
+    bound = "" if candidate.memory else "at least "
+    return f"{bound}{candidate.needed_bytes / GIB:.1f} GiB"
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower()

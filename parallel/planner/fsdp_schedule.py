@@ -1,5 +1,5 @@
-"""A training step as events on the streams of one GPU: when each unit is gathered, computed, reduced; what is
-waited for."""
+"""A discrete-event simulation of a training step on the streams of one GPU: the all-gathers, compute and
+reductions of each FSDP unit, and the exposed waits."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ from meshwright.parallel.planner.stream_simulator import (
 )
 from meshwright.parallel.planner.timeline import EXPOSED, MicroBatchTimeline, Timeline, TimelineEvent
 
-# name of a unit, phase -> units whose all-gathers it starts ahead
+# (unit name, phase) -> units whose all-gathers it prefetches
 Ahead = Mapping[tuple[str, str], Sequence[UnitPlan]]
 SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatters share
 
 
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
-    """One optimizer step of one rank, as FSDP2 runs it (see `_FsdpLaunchOrder` for its rules).
+    """Simulate one optimizer step of one rank under FSDP2 (its rules are in `_FsdpLaunchOrder`).
 
-    FSDP2 ends every backward by waiting for all that is in flight, and starts the next forward's first
-    all-gather after that, so a micro batch passes as if it were alone, and two kinds are played: the last
-    one, with the all-reduces of HSDP, and any other.
+    At the end of every backward FSDP2 waits for all collectives in flight, and the next forward's first
+    all-gather starts after that. Micro batches are therefore independent, and two kinds are simulated: the
+    last one, with the all-reduces of HSDP, and the others.
     """
     ahead = start_ahead(plan)
     last = _simulate_round(plan, times, ahead, all_reduce=True)
@@ -42,14 +42,14 @@ def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
 
 
 def start_ahead(plan: Plan) -> Ahead:
-    """The prefetch schedule."""
+    """Return the prefetch schedule of both phases."""
     schedules = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
     return {(name, phase): units for phase, schedule in schedules.items() for name, units in schedule.items()}
 
 
 def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead, all_reduces: Sequence[bool]) -> list[Task]:
-    """What the CPU launches for some micro batches one after the other: for each, whether it all-reduces its
-    gradients."""
+    """Return the tasks that the CPU launches for consecutive micro batches. `all_reduces` has one item per
+    micro batch: whether it all-reduces its gradients."""
     launches = _FsdpLaunchOrder(plan, times, ahead)
     for all_reduce in all_reduces:
         launches.launch_forward()
@@ -58,42 +58,42 @@ def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead, all_reduces: Sequen
 
 
 class _FsdpLaunchOrder:
-    """The tasks of a step in the order in which the CPU launches them: the hooks of FSDP2, read in torch 2.13
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py). The CPU is never late.
+    """The tasks of a step in the order in which the CPU launches them, from the hooks of FSDP2 in torch 2.13
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py). The host is never the
+    bottleneck.
 
-    - Gathering and waiting: `_unshard`, `_copy_out`. Reducing: `_reduce`. The end of a backward: `_finish`.
-    - All-gathers and reduce-scatters over dp_shard go through one NCCL communicator, which runs one at a time
-      in the order of launching, whatever their streams (FSDPModule.set_separate_reduce_scatter_group, which
-      is off, says so). That is why a backward without prefetching gathers a unit only after the reduction of
-      the one before.
-    - What a block sends to host memory: `_send`; back: `_fetch` (parallel/activation_offload.py).
-    - Parameters of a unit are freed after its backward in every micro batch, so each of them gathers all
-      again.
+    - All-gather: `_unshard`, `_copy_out`. Reduction: `_reduce`. End of a backward: `_finish`.
+    - All-gathers and reduce-scatters over dp_shard share one NCCL communicator, which runs them one at a time
+      in launch order, whatever their streams (see FSDPModule.set_separate_reduce_scatter_group, which is not
+      used). Without backward prefetching, a unit is therefore gathered only after the previous unit's
+      reduction.
+    - Copies to host memory: `_send`; from host memory: `_fetch` (parallel/activation_offload.py).
+    - A unit's parameters are freed after its backward, so every micro batch gathers them again.
     """
 
     def __init__(self, plan: Plan, times: StepTimes, ahead: Ahead) -> None:
         self.tasks: list[Task] = []
         self._plan, self._times = plan, times
         self._owner = {module: unit for unit in plan.units for module in unit.modules}
-        self._modules: dict[str, list[str]] = {}  # of each unit, in the order of the forward
+        self._modules: dict[str, list[str]] = {}  # by unit, in the order of the forward
         for module in plan.modules:
             self._modules.setdefault(self._owner[module].name, []).append(module)
         self._ahead = ahead
-        # block -> the one sent before it
-        self._behind = {after: name for name, after in pairwise(times.host_s)}
-        self._copies: dict[str, int] = {}  # block -> its last copy to or from host memory
-        self._last: dict[str, int] = {}  # task of each stream, and of SHARD_CHANNEL
-        self._waits: list[int] = []  # of the next task on the compute stream
-        self._gather_after: list[int] = []  # events that the all-gather stream waits for
-        self._deferred: int | None = None  # forward: the copy-out that it waits for one unit later
-        # unit whose all-gather was started -> its task, if it takes time
+        # block -> the previous offloaded block
+        self._previous_offloaded = {after: name for name, after in pairwise(times.host_s)}
+        self._copies: dict[str, int] = {}  # block -> its latest copy to or from host memory
+        self._last: dict[str, int] = {}  # stream, or SHARD_CHANNEL -> its latest task
+        self._waits: list[int] = []  # tasks that the next task on the compute stream waits for
+        self._gather_after: list[int] = []  # tasks that the all-gather stream waits for
+        self._deferred: int | None = None  # forward: the copy-out to wait for one unit later
+        # unit whose all-gather has started -> its task, if it takes time
         self._in_flight: dict[str, int | None] = {}
         self._gathered: set[str] = set()
-        self._resharded: set[str] = set()  # by their forward
-        self._scatter: int | None = None  # whose input buffer is not yet taken back
+        self._resharded: set[str] = set()  # after their forward
+        self._scatter: int | None = None  # the latest reduce-scatter, which still holds its input buffer
 
     def launch_forward(self) -> None:
-        """All modules in order: each unit is gathered before its first one and resharded behind its last."""
+        """Launch all modules in order: gather each unit before its first module, reshard after its last."""
         for module in self._plan.modules:
             unit = self._owner[module]
             modules = self._modules[unit.name]
@@ -107,8 +107,8 @@ class _FsdpLaunchOrder:
         self._release_deferred()
 
     def launch_backward(self, all_reduce: bool) -> None:
-        """The same the other way round, with each unit's gradients reduced behind its first module, and the
-        wait at the end."""
+        """Launch all modules in reverse order: gather each unit before its last module, reduce its gradients
+        after its first module, and wait at the end."""
         for module in reversed(self._plan.modules):
             unit = self._owner[module]
             modules = self._modules[unit.name]
@@ -121,16 +121,16 @@ class _FsdpLaunchOrder:
         self._finish()
 
     def _gather(self, unit: UnitPlan, phase: str) -> None:
-        """Before the unit computes: gather it, unless that was started ahead, wait, copy out, start others
-        ahead."""
+        """Before the unit's compute: start its all-gather unless it was prefetched, wait, copy out, and
+        prefetch the next units."""
         self._unshard(unit, phase)
         self._copy_out(unit, phase)
-        for other in self._ahead[unit.name, phase]:
-            self._unshard(other, phase)
+        for prefetched in self._ahead[unit.name, phase]:
+            self._unshard(prefetched, phase)
 
     def _unshard(self, unit: UnitPlan, phase: str) -> None:
-        """Start the all-gather, unless the unit is gathered or being gathered. Its stream waits for no
-        computing except for copies out of gathered buffers, which it would otherwise overwrite."""
+        """Start the all-gather unless the unit is gathered or being gathered. On the compute stream the
+        all-gather stream waits only for copies out of its buffers, which it would otherwise overwrite."""
         if unit.name in self._in_flight or unit.name in self._gathered:
             return
         again = unit.name in self._resharded
@@ -146,9 +146,9 @@ class _FsdpLaunchOrder:
             self._gather_after = []
 
     def _copy_out(self, unit: UnitPlan, phase: str) -> None:
-        """Wait for the unit's all-gather and copy out of its buffer, on the compute stream. All-gathers that
-        are launched later wait for this copy in the backward, in the forward only for that of the unit
-        before: there are two buffers."""
+        """Wait for the unit's all-gather and copy out of its buffer, on the compute stream. Later all-gathers
+        wait for this copy in the backward; in the forward, which has two buffers, they wait only for the copy
+        of the previous unit."""
         if unit.name not in self._in_flight:
             return
         gather = self._in_flight.pop(unit.name)
@@ -169,9 +169,9 @@ class _FsdpLaunchOrder:
         self._deferred = None
 
     def _reduce(self, unit: UnitPlan, all_reduce: bool) -> None:
-        """After the unit's backward: free it, wait for the reduce-scatter before (there is one input buffer),
-        copy into that buffer on the compute stream, reduce-scatter, and all-reduce on a stream and a
-        communicator of its own."""
+        """After the unit's backward: free its parameters, wait for the previous reduce-scatter (there is one
+        input buffer), copy into that buffer on the compute stream, reduce-scatter, and all-reduce on a
+        separate stream and communicator."""
         unit_times = self._times.units[unit.name]
         self._gathered.discard(unit.name)
         if self._scatter is not None:
@@ -187,29 +187,30 @@ class _FsdpLaunchOrder:
             self._collective("all_reduce", unit, "backward", unit_times.all_reduce_s, [reduced])
 
     def _send(self, module: str) -> None:
-        """After a block's forward: wait for what the block before it has sent, whose memory is freed, and
-        send its own."""
-        if module in self._behind:
-            self._waits.append(self._copies[self._behind[module]])
+        """After a block's forward: wait for the previous block's copy to host memory, which frees its device
+        memory, and start this block's copy."""
+        if module in self._previous_offloaded:
+            self._waits.append(self._copies[self._previous_offloaded[module]])
         if self._times.host_s.get(module):
             self._copy(module, "send", "forward")
 
     def _fetch(self, module: str) -> None:
-        """Before a block's backward: wait for what was fetched for it, and start to fetch the next
-        block's."""
+        """Before a block's backward: wait for the copy of its activations from host memory, and start the
+        copy for the block whose backward is next."""
         if self._times.host_s.get(module):
             self._waits.append(self._copies[module])
-        if module in self._behind:
-            self._copy(self._behind[module], "fetch", "backward")
+        if module in self._previous_offloaded:
+            self._copy(self._previous_offloaded[module], "fetch", "backward")
 
     def _copy(self, module: str, work: str, phase: str) -> None:
-        """A copy behind what has been computed so far."""
+        """Launch a copy after all compute launched so far."""
         after = [*self._waits, self._last[COMPUTE]]
         unit, alone_s = self._owner[module].name, self._times.host_s[module]
         self._copies[module] = self._add(OFFLOAD, work, unit, module, phase, alone_s, after)
 
     def _finish(self) -> None:
-        """The compute stream waits for all streams; the next forward's all-gathers wait for it."""
+        """End a backward: the compute stream waits for all streams, and the next forward's all-gathers wait
+        for the compute stream."""
         self._waits += self._last.values()
         self._gather_after = [self._on_compute("", "", "", "backward", 0.0)]
         self._in_flight, self._gathered, self._resharded, self._scatter = {}, set(), set(), None
@@ -246,19 +247,19 @@ class _FsdpLaunchOrder:
         after: Sequence[int],
         channel: str = "",
     ) -> int:
-        """Launch a task after the one before it on its stream, and on its channel if it shares one. Without
-        streams everything runs one after the other."""
+        """Launch a task after the previous one on its stream, and on its communicator if it shares one. If
+        the device does not overlap, tasks run one after the other."""
         index = len(self.tasks)
-        lines = (STREAMS[lane], channel) if channel else (STREAMS[lane],)
-        before = (self._last[line] for line in lines if line in self._last)
-        every = (*after, *before) if self._times.overlaps else tuple(range(index)[-1:])
-        self.tasks.append(Task(lane, work, unit, module, phase, alone_s, every))
-        self._last |= dict.fromkeys(lines, index)
+        queues = (STREAMS[lane], channel) if channel else (STREAMS[lane],)
+        before = (self._last[queue] for queue in queues if queue in self._last)
+        all_after = (*after, *before) if self._times.overlaps else tuple(range(index)[-1:])
+        self.tasks.append(Task(lane, work, unit, module, phase, alone_s, all_after))
+        self._last |= dict.fromkeys(queues, index)
         return index
 
 
 def _simulate_round(plan: Plan, times: StepTimes, ahead: Ahead, all_reduce: bool) -> MicroBatchTimeline:
-    """A micro batch from second 0."""
+    """Simulate one micro batch, from second 0."""
     tasks = launch_tasks(plan, times, ahead, [all_reduce])
     spans = run_tasks(tasks, times.slowdown)
     events = [
@@ -284,7 +285,7 @@ def _optimizer(seconds: float) -> MicroBatchTimeline:
 
 
 def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
-    """Rounds one after the other, each as often as said."""
+    """Concatenate rounds, each repeated by its count, and sum up their compute and exposed time."""
     rounds, step_s, compute_s = list[MicroBatchTimeline](), 0.0, 0.0
     by_lane = defaultdict[str, float](float)
     for part, count in parts:

@@ -1,7 +1,7 @@
-"""Machine kinds: one small YAML each in configs/hardware, every number with its source.
+"""Machine kinds: one small YAML file each in configs/hardware, with a source for every number.
 
-A file has the keys of `Hardware` but its name, which is the file's. A curve is a list of pairs, or one number
-that holds for every size.
+A file has the keys of `Hardware` except `name`, which is the file's name. A curve is a list of pairs, or one
+number for every size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,21 +22,20 @@ HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 MOST_FITTED = 4
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype
-# (size, share) in ascending order of size; or one share for every size
+# (size, share) pairs in ascending order of size
 Curve = Annotated[tuple[tuple[Positive, Positive], ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Link:
-    """What collectives run over: between the devices of a node, or between nodes.
+    """The link that collectives use: between the devices of a node, or between nodes.
 
     Args:
         gb_s: bandwidth in one direction in 10^9 bytes per second: per device within a node, per node between
             nodes
-        latency_s: seconds that each hop of a ring adds
-        efficiency: share of the bandwidth that each collective reaches: all_gather, reduce_scatter,
-            all_reduce; a curve over the number of members in a node (of `node`) or the number of nodes (of
-            `network`)
+        latency_s: seconds per hop of a ring
+        efficiency: share of the bandwidth that each collective reaches (all_gather, reduce_scatter,
+            all_reduce): a curve over the number of ranks in a node (for `node`) or of nodes (for `network`)
     """
 
     gb_s: Positive
@@ -46,32 +45,32 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device, and the machines it stands in.
+    """One kind of device, and the machine that contains it.
 
     Args:
-        device_names: what torch calls it
-        memory_gib: of one device
-        memory_gb_s: bandwidth of its memory, 10^9 bytes per second
+        name: the name of its file
+        device_names: names that torch reports for it
+        memory_gib: memory of one device
+        memory_gb_s: memory bandwidth, 10^9 bytes per second
         peak_tflops: dense matmul rate by dtype of the inputs
-        matmul: share of the peak that a product reaches, by dtype: a curve over its size in GFLOP
-        attention_forward, attention_backward: share of the peak that causal attention reaches, by dtype, with
-            its best kernel
-        attention_kernels: the best kernel and others, each with its rate as a share of the best one's, which
-            is the first
-        memory_efficiency: share of the memory's bandwidth that other operations reach
-        operation_s: seconds that every operation takes beyond its work
+        matmul: share of the peak that a matmul reaches, by dtype: a curve over its size in GFLOP
+        attention_forward, attention_backward: share of the peak that causal attention reaches with the best
+            kernel, by dtype
+        attention_kernels: kernels with their rate as a share of the best one's; the best one comes first
+        memory_efficiency: share of the memory bandwidth that other operations reach
+        operation_s: fixed cost of every operation in seconds
         node, network: the links
-        host_gb_s: what copies between device and host memory reach, each way, 10^9 bytes per second
-        host_memory_gib: of host memory what each device can fill beside its own; 0 where there is none
-            beside, as on a CPU
-        overlaps: whether collectives run beside computation (streams on a GPU), or stop it (gloo on a CPU)
-        slowdown: share of its speed that computation loses while a collective runs beside it
-        reserved_share, reserved_gib: share of the peak that the allocator reserves beyond it, and what the
-            process takes before, in GiB
-        cores: of a CPU, that its processes share; 0 where each process has a device of its own. A CPU's rates
-            are those
-            of one core while the others are as busy: a process has cores / processes of them
-        fitted: the keys whose values were fitted to published runs, at most four
+        host_gb_s: bandwidth of copies between device and host memory, each way, 10^9 bytes per second
+        host_memory_gib: host memory available to each device; 0 if there is no separate host memory, as on a
+            CPU
+        overlaps: whether collectives overlap with compute (streams on a GPU) or stop it (gloo on a CPU)
+        slowdown: share of its speed that compute loses while a collective runs
+        reserved_share, reserved_gib: memory that the allocator reserves beyond the peak, as a share of the
+            peak, and fixed memory of the process, in GiB
+        cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
+            CPU's rates are those of one core while the others are equally busy: a process gets
+            cores / processes of them
+        fitted: keys whose values were fitted to published runs, at most four
     """
 
     name: str
@@ -98,7 +97,8 @@ class Hardware:
 
 
 def share_at(curve: Curve | float, size: float) -> float:
-    """The curve's share at a size, interpolated over the logarithm of the size, and its ends' beyond them."""
+    """Return the curve's share at a size: interpolated over the logarithm of the size, constant beyond the
+    ends."""
     if isinstance(curve, float):
         return curve
     if size <= curve[0][0]:
@@ -111,7 +111,7 @@ def share_at(curve: Curve | float, size: float) -> float:
 
 @cache
 def load_hardware() -> Mapping[str, Hardware]:
-    """All known kinds by name. Raises PlanError for a file that describes none."""
+    """Return all kinds in configs/hardware by name. Raises PlanError for an invalid file."""
     try:
         return {path.stem: read_hardware(path) for path in sorted(HARDWARE_FOLDER.glob("*.yaml"))}
     except YamlError as error:
@@ -119,15 +119,16 @@ def load_hardware() -> Mapping[str, Hardware]:
 
 
 def find_hardware(device_name: str) -> Hardware | None:
-    """The kind that torch's `device_name` is, or None: an unknown device gets no guess."""
+    """Return the kind whose `device_names` include torch's `device_name`, or None."""
     return next((kind for kind in load_hardware().values() if device_name in kind.device_names), None)
 
 
 def read_hardware(path: Path) -> Hardware:
-    """The kind that a file describes. Raises YamlError with all of its mistakes, each naming its key."""
+    """Return the kind that a file describes. Raises YamlError with all mistakes of the file, each with its
+    key."""
     data = load_mapping(path)
     if "name" in data:
-        raise YamlError(f"{path}: unknown key name: the file's own name is the kind's, so leave it out")
+        raise YamlError(f"{path}: unknown key name: the name of the kind is the file's name; remove the key")
     try:
         hardware = structure(Hardware, {**data, "name": path.stem}, str(path))
     except ValueError as error:
@@ -138,7 +139,7 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def _find_contradictions(kind: Hardware) -> Iterator[str]:
-    """What is wrong between keys, and in curves."""
+    """Yield mistakes that involve several keys, and those in curves."""
     curves = {f"matmul.{dtype}": curve for dtype, curve in kind.matmul.items()}
     for place, link in (("node", kind.node), ("network", kind.network)):
         yield from wrong_keys(link.efficiency, COLLECTIVES, f"{place}.efficiency")
@@ -146,12 +147,12 @@ def _find_contradictions(kind: Hardware) -> Iterator[str]:
     for place, curve in curves.items():
         sizes = [] if isinstance(curve, float) else [size for size, _ in curve]
         if sizes != sorted(set(sizes)):
-            yield f"{place}: sizes must ascend: {sizes}"
+            yield f"{place}: sizes must be in ascending order: {sizes}"
     for key in RATES:
         shares = getattr(kind, key)
         yield from (
-            f"{key}.{dtype}: peak_tflops has no such dtype" for dtype in shares.keys() - kind.peak_tflops
+            f"{key}.{dtype}: peak_tflops has no key {dtype}" for dtype in shares.keys() - kind.peak_tflops
         )
         yield from (f"{key}.{dtype} is missing" for dtype in ("bfloat16", "float32") if dtype not in shares)
     if not kind.attention_kernels:
-        yield "attention_kernels must name a kernel"
+        yield "attention_kernels must name at least one kernel"

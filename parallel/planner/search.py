@@ -1,7 +1,6 @@
-"""Every legal way to lay out a training job, judged on memory and time; the best is chosen.
+"""The search for the best plan: branch and bound over all legal plans, by predicted memory and step time.
 
-What the config gives a value stays as it is; what it leaves at `auto` is tried in every way that makes a
-difference.
+Keys that have a value in the config keep it; keys at `auto` are searched.
 """
 
 import dataclasses
@@ -39,15 +38,16 @@ from meshwright.parallel.planner.search_space import (
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import ModelWorkload
 
-PART_OF_THE_BLOCKS = ("selective", "full", "offload")  # what is tried for the fewest blocks that fit, too
+PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
-JUDGED = 12  # plans that are timed in full though a faster one is known, for the list of runners-up
-NEAREST = 24  # plans whose memory is gone through where none fits, to find the one that needs least
+MIN_TIMED = 12  # plans simulated before any is pruned, for the list of runners-up
+NEAREST = 24  # plans whose memory is predicted in full if none fits, to find the smallest
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What a run is planned for: devices of a kind, so many to a node, with so much memory each."""
+    """The machines of a run: the kind of device, the number per node, and the memory available per
+    process."""
 
     hardware: Hardware
     gpus_per_node: int
@@ -59,16 +59,16 @@ class Candidate:
     """One legal plan.
 
     Args:
-        choices: what was tried, by key: tp, dp_replicate, dp_shard, activation_checkpoint,
-            activation_checkpoint_blocks (how many of the blocks; 0 with none), reshard_after_forward,
+        choices: value by key: tp, dp_replicate, dp_shard, activation_checkpoint,
+            activation_checkpoint_blocks (number of blocks; 0 with none), reshard_after_forward,
             prefetch, micro_batch_size
-        plan: all of it
-        lower_bound_s: seconds of a step that waits for nothing
-        needed_bytes: memory of one rank, the allocator's included; at least, where that is too much already
-        host_bytes: of what it keeps in host memory
-        memory: by kind, None where it was clear without
-        timeline: a step; None for a plan that does not fit, or that would be slower at best
-        at_least: fewer blocks cannot fit, but these may not either: how many do is still to be found
+        plan: the complete plan
+        lower_bound_s: seconds of a step in which all FSDP communication is hidden
+        needed_bytes: memory per rank including allocator overhead; only a lower bound if `memory` is None
+        host_bytes: host memory per rank
+        memory: by kind; None if the bounds decided without it
+        timeline: the simulated step; None for a plan that does not fit or was pruned
+        at_least: the number of blocks is only a lower bound; the fewest that fit are still to be found
     """
 
     choices: Mapping[str, Any]
@@ -81,15 +81,19 @@ class Candidate:
     at_least: bool = False
 
     def rate(self) -> float:
-        """Sequences per second, of all ranks."""
+        """Return sequences per second of all ranks; an upper bound if the plan was not simulated."""
         return self.plan.global_batch_size / (self.timeline.step_s if self.timeline else self.lower_bound_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """What a search found: plans that fit and were timed, the best first; those that do not fit, those that
-    need least first; and those that were not timed because they are slower than the best even if they wait
-    for nothing."""
+    """The result of a search.
+
+    Args:
+        ranked: simulated plans that fit, the best first
+        does_not_fit: plans that do not fit, the smallest first
+        pruned: plans that were not simulated because their lower bound is slower than the best plan
+    """
 
     ranked: tuple[Candidate, ...]
     does_not_fit: tuple[Candidate, ...]
@@ -97,6 +101,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate:
+        """The chosen plan."""
         return self.ranked[0]
 
 
@@ -107,28 +112,31 @@ def search(
     machines: Cluster,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
-    """Try all. Raises PlanError if no combination is legal, with what is wrong with the simplest one. That
-    none fits is no error: then `ranked` is empty."""
+    """Return all legal plans, ranked. `ranked` is empty if none fits.
+
+    Raises:
+        PlanError: no combination is legal; the message is that of the simplest one
+    """
     if config.activation_checkpoint == "auto" and (
         mistakes := [*policy_mistakes(config.selective_policy, model.attention_ops)]
     ):
         raise PlanError("\n".join(map(key_line, mistakes)))
-    found = _Search(config, model, shape, machines, trace)
-    for candidate in sorted(found.legal(), key=lambda c: (-c.rate(), _complexity(c))):
-        found.take(candidate)
-    found.does_not_fit.sort(key=attrgetter("needed_bytes"))
-    if not found.ranked:
+    state = _Search(config, model, shape, machines, trace)
+    for candidate in sorted(state.legal_candidates(), key=lambda c: (-c.rate(), _complexity(c))):
+        state.classify(candidate)
+    state.does_not_fit.sort(key=attrgetter("needed_bytes"))
+    if not state.ranked:
         nearest = [
-            candidate if candidate.memory else found.judge(candidate)
-            for candidate in found.does_not_fit[:NEAREST]
+            candidate if candidate.memory else state.evaluate(candidate)
+            for candidate in state.does_not_fit[:NEAREST]
         ]
-        found.does_not_fit[:NEAREST] = sorted(nearest, key=attrgetter("needed_bytes"))
-    return SearchResult(tuple(_ranked(found.ranked)), tuple(found.does_not_fit), tuple(found.pruned))
+        state.does_not_fit[:NEAREST] = sorted(nearest, key=attrgetter("needed_bytes"))
+    return SearchResult(tuple(_ranked(state.ranked)), tuple(state.does_not_fit), tuple(state.pruned))
 
 
 def frugal(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
-    """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of
-    the model."""
+    """Return config and shape with all open keys except tp set to the values that need the least memory.
+    `blocks` is the model's number of blocks."""
     least: dict[str, Any] = {
         "dp_replicate": 1,
         "activation_checkpoint": "full",
@@ -147,7 +155,7 @@ def frugal(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[Parall
 
 @dataclasses.dataclass(eq=False)
 class _Search:
-    """All legal plans, and what has become of those that were looked at."""
+    """The state of a search: its input, the classified candidates, and caches."""
 
     config: ParallelConfig
     model: ModelUnits
@@ -157,94 +165,95 @@ class _Search:
     ranked: list[Candidate] = field(default_factory=list)
     does_not_fit: list[Candidate] = field(default_factory=list)
     pruned: list[Candidate] = field(default_factory=list)
-    # resharding and prefetching change none
+    # by choices without resharding and prefetching, which do not change the bounds
     bounds: dict[tuple[Any, ...], Bounds] = field(default_factory=dict)
-    # blocks, with the frugal way to gather
+    # fewest blocks that fit, by the same key; from the resharding and prefetching tried first
     fewest: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    # choices with which nothing has to be recomputed or sent away
-    keeps_all: set[tuple[Any, ...]] = field(default_factory=set)
+    # choices with which the plan fits without activation checkpointing
+    fits_with_none: set[tuple[Any, ...]] = field(default_factory=set)
     best_rate: float = 0.0
 
-    def legal(self) -> Iterator[Candidate]:
-        """All legal plans: with every block treated alike, or as many as the config says, and with as few as
-        could fit."""
+    def legal_candidates(self) -> Iterator[Candidate]:
+        """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
+        and for the fewest blocks that could fit."""
         mistakes: list[PlanError] = []
-        found = False
+        any_legal = False
         for choices in combinations(self.config, self.shape, self.machines.gpus_per_node):
             try:
                 plan = self._plan(choices)
             except PlanError as error:
                 mistakes.append(error)
                 continue
-            for candidate in (self._alike(choices, plan), self._fewest_blocks(choices, plan)):
+            for candidate in (self._with_all_blocks(choices, plan), self._with_fewest_blocks(choices, plan)):
                 if candidate and (mistake := self._host_mistake(candidate)):
                     mistakes.append(mistake)
                 elif candidate:
-                    found = True
+                    any_legal = True
                     yield candidate
-        if not found:
+        if not any_legal:
             raise mistakes[0]
 
-    def take(self, candidate: Candidate) -> None:
-        """Put a candidate where it belongs, after judging it if it can be the best. The fastest bound must
-        come first."""
+    def classify(self, candidate: Candidate) -> None:
+        """Add a candidate to `ranked`, `does_not_fit` or `pruned`, and simulate it if it can be the best.
+        Candidates must come in the order of their bounds, the fastest first."""
         if not candidate.at_least and candidate.needed_bytes > self.machines.available_bytes:
             self.does_not_fit.append(candidate)
         elif self._is_slower(candidate):
             self.pruned.append(candidate)
         elif not candidate.at_least:
-            judged = self.judge(candidate)
-            (self.ranked if judged.timeline else self.does_not_fit).append(judged)
-            self.best_rate = max(self.best_rate, judged.rate() if judged.timeline else 0.0)
-            if judged.timeline and candidate.choices["activation_checkpoint"] == "none":
-                self.keeps_all.add(_but_checkpointing(candidate.choices))
-        elif _but_checkpointing(candidate.choices) not in self.keeps_all and (
-            settled := self._settle(candidate)
+            evaluated = self.evaluate(candidate)
+            (self.ranked if evaluated.timeline else self.does_not_fit).append(evaluated)
+            self.best_rate = max(self.best_rate, evaluated.rate() if evaluated.timeline else 0.0)
+            if evaluated.timeline and candidate.choices["activation_checkpoint"] == "none":
+                self.fits_with_none.add(_without_checkpointing(candidate.choices))
+        elif _without_checkpointing(candidate.choices) not in self.fits_with_none and (
+            settled := self._settle_blocks(candidate)
         ):
-            self.take(settled)
+            self.classify(settled)
 
-    def judge(self, candidate: Candidate) -> Candidate:
-        """The candidate with its memory and, if it fits, its step."""
+    def evaluate(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with its memory and, if it fits, its simulated step."""
         plan, machines = candidate.plan, self.machines
         work = self.trace(plan)
         memory = predict_step_memory(plan, work)
         needed = reserved_bytes(memory, machines.hardware)
-        judged = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
+        evaluated = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
         if needed > machines.available_bytes:
-            return judged
+            return evaluated
         times = step_times(plan, work, machines.hardware, machines.gpus_per_node)
-        return dataclasses.replace(judged, timeline=simulate_step(plan, times))
+        return dataclasses.replace(evaluated, timeline=simulate_step(plan, times))
 
     def _is_slower(self, candidate: Candidate) -> bool:
-        return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= JUDGED
+        return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= MIN_TIMED
 
     def _plan(self, choices: Mapping[str, Any]) -> Plan:
         config, shape = with_choices(self.config, self.shape, choices)
         return make_plan(config, self.model, shape)
 
     def _blocks(self, plan: Plan) -> int:
-        """Units that activation checkpointing can be for."""
+        """The number of units that can use activation checkpointing."""
         return sum(self.model.checkpointed.issuperset(unit.modules) for unit in plan.units)
 
-    def _alike(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
-        """The candidate of a plan that was made with these choices."""
-        asked, blocks = self.config.activation_checkpoint_blocks, self._blocks(plan)
+    def _with_all_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
+        """Return the candidate with activation checkpointing for all blocks, or for the number in the
+        config."""
+        requested, blocks = self.config.activation_checkpoint_blocks, self._blocks(plan)
         treated = (
             0
             if choices["activation_checkpoint"] == "none"
             else blocks
-            if asked == "auto"
-            else min(asked, blocks)
+            if requested == "auto"
+            else min(requested, blocks)
         )
         return self._candidate({**choices, "activation_checkpoint_blocks": treated}, plan)
 
     def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
-        bounds = self._look(choices, plan)
+        bounds = self._bounds_of(choices, plan)
         in_order = {name: choices[name] for name in CHOICES}
         return Candidate(in_order, plan, bounds.lower_bound_s, bounds.needed_bytes, bounds.host_bytes)
 
-    def _look(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
-        key = (*_but_how_gathered(choices), choices["activation_checkpoint_blocks"])
+    def _bounds_of(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
+        key = (*_without_gathering(choices), choices["activation_checkpoint_blocks"])
         if key not in self.bounds:
             work = self.trace(plan)
             times = step_times(plan, work, self.machines.hardware, self.machines.gpus_per_node)
@@ -253,16 +262,18 @@ class _Search:
             )
         return self.bounds[key]
 
-    def _fewest_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate | None:
-        """The same for fewer blocks: as many as are needed at least, if what blocks keep were all there is.
-        None where that is all of them, or where the config says how many, or how. Its plan is that of all
-        blocks."""
+    def _with_fewest_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate | None:
+        """Return the candidate with a lower bound of the fewest blocks that fit, from `least_bytes`. Its plan
+        is that of all blocks. None if all blocks are needed, the mode has no partial form, or the config sets
+        the number."""
         mode, blocks = choices["activation_checkpoint"], self._blocks(plan)
-        if mode not in PART_OF_THE_BLOCKS or self.config.activation_checkpoint_blocks != "auto" or blocks < 2:
+        if mode not in PARTIAL_MODES or self.config.activation_checkpoint_blocks != "auto" or blocks < 2:
             return None
-        treated = self._look({**choices, "activation_checkpoint_blocks": blocks}, plan)
+        treated = self._bounds_of({**choices, "activation_checkpoint_blocks": blocks}, plan)
         keeping = {**choices, "activation_checkpoint": "none", "activation_checkpoint_blocks": 0}
-        kept = self.bounds.get((*_but_how_gathered(keeping), 0)) or self._look(keeping, self._plan(keeping))
+        kept = self.bounds.get((*_without_gathering(keeping), 0)) or self._bounds_of(
+            keeping, self._plan(keeping)
+        )
         excess = kept.needed_bytes - self.machines.available_bytes
         share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / blocks)
         if (count := math.ceil(share * blocks)) >= blocks:
@@ -272,11 +283,12 @@ class _Search:
         needed = min(kept.needed_bytes, self.machines.available_bytes)
         return Candidate(in_order, plan, lower_bound_s, needed, at_least=True)
 
-    def _settle(self, candidate: Candidate) -> Candidate | None:
-        """The candidate with the fewest blocks that fit: the fewer, the more memory. None where all are
-        needed, which is a candidate of its own, or do not do, or where host memory is too small."""
-        key, blocks = _but_how_gathered(candidate.choices), self._blocks(candidate.plan)
-        needs: dict[int, int] = {}
+    def _settle_blocks(self, candidate: Candidate) -> Candidate | None:
+        """Return the candidate with the fewest blocks that fit; memory grows with every block fewer. None if
+        all blocks are needed (a separate candidate), if even all do not fit, or if host memory is too
+        small."""
+        key, blocks = _without_gathering(candidate.choices), self._blocks(candidate.plan)
+        peaks: dict[int, int] = {}
 
         def with_blocks(count: int) -> Candidate:
             choices = {**candidate.choices, "activation_checkpoint_blocks": count}
@@ -285,21 +297,22 @@ class _Search:
         def fits(count: int) -> bool:
             plan = with_blocks(count).plan
             memory = predict_step_memory(plan, self.trace(plan))
-            needs[count] = memory.peak_bytes
+            peaks[count] = memory.peak_bytes
             return reserved_bytes(memory, self.machines.hardware) <= self.machines.available_bytes
 
-        # Gathering otherwise than asked first never needs less memory, so never fewer blocks.
+        # The resharding and prefetching tried first need the least memory: the others never need fewer
+        # blocks.
         least = max(candidate.choices["activation_checkpoint_blocks"], self.fewest.get(key, 0))
         if least >= blocks or self._is_slower(with_blocks(least)):
             return with_blocks(least) if least < blocks else None
         count = blocks
         if fits(blocks - 1):
-            room = usable_bytes(self.machines.available_bytes, self.machines.hardware) - needs[blocks - 1]
-            keeping = (*_but_how_gathered({**candidate.choices, "activation_checkpoint": "none"}), 0)
+            spare = usable_bytes(self.machines.available_bytes, self.machines.hardware) - peaks[blocks - 1]
+            keeping = (*_without_gathering({**candidate.choices, "activation_checkpoint": "none"}), 0)
             saved = max(
                 1, (self.bounds[keeping].needed_bytes - self.bounds[*key, blocks].needed_bytes) / blocks
             )
-            count = smallest(least, blocks - 1, blocks - 1 - int(room / saved), fits)
+            count = smallest(least, blocks - 1, blocks - 1 - int(spare / saved), fits)
         self.fewest.setdefault(key, count)
         if count == blocks:
             return None
@@ -314,8 +327,8 @@ class _Search:
         ):
             return None
         return PlanError(
-            f"parallel.activation_checkpoint=offload would keep {candidate.host_bytes / GIB:.1f} GiB of each "
-            f"process in host memory, which has {kind.host_memory_gib:g} GiB for it (host_memory_gib in "
+            f"parallel.activation_checkpoint=offload needs {candidate.host_bytes / GIB:.1f} GiB of host "
+            f"memory per process, but {kind.host_memory_gib:g} GiB are available (host_memory_gib in "
             f"configs/hardware/{kind.name}.yaml): offload fewer blocks "
             f"(parallel.activation_checkpoint_blocks), or "
             "use full"
@@ -323,21 +336,23 @@ class _Search:
 
 
 def _without(choices: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:
-    """The other choices, without the number of blocks, which follows from them."""
+    """Return the values of all choices except `keys` and the number of blocks, which depends on the
+    others."""
     left_out = {*keys, "activation_checkpoint_blocks"}
     return tuple(value for key, value in choices.items() if key not in left_out)
 
 
-def _but_how_gathered(choices: Mapping[str, Any]) -> tuple[Any, ...]:
+def _without_gathering(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     return _without(choices, "reshard_after_forward", "prefetch")
 
 
-def _but_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
+def _without_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     return _without(choices, "activation_checkpoint")
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
-    """The fastest first, but the simplest of those that tie with it before it."""
+    """Return the candidates, the fastest first; the simplest of those that tie with the fastest moves to the
+    front."""
     ranked = sorted(candidates, key=lambda c: -c.rate())
     tie = [c for c in ranked if c.rate() > ranked[0].rate() * (1 - EQUAL)]
     best = min(tie, key=_complexity, default=None)
@@ -345,8 +360,8 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[Any, ...]:
-    """What is simpler sorts first: fewer axes, less recomputing, blocks alike, the defaults, and small micro
-    batches."""
+    """A sort key, the simplest first: fewer mesh axes, less recompute, all blocks the same, default values,
+    small micro batches."""
     c = candidate.choices
     mode, kinds = (
         c["activation_checkpoint"],

@@ -1,6 +1,5 @@
-"""What the search for a plan tries: values of the keys that the config leaves open, in every combination that
-can be legal; and how few blocks have to be recomputed, or sent away, for a plan to fit: bounds that spare
-most of the looking."""
+"""The search space of the planner: combinations of values for the keys that the config leaves at `auto`; and
+the bounds that find the fewest recomputed or offloaded blocks with which a plan fits."""
 
 import bisect
 import dataclasses
@@ -24,18 +23,18 @@ CHOICES = (
     "micro_batch_size",
 )
 CHECKPOINTING = ("none", "selective", "full", "offload")
-PREFETCH = (1, 2)  # units ahead; 0 shows every all-gather
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # where nothing says how many sequences a rank gets
-MOST_SEQUENCES = 64  # of a micro batch
+PREFETCH = (1, 2)  # units ahead; with 0 every all-gather is exposed
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # tried if the global batch is open too
+MOST_SEQUENCES = 64  # per micro batch
 
 
 def with_choices(
     config: ParallelConfig, shape: RunShape, choices: Mapping[str, Any]
 ) -> tuple[ParallelConfig, RunShape]:
-    """Config and shape with the choices in their keys."""
-    of_none = {"activation_checkpoint_blocks"} if choices["activation_checkpoint"] == "none" else set()
+    """Return config and shape with the keys set to the choices."""
+    unused = {"activation_checkpoint_blocks"} if choices["activation_checkpoint"] == "none" else set()
     keys = {
-        key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | of_none
+        key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | unused
     }
     keys |= {
         key: choices["prefetch"]
@@ -47,8 +46,8 @@ def with_choices(
 
 
 def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of
-    processes."""
+    """Yield combinations of values, the simplest first. Degrees that the config leaves open multiply to the
+    number of processes."""
     for tp in _degrees(config.tp, min(gpus_per_node, shape.world_size)):
         for replicate, shard, reshards in _data_parallel(config, shape, tp):
             prefetches = _prefetches(config, shard)
@@ -71,7 +70,7 @@ def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) ->
 
 
 def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
-    """Depths to try: one where nothing is gathered, or where both directions are given."""
+    """Return the prefetch depths to try: only one if nothing is gathered or both directions are set."""
     if "auto" not in (config.forward_prefetch, config.backward_prefetch):
         return (f"{config.forward_prefetch}/{config.backward_prefetch}",)
     return PREFETCH if shard > 1 else PREFETCH[:1]
@@ -80,16 +79,19 @@ def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
 def _data_parallel(
     config: ParallelConfig, shape: RunShape, tp: int
 ) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-    """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one
-    is named, but for what the config says otherwise, which `make_plan` refuses."""
+    """Yield dp_replicate, dp_shard and the values of reshard_after_forward to try with them. With
+    `parallel.strategy` they are those of the strategy; a config key that contradicts them is kept, and
+    `make_plan` refuses it."""
     if config.strategy in STRATEGIES:
-        own = strategy_settings(config, max(tp, 1), shape.world_size, shape.gpus_per_node)
-        asked = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
-        replicate, shard = (own[key] if value in ("auto", -1) else value for key, value in asked.items())
+        settings = strategy_settings(config, max(tp, 1), shape.world_size, shape.gpus_per_node)
+        requested = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
+        replicate, shard = (
+            settings[key] if value in ("auto", -1) else value for key, value in requested.items()
+        )
         yield (
             replicate,
             shard,
-            _options(config.reshard_after_forward, (own.get("reshard_after_forward", True),)),
+            _options(config.reshard_after_forward, (settings.get("reshard_after_forward", True),)),
         )
         return
     for replicate in _degrees(config.dp_replicate, shape.world_size):
@@ -102,16 +104,16 @@ def _data_parallel(
         )
 
 
-def _options(asked: Any, all_of_them: tuple[Any, ...]) -> tuple[Any, ...]:
-    return all_of_them if asked == "auto" else (asked,)
+def _options(requested: Any, all_values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return all_values if requested == "auto" else (requested,)
 
 
-def _degrees(asked: Any, most: int) -> list[int]:
-    return [n for n in range(1, most + 1) if most % n == 0] if asked == "auto" else [asked]
+def _degrees(requested: Any, most: int) -> list[int]:
+    return [n for n in range(1, most + 1) if most % n == 0] if requested == "auto" else [requested]
 
 
 def _micro_batches(shape: RunShape, data_parallel: int) -> list[Any]:
-    """Sizes to try: those that divide a rank's share of the global batch."""
+    """Return the micro batch sizes to try: the divisors of a rank's share of the global batch."""
     if shape.micro_batch_size != "auto":
         return [shape.micro_batch_size]
     if shape.global_batch_size == -1:
@@ -122,8 +124,14 @@ def _micro_batches(shape: RunShape, data_parallel: int) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What can be said of a plan at once: what its parts take, seconds of a step that waits for nothing,
-    bytes that it needs at least, and bytes of host memory."""
+    """Quick estimates of a plan.
+
+    Args:
+        times: of the parts of a step
+        lower_bound_s: seconds of a step in which all FSDP communication is hidden
+        needed_bytes: lower bound of the memory per rank
+        host_bytes: host memory per rank
+    """
 
     times: StepTimes
     lower_bound_s: float
@@ -132,8 +140,14 @@ class Bounds:
 
 
 def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> float:
-    """Seconds of a step at least where a share of the blocks is treated: recomputing costs its share, and
-    copying what it takes longer than computing."""
+    """Return a lower bound of the step in seconds with activation checkpointing for a share of the blocks.
+
+    Recompute costs in proportion to the share; offload costs the time by which copies exceed compute.
+
+    Args:
+        kept: bounds with no block recomputed or offloaded
+        treated: bounds with all blocks recomputed or offloaded
+    """
     if host_s := treated.times.host_s:
         part = {name: seconds * share for name, seconds in host_s.items()}
         return dataclasses.replace(treated.times, host_s=part).busy_s(micro_batches)
@@ -141,8 +155,8 @@ def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> f
 
 
 def smallest(low: int, high: int, guess: int, fits: Callable[[int], bool]) -> int:
-    """The smallest number from `low` to `high` that fits, where `high` does, and all from the smallest one
-    on. A good guess costs two looks."""
+    """Return the smallest number from `low` to `high` that fits, by binary search from `guess`; a correct
+    guess costs two calls of `fits`. `high` must fit, and so must every number above one that fits."""
     guess = min(max(guess, low), high)
     if guess > low and not fits(guess - 1):
         low = guess

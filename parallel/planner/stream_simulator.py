@@ -1,4 +1,5 @@
-"""Tasks on the streams of one GPU: what waits for what, and how fast each runs beside the others."""
+"""A discrete-event simulator of tasks on the streams of one GPU: their dependencies, and their speed while
+they overlap."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ STREAMS = {  # lane -> stream
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something a stream does, launched in the order of its index.
+    """A kernel, copy or collective on a stream. The index of a task is its launch order.
 
     Args:
-        lane: one of STREAMS
-        work, unit, module, phase: as in `timeline.Event`
-        alone_s: seconds that it takes with nothing beside it
-        after: indices of the tasks that it waits for, the one before it on its stream included
+        lane: a key of STREAMS
+        work, unit, module, phase: as in `timeline.TimelineEvent`
+        alone_s: seconds if nothing runs at the same time
+        after: indices of the tasks that it waits for, including the previous one on its stream
     """
 
     lane: str
@@ -36,7 +37,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a task ran, and the index of the one whose end let it start; -1 if it waited for none."""
+    """The start and end of a task, and the index of the task whose end released it; -1 if it waited for
+    none."""
 
     start_s: float
     end_s: float
@@ -44,12 +46,12 @@ class Span:
 
 
 def run_tasks(tasks: Sequence[Task], slowdown: float) -> list[Span]:
-    """Play all tasks through, from second 0.
+    """Simulate all tasks from second 0 and return their spans.
 
-    Collectives in flight together share the link: n of them run at 1/n of their speed each. That is the worst
-    case: latencies add up only within one communicator. Computing beside any of them runs at 1 - `slowdown`
-    of its speed; tensor-parallel collectives, which stop computing, neither slow down nor are slowed. Copies
-    to host memory and back have a link, and an engine, of their own.
+    Collectives in flight at the same time share the link: each of n runs at 1/n of its speed. That is the
+    worst case, because latencies add up only within one communicator. Compute runs at 1 - `slowdown` of its
+    speed during any collective. Tensor-parallel collectives are on the compute stream; they neither slow
+    others down nor are slowed down. Copies to and from host memory have a separate link and copy engine.
     """
     spans: dict[int, Span] = {}
     queues = _queues(tasks)
@@ -67,21 +69,23 @@ def run_tasks(tasks: Sequence[Task], slowdown: float) -> list[Span]:
         now_s += passed_s
         ended = running.pop(stream)
         spans[ended.index] = Span(ended.start_s, now_s, ended.released_by)
-    assert len(spans) == len(tasks), "every task waits only for tasks that were launched before it"
+    assert len(spans) == len(tasks), "a task waits for a task that is launched later"
     return [spans[i] for i in range(len(tasks))]
 
 
 @dataclass(slots=True)
 class _Running:
+    """A task in flight."""
+
     index: int
     lane: str
-    left_s: float  # of `alone_s`
+    left_s: float  # the rest of `alone_s`
     start_s: float
     released_by: int
 
 
 def _advance(running: Mapping[str, _Running], slowdown: float) -> tuple[str, float]:
-    """Let all run until one of them ends. Returns its stream, and the seconds until then."""
+    """Advance all running tasks until one ends. Return its stream and the seconds until its end."""
     collectives = len(running.keys() - {COMPUTE, OFFLOAD})
     speeds = dict.fromkeys(running, 1.0 / max(collectives, 1))
     if OFFLOAD in running:
@@ -90,13 +94,13 @@ def _advance(running: Mapping[str, _Running], slowdown: float) -> tuple[str, flo
         speeds[COMPUTE] = 1.0 - slowdown if collectives and running[COMPUTE].lane == COMPUTE else 1.0
     stream = min(running, key=lambda stream: running[stream].left_s / speeds[stream])
     passed_s = running[stream].left_s / speeds[stream]
-    for other, task in running.items():
-        task.left_s = max(task.left_s - passed_s * speeds[other], 0.0)
+    for name, task in running.items():
+        task.left_s = max(task.left_s - passed_s * speeds[name], 0.0)
     return stream, passed_s
 
 
 def _queues(tasks: Sequence[Task]) -> dict[str, list[int]]:
-    """The tasks of each stream, the first at the end."""
+    """Return the task indices of each stream in reverse order."""
     queues: dict[str, list[int]] = {}
     for index, task in enumerate(tasks):
         queues.setdefault(STREAMS[task.lane], []).append(index)
@@ -105,7 +109,7 @@ def _queues(tasks: Sequence[Task]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The compute stream stands from `start_s` to `end_s`, in which the task of that index is in flight."""
+    """An interval in which the compute stream waits while the task with index `task` is in flight."""
 
     task: int
     start_s: float
@@ -113,8 +117,8 @@ class Wait:
 
 
 def find_waits(tasks: Sequence[Task], spans: Sequence[Span]) -> list[Wait]:
-    """All gaps of the compute stream, in order. While what is waited for itself waits, what holds it up
-    counts."""
+    """Return all gaps of the compute stream, in order. While the awaited task is itself waiting, the gap
+    counts for the task that it waits for."""
     waits: list[Wait] = []
     free_s = 0.0
     for task, span in zip(tasks, spans, strict=True):
@@ -125,7 +129,7 @@ def find_waits(tasks: Sequence[Task], spans: Sequence[Span]) -> list[Wait]:
 
 
 def _find_gap(spans: Sequence[Span], waiting: Span, free_s: float) -> list[Wait]:
-    """The gap before one task, the last part first."""
+    """Return the parts of the gap before one task, the last part first."""
     waits: list[Wait] = []
     index, end_s = waiting.released_by, waiting.start_s
     while end_s > free_s:

@@ -1,4 +1,5 @@
-"""A step as it passes on one GPU: events in lanes, what is waited for, and the same as a Chrome trace."""
+"""The timeline of a simulated step on one GPU: events in lanes, exposed waits, and its export as a Chrome
+trace."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 EXPOSED = "exposed"
-LANES = {  # in the order in which they are shown -> what they are called there
+LANES = {  # lane -> label, in display order
     "compute": "compute",
     EXPOSED: "exposed: compute waits",
     "tp": "tensor parallel",
@@ -15,7 +16,7 @@ LANES = {  # in the order in which they are shown -> what they are called there
     "all_reduce": "all-reduce",
     "offload": "host memory",
 }
-TRACE_COLORS = {EXPOSED: "terrible", "tp": "bad"}  # of Chrome's trace viewer; Perfetto chooses by name
+TRACE_COLORS = {EXPOSED: "terrible", "tp": "bad"}  # for Chrome's trace viewer; Perfetto picks colors by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ class TimelineEvent:
 
     Args:
         lane: compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed: the compute stream
-            stands and waits
-        work: in compute forward, backward, copy_out, copy_in or optimizer; in exposed the lane that is waited
-            for; elsewhere the lane (in offload send or fetch)
-        unit: whose parameters or gradients, or that of the module; "" for the optimizer
-        module: what is computed; "" where it is the unit as a whole
+            waits
+        work: in compute forward, backward, copy_out, copy_in or optimizer; in exposed the awaited lane; in
+            offload send or fetch; elsewhere the lane
+        unit: the FSDP unit of the event; "" for the optimizer
+        module: the module; "" for an event of the entire unit
         phase: forward, backward, optimizer
+        micro_batch: number of the micro batch
+        start_s, end_s: start and end
     """
 
     lane: str
@@ -43,14 +46,20 @@ class TimelineEvent:
 
     @property
     def seconds(self) -> float:
+        """The duration."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
 class MicroBatchTimeline:
-    """The events of one micro batch, or the optimizer's, in the order of their starts, as if it began at
-    second 0 and were the first; when it begins, and how long it takes. Micro batches that pass alike share
-    theirs."""
+    """One micro batch, or the optimizer step.
+
+    Args:
+        start_s: start within the step
+        seconds: duration
+        events: in the order of their starts, with times from the start of the micro batch and micro_batch 0;
+            identical micro batches share one tuple
+    """
 
     start_s: float
     seconds: float
@@ -59,12 +68,18 @@ class MicroBatchTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step: `step_s` is `compute_s`, when the compute stream works (copies and the optimizer too,
-    and as slow as they are beside collectives), and `exposed_s`, when it waits for a collective or for host
-    memory, or runs a tensor-parallel collective.
+    """A simulated step.
 
-    `exposed_by_lane` says how much of `exposed_s` each lane is waited for, 0 left out. If what is waited for
-    itself waits, for the link or in a queue, whatever is in flight at that time counts.
+    Args:
+        rounds: micro batches, then the optimizer step
+        step_s: the sum of `compute_s` and `exposed_s`
+        compute_s: time in which the compute stream works, including copies, the optimizer and the slowdown by
+            collectives
+        exposed_s: time in which it waits for a collective or a copy to or from host memory, or runs a
+            tensor-parallel collective
+        exposed_by_lane: `exposed_s` by awaited lane, without zeros. While an awaited task itself waits, for
+        the
+            link or in a queue, the task in flight counts.
     """
 
     rounds: tuple[MicroBatchTimeline, ...]
@@ -84,27 +99,27 @@ class Timeline:
 
     @property
     def exposed_share(self) -> float:
-        """Of the step."""
+        """The share of the step that is exposed."""
         return self.exposed_s / self.step_s if self.step_s else 0.0
 
 
 def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
-    """The step in the trace event format, which https://ui.perfetto.dev and chrome://tracing open: one
-    process named `title`, a thread per lane, complete events ("X") with times in microseconds.
+    """Return the step in the trace event format of https://ui.perfetto.dev and chrome://tracing: one process
+    named `title`, one thread per lane, complete events ("X") with times in microseconds.
 
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     used = [lane for lane in LANES if any(event.lane == lane for event in timeline.events)]
     threads = {lane: number for number, lane in enumerate(used, start=1)}
-    about = [_about("process_name", 0, name=title)]
+    metadata = [_metadata("process_name", 0, name=title)]
     for lane, number in threads.items():
-        about.append(_about("thread_name", number, name=LANES[lane]))
-        about.append(_about("thread_sort_index", number, sort_index=number))
+        metadata.append(_metadata("thread_name", number, name=LANES[lane]))
+        metadata.append(_metadata("thread_sort_index", number, sort_index=number))
     bars = [_bar(event, threads[event.lane]) for event in timeline.events]
-    return {"traceEvents": about + bars, "displayTimeUnit": "ms"}
+    return {"traceEvents": metadata + bars, "displayTimeUnit": "ms"}
 
 
-def _about(kind: str, thread: int, **args: Any) -> dict[str, Any]:
+def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": args}
 
 
@@ -128,7 +143,7 @@ def _bar(event: TimelineEvent, thread: int) -> dict[str, Any]:
 
 
 def describe(event: TimelineEvent) -> str:
-    """What the event is, in a few words."""
+    """Return a short label of the event."""
     work = event.work.replace("_", " ")
     where = event.module or event.unit
     return f"wait: {work} {where}" if event.lane == EXPOSED else f"{work} {where}".rstrip()

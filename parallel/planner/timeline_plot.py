@@ -1,5 +1,5 @@
-"""A simulated step as a picture: all of it in one strip of lanes, and a few units in the middle of the last
-backward large below. matplotlib draws it, imported with the first picture."""
+"""Draw a simulated step: the complete step as a strip of lanes, and below it a zoom on a few units in the
+middle of the last backward. matplotlib is imported with the first picture."""
 
 import functools
 import io
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Points, of which an inch has 72: a figure of 72 dots per inch has one pixel for each.
+# In points (1/72 inch): a figure with 72 dots per inch has one pixel per point.
 WIDTH, LEFT, RIGHT = 1240, 118, 36
 LANES_WIDTH = WIDTH - LEFT - RIGHT
-HEAD, OVER, UNDER = 76, 54, 44  # title and legend; words over lanes; the axis under them
+HEAD, OVER, UNDER = 76, 54, 44  # title and legend; text above the lanes; the axis below them
 LANE, BAR = 31, 26  # heights
-THIN = 0.5  # narrower bars would be lost
+THIN = 0.5  # minimum width of a bar; a narrower one would be invisible
 LETTER = 0.57  # mean width of a letter of matplotlib's font, in font sizes
-PNG_SCALE = 2  # pixels for a point: sharp on dense screens
+PNG_SCALE = 2  # pixels per point, for high-resolution screens
 SMALLEST, SMALL, BODY, LARGE = 9, 11, 12, 19  # font sizes
 INK, FAINT, GRID, PAPER, MARK = "#1a1a1a", "#595959", "#e3e3e3", "#f6f6f6", "#e6e6e6"
-# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; exposed time alone is
-# vermilion. In the order in which bars are painted: nothing hides exposed time.
+# The palette of Okabe and Ito (2008), distinguishable with color blindness; only exposed time is vermilion.
+# In drawing order: exposed time is on top.
 COLORS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
@@ -45,7 +45,7 @@ COLORS = {
     "offload": "#8c6d31",
     EXPOSED: "#d55e00",
 }
-DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED})  # colours on which words are white
+DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED})  # colors with white text
 LEGEND = {"copies": "copy in or out", "tp": "tensor parallel", EXPOSED: "exposed: computing waits"}
 ROWS = {  # lane -> row of the picture
     "compute": "compute",
@@ -63,15 +63,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Panel:
-    """Lanes of a step between two times, in seconds, under a line of `words`.
+    """The lanes of a step in a time window.
 
     Args:
-        stretches: words, start and end of what is named over the lanes
-        marked: what another panel shows larger
-        large: bars have their names
+        heading: the line of text above
+        timeline: the step
+        window: start and end in seconds
+        stretches: label, start and end of each span named above the lanes
+        marked: the span that another panel zooms in on
+        large: whether bars are labeled
     """
 
-    words: str
+    heading: str
     timeline: Timeline
     window: Span
     stretches: Sequence[tuple[str, float, float]]
@@ -80,12 +83,13 @@ class Panel:
 
     @property
     def point_s(self) -> float:
-        """How long a point is."""
+        """Seconds per point."""
         return (self.window[1] - self.window[0]) / LANES_WIDTH
 
 
 def plainly(draw: Callable[P, T]) -> Callable[P, T]:
-    """`draw` under matplotlib's own settings, whatever a user's matplotlibrc says (as text.usetex)."""
+    """Decorate `draw` to run with matplotlib's default settings, so that a user's matplotlibrc (as
+    text.usetex) has no effect."""
 
     @functools.wraps(draw)
     def under_defaults(*arguments: P.args, **options: P.kwargs) -> T:
@@ -98,15 +102,15 @@ def plainly(draw: Callable[P, T]) -> Callable[P, T]:
 
 
 def _import_matplotlib() -> Any:
-    """The library without its word on the font cache that it makes the first time, or on a home that it
-    cannot write to; and without $MPLBACKEND, which nothing here needs and a wrong one of which it refuses."""
-    log, backend = logging.getLogger("matplotlib"), os.environ.pop("MPLBACKEND", None)
-    level = log.level
-    log.setLevel(logging.ERROR)
+    """Import matplotlib without its messages about the font cache or an unwritable home folder, and without
+    $MPLBACKEND, which is not needed and makes the import fail if it is invalid."""
+    logger, backend = logging.getLogger("matplotlib"), os.environ.pop("MPLBACKEND", None)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         import matplotlib.figure
     finally:
-        log.setLevel(level)
+        logger.setLevel(level)
         if backend is not None:
             os.environ["MPLBACKEND"] = backend
     return matplotlib
@@ -114,7 +118,7 @@ def _import_matplotlib() -> Any:
 
 @plainly
 def draw_timeline(timeline: Timeline, title: str) -> "Figure":
-    """The step in two panels, the second with a few units of the first."""
+    """Return a figure of the step with two panels: the complete step, and a zoom on a few units."""
     start_s, end_s, units = zoom_window(timeline)
     strip = Panel(facts(timeline), timeline, (0.0, timeline.step_s), list(phases(timeline)), (start_s, end_s))
     large = Panel(f"Backward of {units}", timeline, (start_s, end_s), (), large=True)
@@ -132,8 +136,8 @@ def draw_timeline(timeline: Timeline, title: str) -> "Figure":
 
 @plainly
 def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
-    """The panels below each other, under a title and the legend of their colours."""
-    assert all(panel.timeline.step_s > 0 for panel in panels), "a step that takes no time has no picture"
+    """Return a figure with a title, a color legend, and the panels below each other."""
+    assert all(panel.timeline.step_s > 0 for panel in panels), "cannot draw a step of 0 s"
     kinds = {kind_of(event) for panel in panels for event in panel.timeline.events}
     used = {ROWS.get(kind, "compute") for kind in kinds}
     rows = [row for row in dict.fromkeys(ROWS.values()) if row in used] or ["compute"]
@@ -145,28 +149,27 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
     write_line(figure, 34, title, LARGE, bold=True)
     names = {LEGEND.get(kind, ROWS.get(kind, kind)): COLORS[kind] for kind in COLORS if kind in kinds}
     place: Any = {"loc": "upper left", "bbox_to_anchor": (LEFT / WIDTH, 1 - 50 / height), "borderaxespad": 0}
-    look: Any = {
+    style: Any = {
         "fontsize": SMALL,
         "frameon": False,
         "borderpad": 0,
         "handlelength": 1.1,
         "handleheight": 1.1,
     }
-    signs = [Patch(color=color, label=name) for name, color in names.items()]
-    figure.legend(handles=signs, ncols=len(signs) or 1, columnspacing=1.1, handletextpad=0.5, **place, **look)
+    keys = [Patch(color=color, label=name) for name, color in names.items()]
+    figure.legend(handles=keys, ncols=len(keys) or 1, columnspacing=1.1, handletextpad=0.5, **place, **style)
     for number, panel in enumerate(panels):
         top = HEAD + number * (OVER + lanes + UNDER)
-        write_line(figure, top + 16, panel.words, BODY + 1, bold=panel.large)
+        write_line(figure, top + 16, panel.heading, BODY + 1, bold=panel.large)
         bottom = 1 - (top + OVER + lanes) / height
         axes = figure.add_axes((LEFT / WIDTH, bottom, LANES_WIDTH / WIDTH, lanes / height))
-        _frame(axes, panel, rows)
-        _paint(axes, panel, rows)
+        _draw_frame(axes, panel, rows)
+        _draw_bars(axes, panel, rows)
     return figure
 
 
-def _frame(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
-    """Lanes with their names, the time axis, what is marked, and over the lanes the names of stretches that
-    fit."""
+def _draw_frame(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
+    """Draw the labeled lanes, the time axis, the marked span, and above the lanes the labels that fit."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     start_ms, end_ms = (1e3 * time_s for time_s in panel.window)
@@ -181,24 +184,25 @@ def _frame(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     axes.tick_params("x", length=0, pad=5, labelsize=SMALL, labelcolor=FAINT)
     axes.tick_params("y", length=0, pad=10, labelsize=BODY, labelcolor=INK)
-    words: Any = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT, "annotation_clip": False}
-    axes.annotate("ms", (start_ms, len(rows)), (-40, -14), ha="right", **words)
+    style: Any = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT, "annotation_clip": False}
+    axes.annotate("ms", (start_ms, len(rows)), (-40, -14), ha="right", **style)
     if panel.marked:
         axes.axvspan(panel.marked[0] * 1e3, min(panel.marked[1] * 1e3, last_ms), color=MARK, zorder=0.5)
     if last_ms < end_ms:
         axes.axvline(last_ms, color=FAINT, lw=1.5)
         if end_ms - last_ms > 66e3 * panel.point_s:
-            axes.annotate("step ends", (last_ms, 0), (6, -12), **words)
+            axes.annotate("step ends", (last_ms, 0), (6, -12), **style)
     spans = [part[1:] for part in panel.stretches]
     _draw_spans(axes, spans, -9 / LANE, 1.5, panel, color=FAINT, clip_on=False)
     for name, start_s, end_s in panel.stretches:
         if len(name) * LETTER * SMALL * panel.point_s < end_s - start_s:
             middle = (500 * (start_s + end_s), 0)
-            axes.annotate(one_line(name), middle, (0, 14), ha="center", parse_math=False, **words)
+            axes.annotate(one_line(name), middle, (0, 14), ha="center", parse_math=False, **style)
 
 
-def _paint(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
-    """The bars, kind by kind. In the strip exposed time has a foot below its lane, so that slivers show."""
+def _draw_bars(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
+    """Draw the bars, kind by kind. In the strip, bars of exposed time extend below their lane, so that very
+    thin ones are visible."""
     start_s, end_s = panel.window
     inside = defaultdict[str, list[TimelineEvent]](list)
     for event in panel.timeline.events:
@@ -207,14 +211,14 @@ def _paint(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
     for kind in (kind for kind in COLORS if kind in inside):
         middle = rows.index(ROWS.get(kind, "compute")) + BAR / LANE / 2
         foot = 0 if panel.large or kind != EXPOSED else LANE - BAR - 1
-        # Only in the compute lane would a widened bar hide another.
+        # In the compute lane a widened bar would cover its neighbor.
         thinnest_s = THIN * panel.point_s if kind in ROWS else 0.0
         bars = merged(inside[kind], panel.point_s / PNG_SCALE)
         spans = [(left_s, max(right_s, left_s + thinnest_s)) for left_s, right_s in bars]
         _draw_spans(axes, spans, middle + foot / LANE / 2, BAR + foot, panel, color=COLORS[kind])
         style: Any = {"fontsize": SMALL, "color": "white" if kind in DARK else INK, "parse_math": False}
         for event in inside[kind] if panel.large else ():
-            if name := _name(event, panel):
+            if name := _label(event, panel):
                 at = 500 * (max(event.start_s, start_s) + min(event.end_s, end_s)), middle
                 axes.text(*at, name, ha="center", va="center_baseline", **style)
 
@@ -222,8 +226,8 @@ def _paint(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
 def _draw_spans(
     axes: "Axes", spans: Sequence[Span], y: float, height: float, panel: Panel, **style: Any
 ) -> None:
-    """Bars as one thick line with gaps: as a rectangle each they would be a large picture. Wide ones leave a
-    white edge to their neighbour."""
+    """Draw bars as one thick line with gaps, because one rectangle per bar would make a large file. Wide bars
+    leave a white edge to the next one."""
     ends = np.array(spans).reshape(-1, 2).clip(*panel.window)
     points = (ends[:, 1] - ends[:, 0]) / panel.point_s
     ends[:, 1] -= panel.point_s * np.select([points >= 4, points >= 2], [1.0, 0.5], 0.0)
@@ -232,9 +236,9 @@ def _draw_spans(
 
 
 def merged(events: Iterable[TimelineEvent], cell_s: float) -> Iterator[Span]:
-    """Start and end of the bars of a kind. Events within one cell of time share a bar, as long as they are
-    together: a measured step of very many events makes no larger a picture, and what was busy half of the
-    time is half painted."""
+    """Yield the start and end of the bars of one kind. All events that lie in one cell of time share a bar
+    with the sum of their durations, so that a measured step with very many events does not make a large
+    file."""
     start_s = end_s = -1.0
     for event in events:
         if start_s <= event.start_s and event.end_s < (start_s // cell_s + 1) * cell_s:
@@ -247,40 +251,40 @@ def merged(events: Iterable[TimelineEvent], cell_s: float) -> Iterator[Span]:
         yield start_s, end_s
 
 
-def _name(event: TimelineEvent, panel: Panel) -> str:
-    """The longest name that fits into its bar, if one does: what it is; its module or unit; of that the last
-    part, or of a unit of several the first's and the last's."""
+def _label(event: TimelineEvent, panel: Panel) -> str:
+    """Return the longest label that fits into the event's bar, or "": its description; its module or unit;
+    the last part of that name (first and last block for a unit of several)."""
     where = event.module or event.unit
     parts = [name.rpartition(".")[2] for name in where.split("+")]
     short = parts[0] if len(parts) == 1 else f"{parts[0]}-{parts[-1]}"
     shown_s = min(event.end_s, panel.window[1]) - max(event.start_s, panel.window[0])
     most = (shown_s / panel.point_s - 6) / (LETTER * SMALL)
-    return next((one_line(words) for words in (describe(event), where, short) if len(words) < most), "")
+    return next((one_line(label) for label in (describe(event), where, short) if len(label) < most), "")
 
 
 def kind_of(event: TimelineEvent) -> str:
-    """The event's key of COLORS."""
+    """Return the event's key in COLORS."""
     if event.lane != "compute":
         return event.lane
     return "copies" if event.work.startswith("copy") else event.work
 
 
 def phases(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
-    """Name, start and end of each forward, backward and optimizer, by what the compute stream does or waits
-    for: the end of a backward waits for its last reduction, which is in that phase too."""
+    """Yield name, start and end of each forward, backward and optimizer step, from the events of the compute
+    stream and its waits: a backward includes the wait for its last reduction."""
     many = len(timeline.rounds) > 2
 
     def name(event: TimelineEvent) -> str:
         return event.phase + (f" {event.micro_batch + 1}" if many and event.phase != "optimizer" else "")
 
     busy = (event for event in timeline.events if event.lane in ("compute", EXPOSED, "tp"))
-    for words, same in groupby(busy, name):
-        first, *others = same
-        yield words, first.start_s, (others or [first])[-1].end_s
+    for label, events in groupby(busy, name):
+        first, *others = events
+        yield label, first.start_s, (others or [first])[-1].end_s
 
 
 def facts(timeline: Timeline) -> str:
-    """The step's numbers in one line."""
+    """Return the step's times in one line."""
     parts = [
         f"{ROWS[lane]} {in_ms(seconds)}" for lane, seconds in timeline.exposed_by_lane.items() if seconds
     ]
@@ -291,17 +295,18 @@ def facts(timeline: Timeline) -> str:
 
 
 def in_ms(seconds: float) -> str:
-    """As "1,234 ms" or "1.23 ms": three digits or more; "0.012 ms"."""
+    """Format seconds with at least three digits, as "1,234 ms" or "1.23 ms"; below 0.1 ms as "0.012 ms"."""
     ms = seconds * 1000
     return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 3 if 0 < ms < 0.1 else 2}f} ms"
 
 
 ZOOMED_UNITS = 4
-MARGIN = 0.08  # of the neighbours, so that waits before the first unit show
+MARGIN = 0.08  # share of the zoom added on both sides, so that waits before the first unit are visible
 
 
 def zoom_window(timeline: Timeline) -> tuple[float, float, str]:
-    """Start, end and names of a few units in the middle of the last backward; of all of it if it is short."""
+    """Return start, end and names of a few units in the middle of the last backward; of all units if there
+    are few."""
     spans = backward_spans(timeline)
     if not spans:
         return 0.0, timeline.step_s, "nothing"
@@ -312,7 +317,7 @@ def zoom_window(timeline: Timeline) -> tuple[float, float, str]:
 
 
 def backward_spans(timeline: Timeline) -> dict[str, Span]:
-    """Of each unit, in order, from the start to the end of its backward in the last micro batch."""
+    """Return start and end of each unit's backward in the last micro batch, in order."""
     backward = [event for event in timeline.events if event.lane == "compute" and event.work == "backward"]
     spans: dict[str, Span] = {}
     for event in backward:
@@ -323,36 +328,37 @@ def backward_spans(timeline: Timeline) -> dict[str, Span]:
 
 
 def middle_units(units: Sequence[str]) -> Sequence[str]:
-    """The few that are shown large."""
+    """Return the units shown in the zoom."""
     first = max((len(units) - ZOOMED_UNITS) // 2, 0)
     return units[first : first + ZOOMED_UNITS]
 
 
 def units_words(units: Sequence[str]) -> str:
-    """As "layers.41 to layers.38"."""
+    """Format a range of units, as "layers.41 to layers.38"."""
     return units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
 
 
 def join_spans(spans: Mapping[str, Span], units: Sequence[str]) -> Span:
-    """From the start of the first of these units to the end of the last one."""
+    """Return the earliest start and the latest end of these units."""
     return min(spans[unit][0] for unit in units), max(spans[unit][1] for unit in units)
 
 
-# What every picture needs
+# Common to all pictures
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty picture, of so many points. Without pyplot: there is no display and nothing to close."""
+    """Return an empty figure, with its size in points. pyplot is not used: there is no display, and nothing
+    to close."""
     matplotlib = _import_matplotlib()
-    # A run's name may have letters that matplotlib's font lacks; in an SVG the viewer's fonts have them.
+    # A run's name may contain characters that matplotlib's font lacks; an SVG viewer uses its own fonts.
     warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)
     return matplotlib.figure.Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="white")
 
 
 @plainly
 def to_svg(figure: "Figure") -> str:
-    """An SVG document, the same for the same figure, that can stand in an HTML page too. Its words are text,
-    in the fonts of whoever looks at it."""
+    """Return the figure as an SVG document that can be embedded in HTML; deterministic. Text stays text, in
+    the viewer's fonts."""
     from matplotlib import rc_context
 
     file = io.StringIO()
@@ -363,23 +369,23 @@ def to_svg(figure: "Figure") -> str:
 
 
 def picture_bytes(figure: "Figure", suffix: str) -> bytes:
-    """The content of a file whose name ends in .svg or .png."""
+    """Return the figure as the content of a file with the suffix .svg or .png."""
     return to_svg(figure).encode() if suffix == ".svg" else to_png(figure)
 
 
 @plainly
 def to_png(figure: "Figure") -> bytes:
-    """A PNG file, of PNG_SCALE pixels for each point."""
+    """Return the figure as a PNG file with PNG_SCALE pixels per point."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=72 * PNG_SCALE, metadata={"Software": None})
     return file.getvalue()
 
 
-def write_line(figure: "Figure", y: float, words: str, size: float, bold: bool = False) -> None:
-    """Words over the lanes, y points from the top, as small as they must be to fit; where that is too small,
-    without their middle."""
+def write_line(figure: "Figure", y: float, text: str, size: float, bold: bool = False) -> None:
+    """Write a line of text `y` points below the top. It shrinks to fit the width; below SMALLEST the middle
+    of the text is left out."""
     letter = LETTER * (1.12 if bold else 1.0)
-    words = one_line(words, int(LANES_WIDTH / (SMALLEST * letter)))
-    size = min(size, LANES_WIDTH / (letter * max(len(words), 1)))
+    text = one_line(text, int(LANES_WIDTH / (SMALLEST * letter)))
+    size = min(size, LANES_WIDTH / (letter * max(len(text), 1)))
     style: Any = {"fontsize": size, "weight": "bold" if bold else "normal", "color": INK, "parse_math": False}
-    figure.text(LEFT / WIDTH, 1 - y / (72 * figure.get_figheight()), words, **style)
+    figure.text(LEFT / WIDTH, 1 - y / (72 * figure.get_figheight()), text, **style)

@@ -1,7 +1,7 @@
-"""What one rank computes, moves and keeps for each module of a model: the planner's view of the model's code.
+"""The workload of a model: the operations, memory traffic and live memory of each module on one rank.
 
-`tracing/trace.py` reads it from the code itself; `cost_model.py` turns it into seconds, `memory_model.py`
-into bytes.
+`tracing/trace.py` derives it from the model's code; `cost_model.py` converts it to seconds, `memory_model.py`
+to bytes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,28 +15,31 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Linear:
-    """A quantity that grows with the micro batch: `fixed` + `per_sequence` for each of its sequences."""
+    """A quantity that is linear in the micro batch: `fixed` + `per_sequence` x number of sequences."""
 
     fixed: float = 0.0
     per_sequence: float = 0.0
 
     def at(self, micro_batch_size: int) -> float:
+        """Return the value for a micro batch."""
         return self.fixed + self.per_sequence * micro_batch_size
 
     def times(self, factor: float) -> "Linear":
+        """Return the quantity multiplied by a factor."""
         return Linear(self.fixed * factor, self.per_sequence * factor)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel, one fused group of them, or one tensor-parallel collective.
+    """One kernel, one group of fused kernels, or one tensor-parallel collective.
 
     Args:
-        kind: what bounds it: matmul and attention by operations, memory by bandwidth, collective by a link
-        name: torch's name; of a collective all_gather, reduce_scatter or all_reduce
-        flops: multiplications and additions; attention's count what a causal kernel does, half of the square
-        bytes: read and written; of a collective its full side, as in `parallel.simulate.collectives`
-        dtype: of what is multiplied or sent
+        kind: its bound: compute for matmul and attention, bandwidth for memory, a link for collective
+        name: torch's name; for a collective all_gather, reduce_scatter or all_reduce
+        flops: multiplications and additions; attention counts those of a causal kernel, half of the square
+        bytes: read plus written; for a collective those of the unsharded tensor, as in
+            `parallel.simulate.collectives`
+        dtype: of the operands or of the tensor sent
     """
 
     kind: Literal["matmul", "attention", "memory", "collective"]
@@ -48,12 +51,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Phase:
-    """A module's forward or backward (recomputation included).
+    """A module's forward or backward (including recompute).
 
-    `live_bytes`: bytes that it holds at its moments, only the moments that can be the fullest. A forward's
-    count what it keeps, its output, and what passes; a backward's what the forward kept and is not yet freed,
-    gradients, and what passes. `fixed` parts are gradients of weights, `per_sequence` parts are activations.
-    Weights are in neither.
+    `live_bytes`: bytes live at each moment that can be the peak. In a forward they are saved activations, the
+    output and temporaries; in a backward saved activations that are not yet freed, gradients and temporaries.
+    `fixed` parts are gradients of weights, `per_sequence` parts are activations. Weights are not counted.
     """
 
     operations: tuple[Operation, ...]
@@ -62,11 +64,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """One module on one tp rank: its number of parameters, its two phases, the `saved_bytes` that the forward
-    keeps for the backward (with its input, where it needs that), and those of its `output`.
+    """The workload of one module on one tp rank.
 
-    `weights`: rows, and values of a row, of each of its parameters, in its own order: sharding deals out
-    rows. `float8`: how many of the parameters are multiplied in float8.
+    Args:
+        parameters: number of parameters
+        forward, backward: the two phases
+        saved_bytes: activations saved for the backward, including the input if the backward needs it
+        output: bytes of the output
+        weights: (rows, values per row) of each parameter in module order; sharding distributes rows
+        float8: number of parameters that are multiplied in float8
     """
 
     parameters: int
@@ -79,17 +85,21 @@ class ModuleWorkload:
 
     @property
     def float8_share(self) -> float:
-        """Of the products with weights what is in float8."""
+        """The share of the matmuls with weights that is in float8."""
         return self.float8 / max(1, sum(rows * values for rows, values in self.weights if values > 1))
 
 
 @dataclass(frozen=True)
 class ModelWorkload:
-    """A model's work, for sequences of `seq_len` tokens.
+    """The workload of a model.
 
-    `modules`: by name, in the order of `Plan.modules`. `trained`: the share of each one's parameters that is
-    trained, where it is not all of them. `logits`: the module that makes the logits and their loss. `tables`:
-    bytes of the model's buffers. `moment_bytes`: of one value of one of the optimizer's two moments.
+    Args:
+        modules: by name, in the order of `Plan.modules`
+        trained: share of each module's parameters that is trained; 1 if not listed
+        seq_len: tokens per sequence
+        logits: name of the module with the logits and the loss
+        tables: bytes of the model's buffers
+        moment_bytes: bytes per value of each of the optimizer's two moments
     """
 
     modules: Mapping[str, ModuleWorkload]
@@ -101,8 +111,7 @@ class ModelWorkload:
 
     @cached_property
     def _frozen_first(self) -> frozenset[str]:
-        """The modules before the first one that is trained: they have no backward, and keep nothing for
-        one."""
+        """The modules before the first trained one: they have no backward and save no activations."""
         return frozenset(takewhile(lambda name: self.trained.get(name, 1.0) == 0, self.modules))
 
     def has_backward(self, names: Iterable[str]) -> bool:
@@ -110,11 +119,11 @@ class ModelWorkload:
         return not self._frozen_first.issuperset(names)
 
     def shortened(self, seq_len: int) -> "ModelWorkload":
-        """What it holds for other sequences: activations are in proportion to tokens. What it does stays as
-        it was."""
+        """Return the workload with its memory scaled to another sequence length, in proportion to the tokens.
+        Operations are not scaled."""
         share = seq_len / self.seq_len
-        alike = {id(work): _shortened(work, share) for work in self.modules.values()}
-        modules = {name: alike[id(work)] for name, work in self.modules.items()}
+        shortened = {id(work): _shortened(work, share) for work in self.modules.values()}
+        modules = {name: shortened[id(work)] for name, work in self.modules.items()}
         return replace(self, modules=modules, seq_len=seq_len)
 
 
@@ -136,7 +145,7 @@ def _shortened(work: ModuleWorkload, share: float) -> ModuleWorkload:
 
 
 def total(sizes: Iterable[Linear]) -> Linear:
-    """The sum."""
+    """Return the sum."""
     fixed = per_sequence = 0.0
     for size in sizes:
         fixed, per_sequence = fixed + size.fixed, per_sequence + size.per_sequence
@@ -144,7 +153,7 @@ def total(sizes: Iterable[Linear]) -> Linear:
 
 
 def pareto_peaks(moments: Iterable[Linear]) -> tuple[Linear, ...]:
-    """Those that are the largest for some micro batch."""
+    """Return the moments that are the largest for some micro batch."""
     kept: list[Linear] = []
     for moment in sorted(set(moments), key=lambda m: (-m.per_sequence, -m.fixed)):
         if not kept or moment.fixed > kept[-1].fixed:

@@ -1,1 +1,1 @@
-"""From a module to the operations that it runs, by the compiler's graph or eagerly."""
+"""Trace a module's operations, from the compiler's graph or eagerly."""

@@ -1,4 +1,4 @@
-"""What a module does when it runs eagerly: every operation by itself, and what lives between them."""
+"""Trace a module in eager mode: every operation, and the memory live at each of them."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -14,21 +14,22 @@ from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attentio
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
-# Two micro batches tell what grows with them; not 1, which torch treats as special in places. What is done in
-# chunks of so many tokens is taken to grow on where two sequences are shorter than a chunk.
-WATCHED_SEQUENCES = (2, 3)
+# Two micro batches show which amounts grow with them; not 1, a size that torch treats specially in places.
+# Work in chunks of tokens is extrapolated linearly, even if two sequences are shorter than a chunk.
+RECORDED_SEQUENCES = (2, 3)
 
 
 @dataclass(frozen=True)
 class TracedModule:
-    """A module on fake tensors and what to call it with: `inputs` have the micro batch as their first dim;
-    `tables`, which come after the first input, are the same for every sequence."""
+    """A module on fake tensors with its arguments. `inputs` have the micro batch as their first dimension;
+    `tables`, which are passed after the first input, are the same for every sequence."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
     tables: tuple[Tensor, ...] = ()
 
     def call(self) -> Tensor:
+        """Run the module's forward."""
         first, *rest = self.inputs
         result: Tensor = self.module(first, *self.tables, *rest)
         return result
@@ -36,7 +37,7 @@ class TracedModule:
 
 @dataclass(frozen=True)
 class _OpRecord:
-    """An operation as it was seen with one micro batch: amounts are numbers."""
+    """An operation recorded with one micro batch size: amounts are numbers."""
 
     kind: str
     name: str
@@ -47,7 +48,8 @@ class _OpRecord:
 
 @dataclass(frozen=True)
 class RecordedPhase:
-    """One module's forward or backward with one micro batch; `left`: bytes that live after it."""
+    """A forward or backward recorded with one micro batch size: its operations, the live bytes at each
+    moment, and the bytes `left` after it."""
 
     operations: list[_OpRecord]
     moments: list[int]
@@ -55,8 +57,8 @@ class RecordedPhase:
 
 
 class _GradientSink(torch.autograd.Function):
-    """Stands for the modules after: takes a result without keeping it, and gives its gradient, which nobody
-    else holds."""
+    """A substitute for the modules that follow: takes a result without saving it, and returns its gradient,
+    to which no one else holds a reference."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,12 +71,13 @@ class _GradientSink(torch.autograd.Function):
 
 
 class _OpRecorder(TorchDispatchMode):
-    """Notes every operation below autograd, and follows every storage from when it is seen to its end, but
-    for those of `uncounted` tensors: weights and tables."""
+    """Records every operation below autograd, and tracks the lifetime of every storage except those of
+    `uncounted` tensors: weights and tables."""
 
     def __init__(self, uncounted: Iterable[Tensor]) -> None:
         super().__init__()
-        # kept alive: another storage could get the address of one that is freed, and would not be counted
+        # references that keep them alive: otherwise a new storage could get a freed one's address and not be
+        # counted
         self._kept = [tensor.untyped_storage() for tensor in uncounted]
         self._uncounted = {storage._cdata for storage in self._kept}
         self.operations: list[_OpRecord] = []
@@ -82,8 +85,8 @@ class _OpRecorder(TorchDispatchMode):
         self.now = 0
         self._live: dict[int, weakref.ref[Any]] = {}
 
-    def follow(self, tensor: Tensor) -> None:
-        """Count a tensor's storage as long as it lives."""
+    def track(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._live and key not in self._uncounted:
@@ -95,10 +98,10 @@ class _OpRecorder(TorchDispatchMode):
         self.now -= size
 
     def finish(self) -> RecordedPhase:
-        """What was seen since the last time."""
-        watched = RecordedPhase(self.operations, self.moments, self.now)
+        """Return the record since the previous call."""
+        recorded = RecordedPhase(self.operations, self.moments, self.now)
         self.operations, self.moments = [], []
-        return watched
+        return recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if code := inner_code(func):
@@ -108,62 +111,63 @@ class _OpRecorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or _written(func, args)
         for tensor in made:
-            self.follow(tensor)
+            self.track(tensor)
         if made and name not in VIEWS:
             self.moments.append(self.now)
         if made and name not in VIEWS | ALLOCATIONS:
             self.operations.append(
-                _look_at(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made)
+                _record_op(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made)
             )
         return result
 
 
-def watch_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Linear, Linear]:
-    """Forward, backward, bytes that the forward keeps, bytes of its output, of the module that `build`
-    makes."""
-    runs = [_watch(build(sequences)) for sequences in WATCHED_SEQUENCES]
+def trace_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Linear, Linear]:
+    """Return forward, backward, saved bytes and output bytes of the module that `build` returns for a number
+    of sequences."""
+    runs = [_record(build(sequences)) for sequences in RECORDED_SEQUENCES]
     forwards, backwards, outputs = zip(*runs, strict=True)
     return (
-        join_watched(forwards),
-        join_watched(backwards),
-        line([forward.left for forward in forwards]),
-        line(outputs),
+        join_phases(forwards),
+        join_phases(backwards),
+        fit_line([forward.left for forward in forwards]),
+        fit_line(outputs),
     )
 
 
-def _watch(subject: TracedModule) -> tuple[RecordedPhase, RecordedPhase, int]:
-    with _OpRecorder([*subject.module.parameters(), *subject.tables]) as watcher:
-        watcher.follow(subject.inputs[0])
+def _record(subject: TracedModule) -> tuple[RecordedPhase, RecordedPhase, int]:
+    """Return the forward, the backward, and the bytes of the output."""
+    with _OpRecorder([*subject.module.parameters(), *subject.tables]) as recorder:
+        recorder.track(subject.inputs[0])
         result = subject.call()
-        del subject  # its input lives on if the backward needs it
+        del subject  # its input stays alive only if the backward needs it
         output = result.untyped_storage().nbytes()
-        forward = watcher.finish()
+        forward = recorder.finish()
         end = _GradientSink.apply(result)
         del result
-        left = watcher.finish().left
+        left = recorder.finish().left
         end.backward(torch.empty_like(end))
-        backward = watcher.finish()
+        backward = recorder.finish()
     return RecordedPhase(forward.operations, forward.moments, left), backward, output
 
 
 def _written(func: Any, args: Any) -> list[Tensor]:
-    """What an operation that returns nothing writes into."""
+    """Return the tensors that an operation without a result writes into."""
     return [
         arg
-        for arg, known in zip(args, func._schema.arguments, strict=False)
-        if isinstance(arg, Tensor) and known.alias_info is not None and known.alias_info.is_write
+        for arg, declared in zip(args, func._schema.arguments, strict=False)
+        if isinstance(arg, Tensor) and declared.alias_info is not None and declared.alias_info.is_write
     ]
 
 
-def watch_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[RecordedPhase, Any]:
-    """A function's operations and what lives meanwhile, without the tensors among `uncounted`; and its
+def record_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[RecordedPhase, Any]:
+    """Return the record of a function call, not counting the tensors in `uncounted`; and the call's
     result."""
-    with _OpRecorder(value for value in uncounted if isinstance(value, Tensor)) as watcher:
+    with _OpRecorder(value for value in uncounted if isinstance(value, Tensor)) as recorder:
         result = call()
-        return watcher.finish(), result
+        return recorder.finish(), result
 
 
-def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _OpRecord:
+def _record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _OpRecord:
     moved = float(sum(tensor.nbytes for tensor in (*read, *made)))
     dtype = str(made[0].dtype).removeprefix("torch.")
     if name in PRODUCTS:
@@ -177,35 +181,44 @@ def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor
     return _OpRecord("memory", name, 0.0, moved, dtype)
 
 
-def join_watched(watched: Sequence[RecordedPhase]) -> Phase:
-    """What two micro batches show, as what any would do. Where the larger one did more operations, it did
-    them in chunks: operations of a name are then taken together, and of the moments the fullest."""
-    if len({len(one.operations) for one in watched}) > 1:
-        watched = [
-            RecordedPhase(_taken_together(one.operations), [max(one.moments)], one.left) for one in watched
+def join_phases(recorded: Sequence[RecordedPhase]) -> Phase:
+    """Combine the records of both RECORDED_SEQUENCES into a phase that is linear in the micro batch. If the
+    larger micro batch ran more operations, it ran in chunks: then operations of one name are summed, and only
+    the largest moment counts."""
+    if len({len(phase.operations) for phase in recorded}) > 1:
+        recorded = [
+            RecordedPhase(_sum_by_name(phase.operations), [max(phase.moments)], phase.left)
+            for phase in recorded
         ]
     operations = tuple(
         Operation(
-            one.kind, one.name, line([one.flops, other.flops]), line([one.bytes, other.bytes]), one.dtype
+            small.kind,
+            small.name,
+            fit_line([small.flops, large.flops]),
+            fit_line([small.bytes, large.bytes]),
+            small.dtype,
         )  # type: ignore[arg-type]
-        for one, other in zip(*(w.operations for w in watched), strict=True)
+        for small, large in zip(*(phase.operations for phase in recorded), strict=True)
     )
     return Phase(
-        operations, pareto_peaks(line(pair) for pair in zip(*(w.moments for w in watched), strict=True))
+        operations,
+        pareto_peaks(fit_line(pair) for pair in zip(*(phase.moments for phase in recorded), strict=True)),
     )
 
 
-def _taken_together(operations: Sequence[_OpRecord]) -> list[_OpRecord]:
+def _sum_by_name(operations: Sequence[_OpRecord]) -> list[_OpRecord]:
     sums: dict[tuple[str, str, str], _OpRecord] = {}
-    for seen in operations:
-        key = (seen.kind, seen.name, seen.dtype)
-        before = sums.get(key, _OpRecord(seen.kind, seen.name, 0.0, 0.0, seen.dtype))
-        sums[key] = replace(before, flops=before.flops + seen.flops, bytes=before.bytes + seen.bytes)
+    for operation in operations:
+        key = (operation.kind, operation.name, operation.dtype)
+        before = sums.get(key, _OpRecord(operation.kind, operation.name, 0.0, 0.0, operation.dtype))
+        sums[key] = replace(
+            before, flops=before.flops + operation.flops, bytes=before.bytes + operation.bytes
+        )
     return list(sums.values())
 
 
-def line(amounts: Sequence[float]) -> Linear:
-    """The line through two amounts, one for each of WATCHED_SEQUENCES."""
-    (low, high), (first, second) = WATCHED_SEQUENCES, amounts
+def fit_line(amounts: Sequence[float]) -> Linear:
+    """Return the line through two amounts, one for each of RECORDED_SEQUENCES."""
+    (low, high), (first, second) = RECORDED_SEQUENCES, amounts
     slope = (second - first) / (high - low)
     return Linear(first - slope * low, slope)

@@ -1,10 +1,9 @@
-"""A compiler's graph of a forward or backward, read as kernels: what they compute and move, and what lives
-meanwhile.
+"""Convert the compiler's graph of a forward or backward to kernels, with their operations, memory traffic and
+live memory.
 
-Fusion is inductor's in outline: operations on elements, and reductions, that touch each other with no matrix
-product, attention or collective in between are one kernel, which reads what comes from outside once and
-writes what goes outside. An operator of the model's own is opened: what its code does, seen with two micro
-batches.
+Fusion approximates inductor's: connected elementwise operations and reductions with no matmul, attention or
+collective in between are one kernel, which reads its external inputs once and writes its external outputs
+once. The Python body of a custom operator is traced instead of the operator, with two micro batches.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,21 +19,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, inner_code
 from meshwright.parallel.planner.tracing.eager import (
-    WATCHED_SEQUENCES,
+    RECORDED_SEQUENCES,
     RecordedPhase,
-    join_watched,
-    line,
-    watch_call,
+    fit_line,
+    join_phases,
+    record_call,
 )
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks, total
 
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """What is known of a graph's placeholders: those that are not counted (weights and tables, whose sizes do
-    not depend on the micro batch), those that share another's storage, whether the caller holds the rest
-    until the end, those that are the graph's own to write into, and those that count but do not depend on the
-    micro batch either."""
+    """Properties of a graph's placeholders.
+
+    Args:
+        uncounted: weights and tables; their sizes do not depend on the micro batch
+        same_as: placeholder -> the placeholder whose storage it shares
+        held: whether the caller holds references to the counted placeholders until the end
+        donated: placeholders that the graph may overwrite
+        fixed: counted placeholders whose sizes do not depend on the micro batch
+    """
 
     uncounted: Collection[Node]
     same_as: Mapping[Node, Node]
@@ -45,7 +49,7 @@ class GraphInputs:
 
 @dataclass(eq=False)
 class _Kernel:
-    """Nodes that run as one; what they read from outside, and what they write that others use."""
+    """Fused nodes; the storages that they read from outside, and those that they write for others."""
 
     nodes: list[Node] = field(default_factory=list)
     reads: set[Node] = field(default_factory=set)
@@ -60,44 +64,45 @@ class KernelGraph:
         self._nodes = [node for node in graph.nodes if _tensors(node.meta.get("val"))]
         (self._returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
         self._fixed = set(inputs.uncounted) | set(inputs.fixed)
-        self._opened: dict[Node, CustomOpBody] = {}
-        self._place = {node: i for i, node in enumerate(graph.nodes)}
-        self.storage: dict[Node, Node] = {}  # node -> the node that made its storage
+        self._bodies: dict[Node, CustomOpBody] = {}
+        self._position = {node: i for i, node in enumerate(graph.nodes)}
+        self.storage: dict[Node, Node] = {}  # node -> the node that allocated its storage
         for node in self._nodes:
             self.storage[node] = self._find_storage(node)
             if code := _inner_code(node):
-                self._opened[node] = inline_custom_op(node, code, self._fixed, micro_batch_size)
+                self._bodies[node] = inline_custom_op(node, code, self._fixed, micro_batch_size)
             if node.op == "call_function" and self._is_fixed(node):
                 self._fixed.add(node)
         self._kernel_of = self._find_kernels()
         self.kernels = self._find_order()
 
     def phase(self) -> Phase:
-        """What the kernels do, and the fullest moments."""
+        """Return the kernels' operations, and the moments that can be the peak."""
         operations = (
-            self._opened[first].phase.operations
-            if (first := kernel.nodes[0]) in self._opened
+            self._bodies[first].phase.operations
+            if (first := kernel.nodes[0]) in self._bodies
             else (self._operation(kernel),)
             for kernel in self.kernels
         )
         return Phase(tuple(chain.from_iterable(operations)), pareto_peaks(self._moments()))
 
     def returned(self) -> list[Node | None]:
-        """What the graph returns, in order, as the nodes that made the storages; None for what is no tensor,
-        and for what is not counted."""
-        made = (self.storage.get(value) if isinstance(value, Node) else None for value in self._returned)
-        return [None if node in self._inputs.uncounted else node for node in made]
+        """Return the nodes that allocated the storages of the graph's results, in order; None for a result
+        that is not a tensor or not counted."""
+        owners = (self.storage.get(value) if isinstance(value, Node) else None for value in self._returned)
+        return [None if node in self._inputs.uncounted else node for node in owners]
 
     def size(self, node: Node) -> Linear:
-        """Bytes of a storage."""
-        return self._opened_size(node) or self._scale(_bytes(node), node in self._fixed)
+        """Return the bytes of a storage."""
+        return self._custom_result_size(node) or self._scale(_bytes(node), node in self._fixed)
 
-    def _opened_size(self, node: Node) -> Linear | None:
-        """Bytes of what an opened operator returns, alone or as one of several; None for every other node."""
-        source, place = (node.args[0], node.args[1]) if _name(node) == "getitem" else (node, 0)
-        if source not in self._opened or isinstance(node.meta["val"], tuple):
+    def _custom_result_size(self, node: Node) -> Linear | None:
+        """Return the bytes of a custom operator's result (one of several for a getitem); None for other
+        nodes."""
+        source, index = (node.args[0], node.args[1]) if _name(node) == "getitem" else (node, 0)
+        if source not in self._bodies or isinstance(node.meta["val"], tuple):
             return None
-        return self._opened[source].results[place]  # type: ignore[index]
+        return self._bodies[source].results[index]  # type: ignore[index]
 
     def _scale(self, amount: float, fixed: bool) -> Linear:
         return Linear(amount, 0.0) if fixed else Linear(0.0, amount / self._micro_batch_size)
@@ -113,10 +118,10 @@ class KernelGraph:
         return [source for source in node.all_input_nodes if source in self.storage]
 
     def _is_fixed(self, node: Node) -> bool:
-        """Whether a result's size does not depend on the micro batch: made of such only, or summed over the
-        tokens."""
+        """Whether a result's size does not depend on the micro batch: all of its inputs do not, or it is a
+        sum over the tokens."""
         sources, name = self._sources(node), _name(node)
-        if size := self._opened_size(node):
+        if size := self._custom_result_size(node):
             return not size.per_sequence
         fixed = [source in self._fixed for source in sources]
         if name in PRODUCTS and len(sources) >= 2:
@@ -126,8 +131,8 @@ class KernelGraph:
         return all(fixed) or name == "embedding_dense_backward"
 
     def _find_kernels(self) -> dict[Node, _Kernel]:
-        """Every storage's kernel: anchors are alone, the rest joined to what it touches at the same depth of
-        anchors."""
+        """Map every storage to its kernel. An anchor is a separate kernel; other nodes are fused with
+        neighbors at the same depth, counted in anchors."""
         depth: dict[Node, int] = {}
         kernel_of: dict[Node, _Kernel] = {}
         for node in self._nodes:
@@ -136,35 +141,38 @@ class KernelGraph:
             if node.op != "call_function" or self.storage[node] is not node:
                 continue
             kernel = kernel_of[node] = _Kernel([node])
-            for made in {self.storage[source] for source in sources}.intersection(kernel_of):
-                fused = depth[made] == depth[node] and not any(
-                    map(_is_anchor, (node, kernel_of[made].nodes[0]))
+            for owner in {self.storage[source] for source in sources}.intersection(kernel_of):
+                fused = depth[owner] == depth[node] and not any(
+                    map(_is_anchor, (node, kernel_of[owner].nodes[0]))
                 )
-                if (fused or _name(node) == "getitem") and kernel_of[made] is not kernel:
-                    kernel = _join(kernel_of, kernel_of[made], kernel)
+                if (fused or _name(node) == "getitem") and kernel_of[owner] is not kernel:
+                    kernel = _join(kernel_of, kernel_of[owner], kernel)
         self._connect(kernel_of)
         return kernel_of
 
     def _connect(self, kernel_of: Mapping[Node, _Kernel]) -> None:
+        """Set the reads and writes of all kernels."""
         for node, user in kernel_of.items():
-            for made in {self.storage[source] for source in self._sources(node)}:
-                if (maker := kernel_of.get(made)) is not user:
-                    user.reads.add(made)
-                    if maker is not None:
-                        maker.writes.add(made)
+            for owner in {self.storage[source] for source in self._sources(node)}:
+                if (producer := kernel_of.get(owner)) is not user:
+                    user.reads.add(owner)
+                    if producer is not None:
+                        producer.writes.add(owner)
         for value in filter(None, self.returned()):
             if value in kernel_of:
                 kernel_of[value].writes.add(value)
 
     def _find_order(self) -> list[_Kernel]:
-        """The graph's own order, but each kernel after all that it reads."""
+        """Return the kernels in the order of the graph, each after the producers of its inputs."""
         order: dict[_Kernel, None] = {}
         waiting = [*reversed(list(dict.fromkeys(self._kernel_of.values())))]
         while waiting:
             kernel = waiting[-1]
-            makers = {self._kernel_of[made] for made in kernel.reads if made in self._kernel_of}
-            if missing := [maker for maker in makers if maker not in order]:
-                waiting += sorted(missing, key=lambda maker: self._place[maker.nodes[0]], reverse=True)
+            producers = {self._kernel_of[owner] for owner in kernel.reads if owner in self._kernel_of}
+            if missing := [producer for producer in producers if producer not in order]:
+                waiting += sorted(
+                    missing, key=lambda producer: self._position[producer.nodes[0]], reverse=True
+                )
             else:
                 order.setdefault(waiting.pop())
         return list(order)
@@ -185,7 +193,7 @@ class KernelGraph:
         return Operation("memory", name, Linear(), moved, dtype)
 
     def _moments(self) -> list[Linear]:
-        """Bytes that live while each kernel runs, its results included."""
+        """Return the live bytes during each kernel, including its results."""
         end = len(self.kernels)
         last_use = {node: i for i, kernel in enumerate(self.kernels) for node in kernel.reads | kernel.writes}
         last_use |= dict.fromkeys(filter(None, self.returned()), end)
@@ -193,13 +201,13 @@ class KernelGraph:
         live = placeholders.difference(self._inputs.uncounted)
         if self._inputs.held:
             last_use |= dict.fromkeys(live, end)
-        ours = self._kernel_of.keys() | set(self._inputs.donated)
+        writable = self._kernel_of.keys() | set(self._inputs.donated)
         moments = [total(map(self.size, live))]
         for i, kernel in enumerate(self.kernels):
-            dying = {node for node in kernel.reads & live & ours if last_use[node] == i}
-            if (first := kernel.nodes[0]) in self._opened:
+            dying = {node for node in kernel.reads & live & writable if last_use[node] == i}
+            if (first := kernel.nodes[0]) in self._bodies:
                 moments += [
-                    total((*map(self.size, live), moment)) for moment in self._opened[first].phase.live_bytes
+                    total((*map(self.size, live), moment)) for moment in self._bodies[first].phase.live_bytes
                 ]
             live |= kernel.writes
             moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
@@ -208,22 +216,23 @@ class KernelGraph:
 
 
 def _overwritten(kernel: _Kernel, dying: Iterable[Node]) -> set[Node]:
-    """Of the dying inputs the one into which a kernel on elements writes its only result, as inductor does if
-    type and size are the same (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
-    depends on their loops, and no input is counted on."""
+    """Return the dying input that an elementwise kernel overwrites with its only result, as inductor does for
+    equal dtypes and sizes (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
+    depends on their loops, so none is assumed to be overwritten."""
     if _is_anchor(kernel.nodes[0]) or len(kernel.writes) != 1:
         return set()
-    (made,) = kernel.writes
-    return set(islice((node for node in dying if _storage_key(node) == _storage_key(made)), 1))
+    (result,) = kernel.writes
+    return set(islice((node for node in dying if _storage_key(node) == _storage_key(result)), 1))
 
 
-def _join(kernel_of: dict[Node, _Kernel], one: _Kernel, other: _Kernel) -> _Kernel:
-    one.nodes += other.nodes
-    kernel_of.update(dict.fromkeys(other.nodes, one))
-    return one
+def _join(kernel_of: dict[Node, _Kernel], first: _Kernel, second: _Kernel) -> _Kernel:
+    first.nodes += second.nodes
+    kernel_of.update(dict.fromkeys(second.nodes, first))
+    return first
 
 
 def _is_anchor(node: Node) -> bool:
+    """Whether a node is not fused: a matmul, attention, a collective, an embedding or a custom operator."""
     name = _name(node)
     alone = name in PRODUCTS or name in COLLECTIVES or "attention" in name or name.startswith("embedding")
     return alone or _inner_code(node) is not None
@@ -239,7 +248,8 @@ def _product_flops(node: Node) -> float:
 
 
 def _name(node: Node) -> str:
-    """An operation's name without namespace and overload: mm, add, getitem; "" for a placeholder."""
+    """Return an operation's name without namespace and overload, as mm, add, getitem; "" for a
+    placeholder."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return getattr(packet, "__name__", "") if node.op == "call_function" else ""
 
@@ -258,8 +268,8 @@ def _bytes(node: Node) -> int:
 
 @dataclass(frozen=True)
 class CustomOpBody:
-    """The phase of an operator's code, whose `live` count its results but not its arguments; bytes of each
-    result."""
+    """The traced body of a custom operator: its phase, whose `live_bytes` include the results but not the
+    arguments; and the bytes of each result."""
 
     phase: Phase
     results: tuple[Linear, ...]
@@ -268,11 +278,11 @@ class CustomOpBody:
 def inline_custom_op(
     node: Node, code: Callable[..., Any], fixed: Collection[Node], micro_batch_size: int
 ) -> CustomOpBody:
-    """Run the code on fake tensors as large as a graph's, traced with `micro_batch_size` sequences, would be
-    with others; the sizes of `fixed` arguments stay."""
-    runs = [_run(node, code, fixed, sequences, micro_batch_size) for sequences in WATCHED_SEQUENCES]
+    """Trace a custom operator's code on fake tensors: the node's arguments, scaled from `micro_batch_size` to
+    each of RECORDED_SEQUENCES, except `fixed` ones."""
+    runs = [_run(node, code, fixed, sequences, micro_batch_size) for sequences in RECORDED_SEQUENCES]
     results = zip(*(sizes for _, sizes in runs), strict=True)
-    return CustomOpBody(join_watched([watched for watched, _ in runs]), tuple(map(line, results)))
+    return CustomOpBody(join_phases([recorded for recorded, _ in runs]), tuple(map(fit_line, results)))
 
 
 def _run(
@@ -289,5 +299,5 @@ def _run(
 
     arguments, options = tree_map(argument, (node.args, node.kwargs))
     with torch.no_grad():
-        watched, result = watch_call(lambda: code(*arguments, **options), tree_leaves((arguments, options)))
-    return watched, [tensor.untyped_storage().nbytes() for tensor in tree_leaves(result)]
+        recorded, result = record_call(lambda: code(*arguments, **options), tree_leaves((arguments, options)))
+    return recorded, [tensor.untyped_storage().nbytes() for tensor in tree_leaves(result)]

@@ -1,8 +1,8 @@
-"""Reads a module's work from its own code: traced by the compiler that will compile it, or run eagerly, on
-fake tensors, as one tensor-parallel rank holds it, without the others.
+"""Derive a module's workload from its code, on fake tensors with the shapes of one tensor-parallel rank:
+traced by the compiler, or run eagerly.
 
-No device, no process group, no memory: only shapes. Under compilation it is torch's own partitioner that
-decides what the forward keeps and what the backward computes again, as it will in the run.
+It needs no device, no process group and no memory. With compilation torch's own partitioner decides which
+activations the forward saves and which the backward recomputes, as in the run.
 """
 
 import logging
@@ -19,39 +19,41 @@ from torch.distributed.tensor import Placement, Shard
 from torch.fx import Graph, GraphModule, Node
 
 from meshwright.parallel.plan.schema import TensorPlan
-from meshwright.parallel.planner.tracing.eager import TracedModule, watch_eager
+from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
 from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
 from meshwright.parallel.planner.workload import Linear, ModuleWorkload, total
 from meshwright.parallel.tensor_parallel import TensorAxis, apply_styles
 
 
 def apply_as_one_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None:
-    """What `apply_tensor_parallel` does, for rank 0 alone and without a process group, for whoever only looks
-    at what a rank would do: weights are plain tensors of a rank's shapes."""
+    """Apply tensor parallelism as `apply_tensor_parallel` does, for rank 0 only and without a process group,
+    to trace the model: weights are plain tensors with the shapes of one rank."""
     axis = TensorAxis("tp", degree, 0, tensor.sequence_parallel)
 
-    def share(whole: Tensor, placement: Placement) -> Tensor:
-        return whole.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else whole
+    def shard(full: Tensor, placement: Placement) -> Tensor:
+        return full.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else full
 
-    apply_styles(model, tensor, axis, share)
+    apply_styles(model, tensor, axis, shard)
 
 
-TRACED_SEQUENCES = 2  # of the micro batch traced: not 1, whose dims the compiler takes away
+TRACED_SEQUENCES = 2  # micro batch of the trace; not 1, because the compiler removes dimensions of size 1
 
 
 def module_workload(
     build: Callable[[int], TracedModule], compiled: bool, budget: float = 1.0
 ) -> ModuleWorkload:
-    """The work of a module that `build` makes for a micro batch of so many sequences.
+    """Return the workload of the module that `build` returns for a number of sequences.
 
-    `compiled`: as inductor would run it, keeping `budget` of its activations; else as it runs eagerly.
+    Args:
+        compiled: as inductor would run it; otherwise as it runs eagerly
+        budget: share of the activations that a compiled module saves
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         if compiled:
             return _trace_compiled(build(TRACED_SEQUENCES), budget)
-        forward, backward, keeps, output = watch_eager(build)
+        forward, backward, saved, output = trace_eager(build)
         module = build(TRACED_SEQUENCES).module
-    return ModuleWorkload(count_parameters(module), forward, backward, keeps, output, list_weights(module))
+    return ModuleWorkload(count_parameters(module), forward, backward, saved, output, list_weights(module))
 
 
 def _trace_compiled(subject: TracedModule, budget: float) -> ModuleWorkload:
@@ -65,7 +67,8 @@ def _trace_compiled(subject: TracedModule, budget: float) -> ModuleWorkload:
 
 
 def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
-    """A backend that runs nothing worth mentioning, and leaves the graphs that inductor would get."""
+    """A backend that stores the graphs that inductor would compile, without compiling them, and whether each
+    input is a weight."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -93,33 +96,46 @@ def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
 
 
 def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: TracedModule) -> ModuleWorkload:
-    """Both graphs as kernels. The forward returns first its result, then what it keeps for the backward,
-    whose placeholders have the same names."""
+    """Convert both graphs to kernels. The forward returns its result, then the tensors saved for the
+    backward, whose placeholders have the same names."""
     primals = _placeholders(forward)
-    assert len(primals) == len(weights), "the compiler hands on every input of the module, in order"
+    assert len(primals) == len(weights), "the compiled graph must take every input of the module, in order"
     counted = {
         node for node, weight in zip(primals, weights, strict=True) if not weight and _has_micro_batch(node)
     }
     uncounted = {node.name for node in primals if node not in counted}
-    there = KernelGraph(forward, GraphInputs(set(primals) - counted, {}, held=True), TRACED_SEQUENCES)
-    output, *kept = there.returned()
-    made = {node.name: there.storage.get(node) for node in forward.nodes}
+    forward_kernels = KernelGraph(
+        forward, GraphInputs(set(primals) - counted, {}, held=True), TRACED_SEQUENCES
+    )
+    output, *saved = forward_kernels.returned()
+    storage = {node.name: forward_kernels.storage.get(node) for node in forward.nodes}
     same_as, first_with = dict[Node, Node](), dict[Node | None, Node]()
     for node in _placeholders(backward):
-        if node.name in made and node.name not in uncounted:
-            same_as[node] = first_with.setdefault(made[node.name], node)
-    again = {node for node in _placeholders(backward) if node.name in uncounted}
+        if node.name in storage and node.name not in uncounted:
+            same_as[node] = first_with.setdefault(storage[node.name], node)
+    weights_again = {node for node in _placeholders(backward) if node.name in uncounted}
     caller_holds = {output, *primals}
-    donated = {node for node in same_as if made[node.name] not in caller_holds}
-    fixed = {node for node in same_as if (maker := made[node.name]) and not there.size(maker).per_sequence}
-    back = KernelGraph(
-        backward, GraphInputs(again, same_as, held=False, donated=donated, fixed=fixed), TRACED_SEQUENCES
+    donated = {node for node in same_as if storage[node.name] not in caller_holds}
+    fixed = {
+        node
+        for node in same_as
+        if (owner := storage[node.name]) and not forward_kernels.size(owner).per_sequence
+    }
+    backward_kernels = KernelGraph(
+        backward,
+        GraphInputs(weights_again, same_as, held=False, donated=donated, fixed=fixed),
+        TRACED_SEQUENCES,
     )
-    keeps = total(map(there.size, {node for node in kept if node is not None}))
-    result = there.size(output) if output is not None else Linear()
+    saved_bytes = total(map(forward_kernels.size, {node for node in saved if node is not None}))
+    result = forward_kernels.size(output) if output is not None else Linear()
     module = subject.module
     return ModuleWorkload(
-        count_parameters(module), there.phase(), back.phase(), keeps, result, list_weights(module)
+        count_parameters(module),
+        forward_kernels.phase(),
+        backward_kernels.phase(),
+        saved_bytes,
+        result,
+        list_weights(module),
     )
 
 
@@ -132,11 +148,12 @@ def _has_micro_batch(node: Node) -> bool:
 
 
 def count_parameters(module: nn.Module) -> int:
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def list_weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Rows of each parameter, and values of a row."""
+    """Return (rows, values per row) of each parameter."""
     return tuple(
         (parameter.shape[0], parameter.numel() // parameter.shape[0]) for parameter in module.parameters()
     )
@@ -144,12 +161,11 @@ def list_weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
 
 @contextmanager
 def _quiet_compiler() -> Iterator[None]:
-    """A dynamo that starts anew and leaves nothing behind, so that the run's own counts of graphs are its
-    own."""
+    """Reset dynamo before and after, so that the run's own counts of graphs are not affected."""
     torch._dynamo.reset()
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():  # of dynamo's own doing, which it does not show
+        with warnings.catch_warnings():  # caused by dynamo itself, which hides them too
             warnings.filterwarnings(
                 "ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning
             )

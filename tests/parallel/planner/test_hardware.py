@@ -1,4 +1,4 @@
-"""Device kinds: every file loads, and an unknown device gets no guess."""
+"""Machine kinds: every file loads, mistakes are named, and an unknown device has no kind."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert 0 < kind.node.latency_s < 1e-3
     assert 0 < kind.network.latency_s < 1e-3
     assert kind.cores or kind.node.latency_s <= kind.network.latency_s, (
-        "a CPU's node is measured, its network is not"
+        "of a CPU only the node is measured, not the network"
     )
     assert len(kind.fitted) <= MOST_FITTED
 
@@ -60,7 +60,7 @@ def test_a_gpu_has_a_gpus_numbers(path: Path) -> None:
 def test_every_number_has_its_source_in_a_comment(path: Path) -> None:
     lines = path.read_text().splitlines()
     sections = [line for line in lines if re.match(r"[a-z]", line)]
-    assert all("#" in line for line in sections), "each top-level key says where its value comes from"
+    assert all("#" in line for line in sections), "each top-level key has a comment with its source"
 
 
 def test_a_known_device_is_found_by_the_name_torch_gives_it() -> None:
@@ -127,14 +127,18 @@ def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
         (
             "[[1, 0.5], [100, 0.8]]",
             "[[100, 0.5], [1, 0.8]]",
-            "matmul.float32: sizes must ascend: [100.0, 1.0]",
+            "matmul.float32: sizes must be in ascending order: [100.0, 1.0]",
         ),
-        ("[[1, 0.5], [100, 0.8]]", "[[1, 0.5], [1, 0.8]]", "matmul.float32: sizes must ascend: [1.0, 1.0]"),
+        (
+            "[[1, 0.5], [100, 0.8]]",
+            "[[1, 0.5], [1, 0.8]]",
+            "matmul.float32: sizes must be in ascending order: [1.0, 1.0]",
+        ),
         ("[[1, 0.5], [100, 0.8]]", "[[0, 0.5]]", "matmul.float32=[[0, 0.5]]: [0][0] must be a number > 0"),
         ("[[1, 0.5], [100, 0.8]]", "[]", "matmul.float32=[] must be a list of length >= 1"),
         ("overlaps: true", 'overlaps: true\n"1": 2', "unknown key 1. Known: name, device_names"),
         ("[[1, 0.5], [100, 0.8]]", "[0.5, 0.8]", "matmul.float32=[0.5, 0.8]: [0] must be a list"),
-        ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no such dtype"),
+        ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no key float8"),
         (
             "  bfloat16: 0.638",
             "  bfloat16: fast",
@@ -159,7 +163,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
 
 
 def change(folder: Path, old: str, new: str) -> Path:
-    """A copy of a shipped file with one thing changed."""
+    """Write a copy of a shipped file with one text replaced."""
     text = (HARDWARE_FOLDER / "h100-sxm.yaml").read_text()
     assert old in text
     path = folder / "machine.yaml"

@@ -1,4 +1,4 @@
-"""The search for a plan: what it tries, what it keeps, what it prefers; and the reasons it gives."""
+"""The search for a plan: the plans that it tries, the keys that it keeps, its choice, and its reasons."""
 
 import dataclasses
 import itertools
@@ -21,19 +21,19 @@ from meshwright.parallel.planner.search import EQUAL, Cluster, SearchResult, fru
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
-# of a block, per sequence
+# saved bytes of a block, per sequence
 KEPT = {"none": 4 * GIB, "selective": 2 * GIB, "full": GIB // 8, "offload": 4 * GIB}
-AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0, "offload": 0.0}  # of a forward, in the backward
+RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0, "offload": 0.0}  # share of the forward
 
 
 def module(plan: Plan, parameters: int, mode: str) -> ModuleWorkload:
-    """A module of two kernels: a product, and with tp a collective."""
+    """A module with a matmul, and with tp a collective."""
     tp = plan.mesh.tp
     flops = Linear(0.0, 2.0 * parameters * TOKENS / tp)
     sent = Linear(0.0, TOKENS * 8192 * 2.0)
     product = Operation("matmul", "mm", flops, Linear(2.0 * parameters / tp, 0.0), "bfloat16")
     tp_sum = [Operation("collective", "all_reduce", Linear(), sent, "bfloat16")] * (tp > 1)
-    backward = dataclasses.replace(product, flops=flops.times(2 + AGAIN[mode]))
+    backward = dataclasses.replace(product, flops=flops.times(2 + RECOMPUTED[mode]))
     keeps, output = Linear(0.0, KEPT[mode] / tp), Linear(0.0, TOKENS * 8192 * 2.0)
     forward_live, backward_live = (
         Linear(0.0, KEPT["none"] / tp),
@@ -72,49 +72,51 @@ def machines(gib: float = 79.1, per_node: int = 8) -> Cluster:
 
 
 def find(
-    gpus: int, here: Cluster | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
+    gpus: int, cluster: Cluster | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
 ) -> SearchResult:
-    here = here or machines()
-    job = RunShape(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
-    return search(ParallelConfig(**BF16 | keys), MODEL, job, here, trace)  # type: ignore[arg-type]
+    cluster = cluster or machines()
+    job = RunShape(gpus, min(gpus, cluster.gpus_per_node), TOKENS, micro, batch)
+    return search(ParallelConfig(**BF16 | keys), MODEL, job, cluster, trace)  # type: ignore[arg-type]
 
 
 def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -> None:
-    here = machines()
+    cluster = machines()
     choice = find(8)
     assert choice.best.memory is not None
     assert (
-        choice.best.needed_bytes == reserved_bytes(choice.best.memory, here.hardware) <= here.available_bytes
+        choice.best.needed_bytes
+        == reserved_bytes(choice.best.memory, cluster.hardware)
+        <= cluster.available_bytes
     )
     assert max(c.rate() for c in choice.ranked) * (1 - EQUAL) <= choice.best.rate()
-    assert all(c.needed_bytes > here.available_bytes for c in choice.does_not_fit)
+    assert all(c.needed_bytes > cluster.available_bytes for c in choice.does_not_fit)
     rest = [c.rate() for c in choice.ranked[1:]]
     assert rest == sorted(rest, reverse=True)
 
 
 def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
-    """The bound that spares timing is no higher than the truth: timing everything finds no better plan."""
-    here, choice = machines(), find(16, batch=64)
+    """The lower bound that prunes plans is correct: timing all plans finds no better one."""
+    cluster, choice = machines(), find(16, batch=64)
     assert choice.pruned
     best = 0.0
-    for checkpointing in KEPT:
+    for mode in KEPT:
         for reshard in (True, False):
             for tp in (1, 2, 4, 8):
-                every = find(
+                timed = find(
                     16,
                     batch=64,
-                    activation_checkpoint=checkpointing,
+                    activation_checkpoint=mode,
                     reshard_after_forward=reshard,
                     tp=tp,
                     forward_prefetch=1,
                     backward_prefetch=1,
                 ).ranked
-                best = max([best, *(c.rate() for c in every)])
+                best = max([best, *(c.rate() for c in timed)])
     assert choice.best.rate() >= best * (1 - EQUAL)
-    timed = simulate_step(
-        choice.best.plan, step_times(choice.best.plan, trace(choice.best.plan), here.hardware, 8)
+    step = simulate_step(
+        choice.best.plan, step_times(choice.best.plan, trace(choice.best.plan), cluster.hardware, 8)
     )
-    assert timed.step_s == choice.best.timeline.step_s  # type: ignore[union-attr]
+    assert step.step_s == choice.best.timeline.step_s  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
     assert {c.choices[key] for c in (*choice.ranked, *choice.does_not_fit)} == {value}
     plan = choice.best.plan
     assert getattr(plan.mesh, key, value) == value
-    if key == "activation_checkpoint":  # how many blocks is left open, and as few as can be are the fastest
+    if key == "activation_checkpoint":  # the number of blocks is open; the fewest are the fastest
         assert [u.activation_checkpoint for u in plan.units[1:-1]] == [value] + ["none"] * (BLOCKS - 1)
 
 
@@ -182,7 +184,7 @@ def test_tp_stays_within_a_node() -> None:
 
 
 def test_a_tie_goes_to_the_simpler_plan() -> None:
-    """On one GPU resharding and prefetching make no difference."""
+    """On one GPU resharding and prefetching have no effect."""
     best = find(1, machines(500), micro=1).best
     assert best.choices == {
         "tp": 1,
@@ -245,13 +247,14 @@ def test_micro_batches_are_divisors_of_a_ranks_share() -> None:
 
 
 def test_what_is_frozen_costs_neither_backward_nor_reduction() -> None:
-    here, job = machines(500), RunShape(8, 8, TOKENS, 1, -1)
+    cluster, job = machines(500), RunShape(8, 8, TOKENS, 1, -1)
 
     def frozen(plan: Plan) -> ModelWorkload:
         return dataclasses.replace(trace(plan), trained=dict.fromkeys(NAMES[:-1], 0.0))
 
     steps = [
-        search(ParallelConfig(**BF16, tp=1), MODEL, job, here, look).best.timeline for look in (trace, frozen)
+        search(ParallelConfig(**BF16, tp=1), MODEL, job, cluster, look).best.timeline
+        for look in (trace, frozen)
     ]  # type: ignore[arg-type]
     assert steps[1].step_s < 0.55 * steps[0].step_s  # type: ignore[union-attr]
 
@@ -272,8 +275,9 @@ def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
 @pytest.mark.parametrize("gib", [20, 24, 30, 36, 44])
 @pytest.mark.parametrize("mode", ["selective", "full", "offload"])
 def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mode: str, gib: float) -> None:
-    """On one GPU of 8, with the rest closed; the fastest of all numbers, and all of them, within a tie."""
-    here, closed = (
+    """With all other keys set, the search tries the fewest blocks that fit and all blocks, and its choice
+    ties with the fastest number of blocks."""
+    cluster, closed = (
         machines(gib),
         {
             "tp": 1,
@@ -285,52 +289,54 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
         },
     )
     every = {
-        count: find(8, here, micro=1, **closed, activation_checkpoint_blocks=count)
+        count: find(8, cluster, micro=1, **closed, activation_checkpoint_blocks=count)
         for count in range(1, BLOCKS + 1)
     }
     fits = [count for count, choice in every.items() if choice.ranked]
-    found = find(8, here, micro=1, **closed)
+    found = find(8, cluster, micro=1, **closed)
     assert bool(found.ranked) == bool(fits)
     if fits:
-        assert fits == list(range(fits[0], BLOCKS + 1)), "the fewer, the more memory"
+        assert fits == list(range(fits[0], BLOCKS + 1)), "more blocks never need more memory"
         tried = {c.choices["activation_checkpoint_blocks"] for c in found.ranked}
         assert tried == {fits[0], BLOCKS}
         assert found.best.rate() >= max(every[count].best.rate() for count in fits) * (1 - EQUAL)
 
 
 def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> None:
-    here = machines(28)
-    choice = find(8, here, micro=1, tp=1, dp_replicate=1)
+    cluster = machines(28)
+    choice = find(8, cluster, micro=1, tp=1, dp_replicate=1)
     count = choice.best.choices["activation_checkpoint_blocks"]
     assert 0 < count < BLOCKS
     treated = [unit.activation_checkpoint != "none" for unit in choice.best.plan.units[1:-1]]
     assert treated == [True] * count + [False] * (BLOCKS - count)
     mode = choice.best.choices["activation_checkpoint"]
-    alike = next(
+    all_blocks = next(
         c
         for c in choice.ranked
         if c.choices == choice.best.choices | {"activation_checkpoint_blocks": BLOCKS}
     )
-    assert choice.best.rate() > alike.rate() * (1 + EQUAL)
-    said = next(line for line in reasons(choice, here) if line.startswith("activation_checkpoint_blocks="))
-    slower = f"{1 - alike.rate() / choice.best.rate():.1%}"
-    assert said == (
-        f"activation_checkpoint_blocks={count}: no fewer fit; {BLOCKS} is {slower} slower and needs "
-        f"{alike.needed_bytes / GIB:.1f} GiB"
-    ), mode
+    assert choice.best.rate() > all_blocks.rate() * (1 + EQUAL)
+    prefix = f"activation_checkpoint_blocks={count}: "
+    reason = next(line for line in reasons(choice, cluster) if line.startswith(prefix))
+    slower = f"{1 - all_blocks.rate() / choice.best.rate():.1%}"
+    fewer, more = reason.removeprefix(prefix).split("; ")
+    assert re.search("fewer .*not fit", fewer), mode
+    assert re.fullmatch(rf"{BLOCKS} .*{slower} slower.* {all_blocks.needed_bytes / GIB:.1f} GiB", more), mode
 
 
 def test_offload_needs_host_memory() -> None:
-    """Of 6 blocks 5 are sent, 20 GiB: too much for 16, and so is any number that spares enough; on a CPU
-    there is none."""
+    """5 of 6 blocks are copied to host memory, 20 GiB: too much for 16 GiB, as is every number of blocks that
+    frees enough device memory."""
     closed = {"tp": 1, "activation_checkpoint": "offload", "activation_checkpoint_blocks": BLOCKS}
     host = {gib: dataclasses.replace(machines(40).hardware, host_memory_gib=gib) for gib in (16.0, 21.0)}
     best = find(8, dataclasses.replace(machines(40), hardware=host[21.0]), micro=1, **closed).best
     assert best.host_bytes == (BLOCKS - 1) * KEPT["offload"]
-    with pytest.raises(
-        PlanError, match=r"offload would keep 20\.0 GiB of each process in host memory, which has 16 GiB"
-    ):
+    with pytest.raises(PlanError, match=r"parallel\.activation_checkpoint=offload") as error:
         find(8, dataclasses.replace(machines(40), hardware=host[16.0]), micro=1, **closed)
+    message = str(error.value)
+    assert re.search(r"20\.0 GiB of host memory per process.* 16 GiB", message)
+    assert "host_memory_gib in configs/hardware/h100-sxm.yaml" in message
+    assert re.search(r"fewer blocks \(parallel\.activation_checkpoint_blocks\), or use full$", message)
     some = find(
         8,
         dataclasses.replace(machines(500), hardware=host[16.0]),
@@ -342,30 +348,34 @@ def test_offload_needs_host_memory() -> None:
 
 def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:
     for rate, offloaded in ((5000.0, True), (5.0, False)):
-        here = dataclasses.replace(
+        cluster = dataclasses.replace(
             machines(26), hardware=dataclasses.replace(machines().hardware, host_gb_s=rate)
         )
-        choice = find(8, here, micro=1, tp=1, dp_replicate=1)
+        choice = find(8, cluster, micro=1, tp=1, dp_replicate=1)
         assert (choice.best.choices["activation_checkpoint"] == "offload") == offloaded
-        text = "\n".join(reasons(choice, here))
-        assert ("GiB are in host memory" in text) == offloaded
+        text = "\n".join(reasons(choice, cluster))
+        assert bool(re.search(r"^offload: .* GiB .*host memory", text, re.MULTILINE)) == offloaded
 
 
-def reasons(choice: SearchResult, here: Cluster) -> list[str]:
+def reasons(choice: SearchResult, cluster: Cluster) -> list[str]:
     plan = choice.best.plan
-    return give_reasons(choice, here, step_times(plan, trace(plan), here.hardware, here.gpus_per_node))
+    return give_reasons(
+        choice, cluster, step_times(plan, trace(plan), cluster.hardware, cluster.gpus_per_node)
+    )
 
 
 def test_reasons_give_figures_that_are_true() -> None:
-    here = machines(60)
-    choice = find(8, here, tp=1)
-    said = reasons(choice, here)
+    cluster = machines(60)
+    choice = find(8, cluster, tp=1)
+    lines = reasons(choice, cluster)
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
-    assert said[0].startswith(f"of {tried} plans that were tried {len(choice.does_not_fit)} do not fit, and ")
-    assert f"and {len(choice.pruned)} would be slower" in said[0]
-    assert f"this one needs {choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in said[0]
-    checkpointing = next(line for line in said if line.startswith("activation_checkpoint="))
-    needs = re.findall(r"(none|selective|full) needs (?:at least )?([\d.]+) GiB of 60.0", checkpointing)
+    counts = (
+        rf"{tried} plans tried.* {len(choice.does_not_fit)} do not fit.* {len(choice.pruned)} would be slower"
+    )
+    assert re.match(counts, lines[0])
+    assert f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in lines[0]
+    checkpointing = next(line for line in lines if line.startswith("activation_checkpoint="))
+    needs = re.findall(r"(none|selective|full) does not fit [^;]*?([\d.]+) GiB of 60\.0 GiB", checkpointing)
     assert needs, checkpointing
     for mode, gib in needs:
         free = {"activation_checkpoint": "", "activation_checkpoint_blocks": 0}
@@ -378,23 +388,25 @@ def test_reasons_give_figures_that_are_true() -> None:
 
 
 def test_reasons_for_gathering_and_for_tp_are_the_blocks_own_times() -> None:
-    here = machines(500)
-    choice = find(8, here, tp=2, micro=1)
-    times = step_times(choice.best.plan, trace(choice.best.plan), here.hardware, 8)
+    cluster = machines(500)
+    choice = find(8, cluster, tp=2, micro=1)
+    times = step_times(choice.best.plan, trace(choice.best.plan), cluster.hardware, 8)
     unit, block = times.units["layers.3"], times.modules["layers.3"]
-    text = "\n".join(reasons(choice, here))
-    assert (
-        f"is gathered in {unit.gather_s * 1e3:.1f} ms beside {block.forward_s * 1e3:.1f} ms of forward"
-        in text
-    )
-    assert f"tp=2: its collectives take {(block.forward_tp_s + block.backward_tp_s) * 1e3:.1f} ms" in text
+    text = "\n".join(reasons(choice, cluster))
+    gather, forward = f"{unit.gather_s * 1e3:.1f} ms", f"{block.forward_s * 1e3:.1f} ms of forward"
+    again = f"{(unit.regather_s + unit.scatter_s) * 1e3:.1f} ms"
+    backward = f"{block.backward_s * 1e3:.1f} ms of backward"
+    assert re.search(rf"^dp_shard=4: .*layers\.3 .*{gather} .*{forward}.* {again} .*{backward}: ", text, re.M)
+    tp_ms = (block.forward_tp_s + block.backward_tp_s) * 1e3
+    total_ms = tp_ms + (block.forward_s + block.backward_s) * 1e3
+    assert re.search(rf"^tp=2: .* {tp_ms:.1f} ms of the {total_ms:.1f} ms of layers\.3", text, re.M)
 
 
 def test_one_process_has_nothing_to_say_of_communication() -> None:
-    here = machines(500)
-    text = "\n".join(reasons(find(1, here, micro=1), here))
-    assert "gathered" not in text
-    assert "waits for communication" not in text
+    cluster = machines(500)
+    text = "\n".join(reasons(find(1, cluster, micro=1), cluster))
+    assert "gather" not in text
+    assert "communication" not in text.partition("\n")[2], "the first line is on memory"
 
 
 def test_memory_of_a_candidate_is_that_of_its_plan() -> None:

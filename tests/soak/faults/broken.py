@@ -97,8 +97,8 @@ BROKEN = (
     Fault(
         "memory-without-tp",
         "the planner takes a tensor-parallel rank's share for the whole weight",
-        "whole.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else whole",
-        "whole",
+        "full.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else full",
+        "full",
         tests=("tests/parallel/planner/tracing/test_eager.py", "tests/parallel/planner/test_memory_model.py"),
     ),
     Fault(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.parallel.plan.schema import TensorPlan
-from meshwright.parallel.planner.tracing.eager import TracedModule, watch_eager
+from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
 from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
 from meshwright.parallel.planner.workload import Linear, Operation
 
@@ -42,7 +42,7 @@ class Calls(nn.Module):
 
 
 def test_a_product_by_hand() -> None:
-    forward, backward, keeps, output = watch_eager(subject_of(nn.Linear(WIDE, OUT, bias=False)))
+    forward, backward, keeps, output = trace_eager(subject_of(nn.Linear(WIDE, OUT, bias=False)))
     flops = Linear(0, 2 * TOKENS * WIDE * OUT)
     assert forward.operations == (Operation("matmul", "mm", flops, Linear(WEIGHT, X + Y), "float32"),)
     assert forward.live_bytes == (Linear(0, X + Y),)
@@ -58,21 +58,21 @@ def test_a_product_by_hand() -> None:
 def test_what_the_backward_does_not_need_is_let_go() -> None:
     """x.neg().neg() keeps nothing; while it runs there are the input, that its caller still holds, and both
     results."""
-    forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: x.neg().neg())))
+    forward, backward, keeps, _ = trace_eager(subject_of(Calls(lambda x: x.neg().neg())))
     assert keeps == Linear()
     assert forward.live_bytes == (Linear(0, 3 * X),)
     assert backward.live_bytes == (Linear(0, 2 * X),), "a gradient and the next: nobody holds the first"
 
 
 def test_views_are_no_operations_and_no_memory() -> None:
-    forward, _, keeps, output = watch_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
+    forward, _, keeps, output = trace_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
     assert [operation.name for operation in forward.operations] == ["add"]
     assert forward.live_bytes == (Linear(0, 2 * X),)
     assert (keeps, output) == (Linear(), Linear(0, X))
 
 
 def test_an_operation_moves_what_it_reads_and_writes() -> None:
-    forward, *_ = watch_eager(subject_of(Calls(lambda x: (x + x.double()).float())))
+    forward, *_ = trace_eager(subject_of(Calls(lambda x: (x + x.double()).float())))
     assert [(op.name, op.bytes, op.dtype) for op in forward.operations] == [
         ("_to_copy", Linear(0, X + 2 * X), "float64"),
         ("add", Linear(0, X + 2 * X + 2 * X), "float64"),
@@ -82,7 +82,7 @@ def test_an_operation_moves_what_it_reads_and_writes() -> None:
 
 def test_tables_are_not_counted_and_what_does_not_grow_is_fixed() -> None:
     table = torch.ones(TOKENS, WIDE)
-    forward, _, keeps, _ = watch_eager(subject_of(Calls(lambda x, table: x * torch.exp(table)), table))
+    forward, _, keeps, _ = trace_eager(subject_of(Calls(lambda x, table: x * torch.exp(table)), table))
     exp, product = forward.operations
     assert (exp.bytes, product.bytes) == (Linear(2 * X, 0), Linear(X, 2 * X))
     assert keeps == Linear(X, 0), "the exponential; the gradient of x does not need x"
@@ -91,7 +91,7 @@ def test_tables_are_not_counted_and_what_does_not_grow_is_fixed() -> None:
 
 def test_attention_counts_the_causal_half() -> None:
     attend = nn.functional.scaled_dot_product_attention
-    forward, backward, keeps, _ = watch_eager(
+    forward, backward, keeps, _ = trace_eager(
         subject_of(Calls(lambda x: attend(*[x.unsqueeze(1)] * 3, is_causal=True)))
     )
     (kernel,) = [operation for operation in forward.operations if operation.kind == "attention"]
@@ -111,7 +111,7 @@ def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
         return subject_of(model)(sequences)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        phases = watch_eager(build)[:2]
+        phases = trace_eager(build)[:2]
     sent = [[(op.name, op.bytes) for op in phase.operations if op.kind == "collective"] for phase in phases]
     assert sent == [[("reduce_scatter", Linear(0, Y))], [("all_gather", Linear(0, Y))]]
 
@@ -126,5 +126,5 @@ def test_further_inputs_come_after_the_tables(inputs: int) -> None:
             Calls(lambda *given: seen.append(len(given)) or given[0] + given[1]), tensors, (torch.ones(WIDE),)
         )
 
-    watch_eager(build)
+    trace_eager(build)
     assert seen == [inputs + 1] * 2
