@@ -1,4 +1,4 @@
-"""Curves and bars of runs as pictures; `parallel.planner.timeline_plot` writes SVG and PNG of them."""
+"""Line charts and bar charts of runs; `parallel.planner.timeline_plot` writes them as SVG and PNG."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Point = tuple[float, float]
-# Of the palette of Okabe and Ito (2008), which colour-blind people can tell apart; without yellow, which is
-# lost on white.
+# The palette of Okabe and Ito (2008), distinguishable with color blindness; without yellow, which is hard to
+# see on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 MARKERS = "os^D*"  # as matplotlib names them
-TITLE = 13  # size of its letters
-WIDTH, HEIGHT = 460, 270  # of a chart, in points: legible on a phone, where it shrinks to three quarters
-SIDE, TOP, BAR_ROW = 8, 34, 36  # margin; title; a bar below its name
+TITLE = 13  # font size
+WIDTH, HEIGHT = 460, 270  # of a chart, in points: readable on a phone, where it shrinks to three quarters
+SIDE, TOP, BAR_ROW = 8, 34, 36  # margin; title; a name with its bar below
 NOT_FINITE_SHOWN = 12
-MOST_ERROR = 1.0  # shown; a worse one is painted at the edge, and its figure beside it says it
+MOST_ERROR = 1.0  # end of the axis; bars of larger errors are cut there and labeled with their value
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a run looks wherever it is shown."""
+    """The color and marker of a run in all charts."""
 
     color: str
     marker: str
@@ -34,7 +34,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points from left to right; a y that is not finite leaves a gap, and a cross above it."""
+    """Points from left to right; a y that is not finite is drawn as a gap with a cross above it."""
 
     points: Sequence[Point]
     style: Style
@@ -42,36 +42,36 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart. `low`, `high`: half of the measurements lie between. None: nothing was
-    measured."""
+    """A row of a bar chart; `value` is None if nothing was measured. Half of the measurements lie between
+    `low` and `high`."""
 
     name: str
     value: float | None
-    words: str
+    label: str
     style: Style
     low: float | None = None
     high: float | None = None
 
 
 def style_of(number: int) -> Style:
-    """Of the n-th run: colours first, then other markers, so that 30 runs are 30 ways."""
+    """Return the style of the n-th run: a new color each, then a new marker; 30 styles in total."""
     return Style(COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)])
 
 
 @plainly
-def draw_curves(title: str, x_words: str, curves: Sequence[Curve]) -> "Figure":
-    """One chart. Without a finite point it says so."""
+def draw_curves(title: str, x_label: str, curves: Sequence[Curve]) -> "Figure":
+    """Return a line chart; without any finite point an empty chart with a note."""
     if not any(math.isfinite(y) for curve in curves for _, y in curve.points):
         return _empty_chart(title)
     figure = new_figure(WIDTH, HEIGHT)
     axes = figure.add_axes((0.13, 0.16, 0.83, 0.72))
-    dress(axes, title, x_words)
+    dress(axes, title, x_label)
     add_curves(axes, curves)
     return figure
 
 
 def add_curves(axes: "Axes", curves: Sequence[Curve]) -> None:
-    """From x 0 on, with some markers along each, at other places for each number."""
+    """Draw the curves from x=0, each with a few markers, at different positions for each curve."""
     across = axes.get_xaxis_transform()
     for number, curve in enumerate(curves):
         style: Any = {"color": curve.style.color, "marker": curve.style.marker}
@@ -85,26 +85,26 @@ def add_curves(axes: "Axes", curves: Sequence[Curve]) -> None:
 
 @plainly
 def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
-    """A row for each: its name, and below it a bar with its figure."""
+    """Return a chart with one row per bar: its name, and below it the bar with its label."""
     known = [bar.high or bar.value for bar in bars if bar.value is not None]
     if not known:
         return _empty_chart(title)
     figure, axes = _rows([bar.name for bar in bars], title, TOP, SIDE)
-    room = WIDTH - 3 * SIDE - LETTER * SMALL * max(len(bar.words) for bar in bars)
-    axes.set_xlim(0, (max(known) or 1.0) * (WIDTH - 2 * SIDE) / room)
+    longest = WIDTH - 3 * SIDE - LETTER * SMALL * max(len(bar.label) for bar in bars)
+    axes.set_xlim(0, (max(known) or 1.0) * (WIDTH - 2 * SIDE) / longest)
     rows, values = [row + 0.68 for row in range(len(bars))], [bar.value or 0.0 for bar in bars]
     below = [0.0 if bar.low is None else value - bar.low for bar, value in zip(bars, values, strict=True)]
     above = [0.0 if bar.high is None else bar.high - value for bar, value in zip(bars, values, strict=True)]
     style: Any = {"color": [bar.style.color for bar in bars], "ecolor": INK, "error_kw": {"lw": 2}}
-    painted = axes.barh(rows, values, 0.36, xerr=[below, above], **style)
-    axes.bar_label(painted, [bar.words for bar in bars], padding=5, fontsize=SMALL, color=INK)
+    drawn = axes.barh(rows, values, 0.36, xerr=[below, above], **style)
+    axes.bar_label(drawn, [bar.label for bar in bars], padding=5, fontsize=SMALL, color=INK)
     return figure
 
 
 @plainly
 def draw_errors(title: str, names: Sequence[str], errors: Mapping[str, Sequence[float | None]]) -> "Figure":
-    """A row for each name: how far what was predicted lies below (left) or above what was measured, of each
-    kind of `errors`."""
+    """Return a chart with one row per name and one bar per kind of `errors`: the relative error of the
+    prediction, to the left if it is below the measurement."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     known = [abs(error) for of_kind in errors.values() for error in of_kind if error is not None]
@@ -121,16 +121,16 @@ def draw_errors(title: str, names: Sequence[str], errors: Mapping[str, Sequence[
     for number, (kind, of_kind) in enumerate(errors.items()):
         rows = [row + 0.6 + 0.27 * number for row in range(len(names))]
         lengths = [max(-most, min(error or 0.0, most)) for error in of_kind]
-        painted = axes.barh(rows, lengths, 0.22, color=COLORS[5 * number], label=kind)
-        words = ["" if error is None else f"{error:+.0%}" for error in of_kind]
-        axes.bar_label(painted, words, padding=3, fontsize=SMALL, color=INK)
+        drawn = axes.barh(rows, lengths, 0.22, color=COLORS[5 * number], label=kind)
+        labels = ["" if error is None else f"{error:+.0%}" for error in of_kind]
+        axes.bar_label(drawn, labels, padding=3, fontsize=SMALL, color=INK)
     place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
     axes.legend(**place, ncols=len(errors), fontsize=SMALL, frameon=False, handlelength=1.0)
     return figure
 
 
 def _rows(names: Sequence[str], title: str, above: float, below: float) -> "tuple[Figure, Axes]":
-    """A chart with a row for each name, at y 0, 1 and so on, the name on top."""
+    """Return a chart with one row per name at y = 0, 1 and so on, the name at the top of its row."""
     height = above + len(names) * BAR_ROW + below
     figure = new_figure(WIDTH, height)
     place = (SIDE / WIDTH, below / height, 1 - 2 * SIDE / WIDTH, len(names) * BAR_ROW / height)
@@ -140,8 +140,8 @@ def _rows(names: Sequence[str], title: str, above: float, below: float) -> "tupl
     axes.xaxis.set_visible(False)
     style: Any = {"fontsize": SMALL, "color": FAINT, "parse_math": False}
     for row, name in enumerate(names):
-        words = one_line(name, int((WIDTH - 2 * SIDE) / (LETTER * SMALL)))
-        axes.text(0, row + 0.33, words, transform=axes.get_yaxis_transform(), **style)
+        label = one_line(name, int((WIDTH - 2 * SIDE) / (LETTER * SMALL)))
+        axes.text(0, row + 0.33, label, transform=axes.get_yaxis_transform(), **style)
     return figure, axes
 
 
@@ -152,19 +152,19 @@ def _empty_chart(title: str) -> "Figure":
     return figure
 
 
-def say_nothing(axes: "Axes", title: str, words: str) -> None:
-    """Where there is nothing to draw."""
+def say_nothing(axes: "Axes", title: str, note: str) -> None:
+    """Show only a title and a note, for a chart without data."""
     dress(axes, title)
     axes.set_axis_off()
-    axes.text(0, 0.5, words, fontsize=SMALL, color=FAINT)
+    axes.text(0, 0.5, note, fontsize=SMALL, color=FAINT)
 
 
-def dress(axes: "Axes", title: str, x_words: str = "", pad: float = 8) -> None:
-    """Title, grid, and short figures beside it."""
+def dress(axes: "Axes", title: str, x_label: str = "", pad: float = 8) -> None:
+    """Set the title, the grid, and axes with short numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_title(title, fontsize=TITLE, weight="bold", color=INK, loc="left", pad=pad)
-    axes.set_xlabel(x_words, fontsize=SMALL, color=FAINT)
+    axes.set_xlabel(x_label, fontsize=SMALL, color=FAINT)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
         axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
@@ -176,7 +176,7 @@ def dress(axes: "Axes", title: str, x_words: str = "", pad: float = 8) -> None:
 
 
 def short_number(value: float) -> str:
-    """As 12.5k or 3.2M; few digits."""
+    """Format a number with few digits, as 12.5k or 3.2M."""
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= factor:
             return f"{value / (1e3 if letter == 'k' else factor):.3g}{letter}"

@@ -1,1 +1,1 @@
-"""`python -m tools.plan`: the plan of a run, chosen or checked, before anything runs."""
+"""`python -m tools.plan`: choose, predict, check and compare plans without running them."""

@@ -1,8 +1,8 @@
-"""`python -m tools.plan --check`: what the planner says of a plan's collectives and memory, beside what the
-real code does on a fake process group.
+"""`python -m tools.plan --check`: compare the planner's collectives and memory with those of the real code on
+a fake process group.
 
-Both sides are eager, as the simulation is. What sends almost nothing is shown, not judged: the loss's and the
-norm's.
+Both sides are eager, as the simulation is. Collectives with almost no bytes (of the loss and the gradient
+norm) are shown without a limit.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ from meshwright.train.build_model import freeze
 from meshwright.train.config import TrainingJob
 from meshwright.train.planning.predict import predict_memory, run_workload
 
-EXACT, ABOUT = 0.01, 0.08  # differences that are allowed: of what is exact by nature, and of the peak
+EXACT, ABOUT = 0.01, 0.08  # allowed relative differences: of collectives and EXACT_KINDS, and of the peak
 EXACT_KINDS = ("params", "grads", "optimizer")
-SEQUENCE_STYLES = ("sequence", "whole_sequence")  # of norms that see a rank's share of the tokens
-TINY = 0.001  # of all bytes that are sent
+SEQUENCE_STYLES = ("sequence", "whole_sequence")  # of norms that receive a rank's share of the tokens
+TINY = 0.001  # share of all bytes sent below which a collective has no limit
 
-Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> how many, and their bytes
+Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> count and bytes
 
 
 @dataclass(frozen=True)
 class CheckedQuantity:
-    """One quantity, predicted and simulated. `limit`: the share by which they may differ; None where it is
-    not judged."""
+    """One quantity, predicted and simulated. `limit`: the allowed relative difference; None without a
+    limit."""
 
     name: str
     predicted: float
@@ -47,37 +47,40 @@ class CheckedQuantity:
 
     @property
     def difference(self) -> float:
-        """Of the simulated one; infinite where only one of them is nothing."""
+        """The difference relative to the simulated value; infinite if only that one is 0."""
         if self.simulated:
             return self.predicted / self.simulated - 1
         return float("inf") if self.predicted else 0.0
 
     @property
     def agrees(self) -> bool:
+        """Whether the difference is within the limit."""
         return self.limit is None or abs(self.difference) <= self.limit
 
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """Collectives by op and axis (count, then bytes), and memory by kind in bytes, with its peak."""
+    """The result of a check: collectives by op and axis (count, then bytes), memory by kind in bytes, and the
+    peak."""
 
     collectives: tuple[CheckedQuantity, ...]
     memory: tuple[CheckedQuantity, ...]
 
     @property
     def agrees(self) -> bool:
+        """Whether all differences are within their limits."""
         return all(row.agrees for row in (*self.collectives, *self.memory))
 
 
 def check_run(job: TrainingJob, plan: Plan) -> PlanCheck:
-    """One step of rank 0, predicted and simulated. The process must have no process group."""
+    """Compare one step of rank 0, predicted and simulated. The process must not have a process group."""
     plan = eager_plan(plan)
     simulation = simulate_run(job, plan)
     return compare(predict_traffic(job, plan), predict_memory(job, plan), simulation)
 
 
 def compare(traffic: Traffic, memory: StepMemory, simulation: Simulation) -> PlanCheck:
-    """Prediction and simulation side by side."""
+    """Compare prediction and simulation."""
     return PlanCheck(tuple(_compare_traffic(traffic, simulation)), tuple(_compare_memory(memory, simulation)))
 
 
@@ -85,10 +88,10 @@ def _compare_traffic(predicted: Traffic, simulation: Simulation) -> Iterator[Che
     simulated = _count((c.op, c.axis, c.bytes) for c in simulation.collectives)
     tiny = TINY * sum(size for _, size in simulated.values())
     for key in sorted({*predicted, *simulated}, key=lambda key: -simulated.get(key, (0, 0.0))[1]):
-        one, other = predicted.get(key, (0, 0.0)), simulated.get(key, (0, 0.0))
-        limit = EXACT if max(one[1], other[1]) > tiny else None
-        yield CheckedQuantity(f"{key[0]} {key[1]}, count", one[0], other[0], limit)
-        yield CheckedQuantity(f"{key[0]} {key[1]}, bytes", one[1], other[1], limit)
+        planned, real = predicted.get(key, (0, 0.0)), simulated.get(key, (0, 0.0))
+        limit = EXACT if max(planned[1], real[1]) > tiny else None
+        yield CheckedQuantity(f"{key[0]} {key[1]}, count", planned[0], real[0], limit)
+        yield CheckedQuantity(f"{key[0]} {key[1]}, bytes", planned[1], real[1], limit)
 
 
 def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[CheckedQuantity]:
@@ -99,43 +102,43 @@ def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[C
 
 
 def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
-    """The collectives of one optimizer step of rank 0, by what the plan says of each unit and the compiler of
-    each module; not those of the loss and of the gradient norm, which belong to no unit."""
+    """Return the collectives of one optimizer step of rank 0, from the plan's units and the traced modules,
+    without those of the loss and the gradient norm, which belong to no unit."""
     work = run_workload(job, plan)
     model = _one_rank(job, plan)
-    idle = {name for name in plan.modules if not work.has_backward((name,))}
-    again = _gathered_again(plan, idle)
+    no_backward = {name for name in plan.modules if not work.has_backward((name,))}
+    again = _gathered_again(plan, no_backward)
     of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
     return _count(
         [
             *chain.from_iterable(of_units),
-            *_of_modules(plan, work, idle),
+            *_of_modules(plan, work, no_backward),
             *_of_norms(plan, model),
             *_of_copies(plan, model),
         ]
     )
 
 
-def _gathered_again(plan: Plan, idle: set[str]) -> set[str]:
-    """Units that a backward gathers: those it needs, and those that are only started ahead of need."""
+def _gathered_again(plan: Plan, no_backward: set[str]) -> set[str]:
+    """Return the units that a backward gathers: those that it needs, and those that it only prefetches."""
     ahead = prefetch_schedule(plan, "backward")
-    needed = [unit for unit in plan.units if not idle.issuperset(unit.modules)]
+    needed = [unit for unit in plan.units if not no_backward.issuperset(unit.modules)]
     return {unit.name for needing in needed for unit in (needing, *ahead[needing.name]) if regathered(unit)}
 
 
 def _of_unit(
     unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], again: bool
 ) -> Iterator[tuple[str, str, float]]:
-    """Gathers and reductions of a unit: every micro batch gathers and scatters, the last one all-reduces
-    (train.step)."""
+    """Yield the all-gathers and reductions of a unit: every micro batch all-gathers and reduce-scatters, the
+    last one all-reduces (train.step)."""
     mesh = plan.mesh
-    whole = sum(_padded(parameter, mesh.dp_shard) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
+    full = sum(_padded(parameter, mesh.dp_shard) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
     trained = (
         sum(_padded(p, mesh.dp_shard) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
     )
     for _ in range(plan.accumulation):
         if mesh.dp_shard > 1:
-            yield from [("all_gather", "dp_shard", whole)] * (1 + again)
+            yield from [("all_gather", "dp_shard", full)] * (1 + again)
             if trained:
                 yield "reduce_scatter", "dp_shard", trained
     if mesh.dp_replicate > 1 and trained:
@@ -143,8 +146,8 @@ def _of_unit(
 
 
 def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """With sequence parallelism each tp rank has its tokens' part of a norm's gradient: FSDP2 sums them, in
-    param_dtype."""
+    """Yield the all-reduces of norm gradients. With sequence parallelism each tp rank has the gradient of its
+    tokens; FSDP2 sums them in param_dtype."""
     if not plan.tensor.sequence_parallel:
         return
     for unit in plan.units:
@@ -160,8 +163,8 @@ def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
 
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """Where a part is left whole, the gradients of all weights that tp ranks hold alike
-    (parallel.tensor_parallel.share_copies)."""
+    """Yield the all-reduces of replicated weights. If tp does not split a part of the model, the gradients of
+    all weights with identical copies on the tp ranks are summed (parallel.tensor_parallel.share_copies)."""
     styles = {
         name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()
     }
@@ -169,7 +172,7 @@ def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]
     if all(p.dim() == 1 for p in copies):
         return
     for parameter in (p for p in copies if p.requires_grad):
-        rows = -(-parameter.shape[0] // plan.mesh.dp_shard)  # of rank 0
+        rows = -(-parameter.shape[0] // plan.mesh.dp_shard)  # on rank 0
         yield (
             "all_reduce",
             "tp",
@@ -178,17 +181,17 @@ def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]
 
 
 def _padded(parameter: nn.Parameter, shards: int) -> int:
-    """Numbers that are sent: FSDP2 cuts the first dim, and fills it up so that every rank has as many
-    rows."""
+    """Return the number of values sent: FSDP2 shards the first dimension and pads it to the same number of
+    rows per rank."""
     rows = parameter.shape[0]
     return parameter.numel() // rows * (-(-rows // shards) * shards)
 
 
-def _of_modules(plan: Plan, work: ModelWorkload, idle: set[str]) -> Iterator[tuple[str, str, float]]:
-    """Tensor-parallel collectives within modules."""
+def _of_modules(plan: Plan, work: ModelWorkload, no_backward: set[str]) -> Iterator[tuple[str, str, float]]:
+    """Yield the tensor-parallel collectives within modules."""
     for name in plan.modules:
         module = work.modules[name]
-        for phase in (module.forward, *([] if name in idle else [module.backward])):
+        for phase in (module.forward, *([] if name in no_backward else [module.backward])):
             for operation in phase.operations:
                 if operation.kind == "collective":
                     size = operation.bytes.at(plan.micro_batch_size)
@@ -196,7 +199,7 @@ def _of_modules(plan: Plan, work: ModelWorkload, idle: set[str]) -> Iterator[tup
 
 
 def _one_rank(job: TrainingJob, plan: Plan) -> Llama:
-    """The model with the shapes of one tp rank, on the meta device."""
+    """Return the model with the shapes of one tp rank, on the meta device."""
     with torch.device("meta"):
         model = Llama(job.model)
     freeze(model, job.freeze)
@@ -205,7 +208,7 @@ def _one_rank(job: TrainingJob, plan: Plan) -> Llama:
 
 
 def _parameters(model: nn.Module, unit: UnitPlan) -> list[nn.Parameter]:
-    """Of a unit, shared ones once."""
+    """Return a unit's parameters, shared ones once."""
     return list(dict.fromkeys(p for name in unit.modules for p in model.get_submodule(name).parameters()))
 
 
@@ -218,26 +221,26 @@ def _count(sent: Any) -> Traffic:
 
 
 def check_text(check: PlanCheck) -> str:
-    """Both tables, and the verdict."""
-    judged = [row for row in check.collectives if row.limit is not None]
-    apart = [row for row in check.collectives if row.limit is None]
+    """Return both tables, and the verdict."""
+    limited = [row for row in check.collectives if row.limit is not None]
+    unlimited = [row for row in check.collectives if row.limit is None]
     parts = [
-        "the same plan with nothing compiled, as planned and as the real code runs on a fake process group:"
+        "the plan without compilation: predicted, and simulated with the real code on a fake process group"
     ]
     head = ("collectives", "predicted", "simulated", "difference")
     parts.append(
-        format_table(head, [_cells(row, GIB if "bytes" in row.name else 1) for row in judged])
-        if judged
-        else "no collectives of size"
+        format_table(head, [_cells(row, GIB if "bytes" in row.name else 1) for row in limited])
+        if limited
+        else "no collectives above 0.1% of all bytes sent"
     )
     parts.append(format_table(("memory", *head[1:]), [_cells(row, GIB) for row in check.memory]))
-    if apart:
+    if unlimited:
         small = [
-            f"{row.name.removesuffix(', count')} {row.predicted:g}, really {row.simulated:g}"
-            for row in apart
+            f"{row.name.removesuffix(', count')} {row.predicted:g} predicted, {row.simulated:g} simulated"
+            for row in unlimited
             if row.name.endswith("count")
         ]
-        parts.append("under 0.1% of what is sent, and not judged: " + "; ".join(small))
+        parts.append("not checked, below 0.1% of all bytes sent: " + "; ".join(small))
     return "\n\n".join([*parts, _verdict(check)])
 
 
@@ -260,7 +263,7 @@ def _cells(row: CheckedQuantity, unit: int) -> tuple[str, ...]:
 
 
 def check_json(check: PlanCheck) -> dict[str, Any]:
-    """Plain data: counts, and bytes."""
+    """Return the check as plain data, with counts and bytes."""
     return {
         "agrees": check.agrees,
         "collectives": [_plain(row) for row in check.collectives],

@@ -1,5 +1,5 @@
-"""DDP, FSDP and HSDP of the same training side by side (`--compare`), predicted and measured; and what
-differs between two plan files (`diff`)."""
+"""Compare DDP, FSDP and HSDP for one training, predicted and simulated (`--compare`); and list the
+differences between two plan files (`diff`)."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class ComparedStrategy:
-    """One strategy: its plan, memory predicted by formula, and what a simulation measured."""
+    """One strategy: its plan, the predicted memory, and the simulation of its step."""
 
     plan: Plan
     predicted: StepMemory
@@ -33,31 +33,31 @@ class ComparedStrategy:
 
 
 def compare_strategies(job: TrainingJob, world_size: int, gpus_per_node: int) -> dict[str, ComparedStrategy]:
-    """The config's training under each strategy; the config's own degrees of data parallelism and resharding
-    give way.
+    """Plan and simulate the training under each strategy. The config's data-parallel degrees and resharding
+    are ignored.
 
-    HSDP shards within a node. Where all processes share one, it takes two halves of it for nodes.
+    HSDP shards within a node. If all processes share one node, each half of it counts as a node.
     """
-    for key, left_open in (("plan", "manual"), ("strategy", None)):
-        if (asked := getattr(job.parallel, key)) != left_open:
+    for key, default in (("plan", "manual"), ("strategy", None)):
+        if (requested := getattr(job.parallel, key)) != default:
             raise ConfigError(
-                f"parallel.{key}={asked}: --compare makes the plan of each strategy itself, leave the key out"
+                f"parallel.{key}={requested}: --compare makes a plan for each strategy: remove the key"
             )
     node = gpus_per_node if gpus_per_node < world_size else max(world_size // 2, 1)
     return {name: _compared(_with_strategy(job, name), world_size, node) for name in COMPARED}
 
 
 def comparison_json(compared: dict[str, ComparedStrategy]) -> str:
-    """One JSON document: strategy -> mesh, predicted and measured {peak_memory_gib, memory in GiB}, totals of
-    collectives."""
+    """Return a JSON document: strategy -> mesh, predicted and measured {peak_memory_gib, memory in GiB},
+    totals of collectives. `measured` is the simulation."""
     return json.dumps({name: _plain(strategy) for name, strategy in compared.items()}, indent=2)
 
 
 def comparison_text(compared: dict[str, ComparedStrategy]) -> str:
-    """One table, and what its columns are."""
+    """Return a table and notes on its columns."""
     head = [
         "GiB per GPU",
-        *(f"{short} {what}" for short in COMPARED.values() for what in ("predicted", "measured")),
+        *(f"{short} {side}" for short in COMPARED.values() for side in ("predicted", "measured")),
     ]
     sides = [side for s in compared.values() for side in (s.predicted, s.simulation)]
     by_kind = [side.memory.gib() for side in sides]
@@ -68,9 +68,9 @@ def comparison_text(compared: dict[str, ComparedStrategy]) -> str:
         rows.append([op, *(cell for size in moved for cell in ("", _gib(size / GIB)))])
     notes = [f"{COMPARED[name]}: {describe_strategy(name, s.plan.mesh)}" for name, s in compared.items()]
     notes += [
-        "predicted: compiled as asked, from the compiler's own graphs. measured: every storage of one rank "
-        "in a simulated eager step. Each kind at its own maximum, the total at the common peak; no "
-        "allocator, no fragments. The last rows are what one rank's collectives carry in a step."
+        "predicted: compiled as configured, from the compiler's graphs. measured: all storages of one rank "
+        "in a simulated eager step. Each kind is shown at its own maximum, the total at the common peak, "
+        "without allocator overhead. The last rows are the bytes of one rank's collectives per step."
     ]
     return "\n\n".join([format_table(head, rows), "\n".join(notes)])
 
@@ -112,8 +112,8 @@ ONLY = "unit"  # the key of units that only one plan has
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference: where it is, which key, and its two values. With the key "unit" one of them is None:
-    only the other plan has these units."""
+    """One difference: its place, key and two values. With the key "unit" one value is None: only the other
+    plan has these units."""
 
     where: str
     key: str
@@ -122,16 +122,16 @@ class Difference:
 
 
 def diff_plans(a: Plan, b: Plan) -> list[Difference]:
-    """Every difference from `a` to `b`: what holds for all units, then units in the order of the forward.
-    Empty if equal."""
+    """Return every difference between two plans: those of all units first, then of units in the order of the
+    forward. Empty if the plans are equal."""
     differences = list[Difference]()
-    for key, one, other in _changes(a, b):
+    for key, value_a, value_b in _changes(a, b):
         if key == "tensor":
             differences += _diff_tensor(a, b)
-        elif dataclasses.is_dataclass(one):
-            differences += _diff_fields(key, one, other)
+        elif dataclasses.is_dataclass(value_a):
+            differences += _diff_fields(key, value_a, value_b)
         elif key not in ("modules", "units"):
-            differences.append(Difference("plan", key, one, other))
+            differences.append(Difference("plan", key, value_a, value_b))
     if a.global_batch_size != b.global_batch_size:
         both = (a.global_batch_size, b.global_batch_size)
         differences.append(Difference("plan", "global_batch_size", *both))
@@ -141,7 +141,7 @@ def diff_plans(a: Plan, b: Plan) -> list[Difference]:
 
 
 def in_words(difference: Difference) -> str:
-    """One line for people."""
+    """Format a difference as one line."""
     where, key = difference.where, difference.key
     if key == ONLY:
         return f"{where}: only in the {'first' if difference.b is None else 'second'}"
@@ -157,27 +157,27 @@ def _value(value: Any) -> str:
 
 
 def _diff_tensor(a: Plan, b: Plan) -> list[Difference]:
-    """Pattern by pattern where both plans split weights."""
-    one, other = a.tensor.styles, b.tensor.styles
-    if not (one and other):
+    """Return the differences of the tensor plans, by pattern if both plans have styles."""
+    styles_a, styles_b = a.tensor.styles, b.tensor.styles
+    if not (styles_a and styles_b):
         return _diff_fields("tensor", a.tensor, b.tensor)
     pairs = [
-        (pattern, one.get(pattern, "no style"), other.get(pattern, "no style"))
-        for pattern in {**one, **other}
+        (pattern, styles_a.get(pattern, "no style"), styles_b.get(pattern, "no style"))
+        for pattern in {**styles_a, **styles_b}
     ]
     changed = [Difference("tensor", *pair) for pair in pairs if pair[1] != pair[2]]
-    same_styles = dataclasses.replace(a.tensor, styles=other)
+    same_styles = dataclasses.replace(a.tensor, styles=styles_b)
     return _diff_fields("tensor", same_styles, b.tensor) + changed
 
 
 def _diff_fields(where: str, a: Any, b: Any) -> list[Difference]:
-    """Differences between two dataclasses of the same kind, field by field."""
+    """Return the differences between two dataclasses of the same type, field by field."""
     return [Difference(where, *change) for change in _changes(a, b)]
 
 
 def _diff_units(a: Plan, b: Plan) -> list[Difference]:
-    """Differences between units of the same name, neighbours that differ alike as one; then units of one plan
-    only."""
+    """Return the differences between units of the same name, consecutive units with the same difference as
+    one; then units of only one plan."""
     in_a, in_b = {unit.name: unit for unit in a.units}, {unit.name: unit for unit in b.units}
     shared = [name for name in in_a if name in in_b]
     differences = []
@@ -195,16 +195,16 @@ def _diff_units(a: Plan, b: Plan) -> list[Difference]:
 
 
 def _changes(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    """Key and both values of every field that differs."""
-    pairs = [(field.name, getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a)]
-    return [(key, one, other) for key, one, other in pairs if _differ((one, other))]
+    """Return key and both values of every field that differs."""
+    fields = [(field.name, getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a)]
+    return [(key, value_a, value_b) for key, value_a, value_b in fields if _differ((value_a, value_b))]
 
 
-def _differ(both: tuple[Any, Any]) -> bool:
-    """Typed: to Python false equals 0, to a plan resharding to 1 process is not `true`."""
-    return repr(both[0]) != repr(both[1])
+def _differ(values: tuple[Any, Any]) -> bool:
+    """Compare values with their types: in Python true equals 1, but resharding to 1 process is not `true`."""
+    return repr(values[0]) != repr(values[1])
 
 
 def _names(names: list[str]) -> str:
-    """Neighbouring units by their first and last name."""
+    """Format consecutive units by their first and last name."""
     return f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]} ({len(names)})"

@@ -1,5 +1,4 @@
-"""What `tools.plan` writes: the plan file, and the step as a picture or a trace. Either a whole file or
-none."""
+"""The files that `tools.plan` writes, each atomically: the plan, and the step as a picture or a trace."""
 
 import json
 from collections.abc import Sequence
@@ -17,29 +16,37 @@ TIMELINE_SUFFIXES = (".svg", ".png", ".json")
 
 
 def check_target(option: str, path: Path, suffixes: Sequence[str], overwrites: bool) -> Path:
-    """The path, if a file can be written there. Raises ConfigError, before anything is computed."""
+    """Return the path if a file can be written there, else raise ConfigError; called before anything is
+    computed.
+
+    Args:
+        option: the option that names the path, for messages
+        suffixes: allowed suffixes
+        overwrites: whether the file may exist
+    """
     place = f"{option}={path}"
     if path.suffix not in suffixes:
-        raise ConfigError(f"{place}: its name must end in {' or '.join(suffixes)}")
+        raise ConfigError(f"{place}: the file name must end in {' or '.join(suffixes)}")
     if path.is_dir():
         raise ConfigError(f"{place} is a folder: name a file")
     if not path.parent.is_dir():
-        raise ConfigError(f"{place}: there is no folder {path.parent}: make it first")
+        raise ConfigError(f"{place}: there is no folder {path.parent}: create it first")
     if path.exists() and not overwrites:
         raise ConfigError(
-            f"{place} is there already, and is not overwritten: take another name, or remove it"
+            f"{place} exists already and is not overwritten: choose another name or remove the file"
         )
     return path
 
 
 def save_plan(path: Path, plan: Plan, about: Sequence[str]) -> None:
-    """Write the plan file, `about` it as comments first."""
+    """Write the plan file, with the lines of `about` as comments at the top."""
     comments = "".join(f"# {line}\n" for sentence in about for line in sentence.splitlines())
     write_whole(path, (comments + plan_to_yaml(plan)).encode())
 
 
 def save_timeline(path: Path, timeline: Timeline, title: str) -> None:
-    """Write the step as a picture, or as a trace that Perfetto opens, by the file's suffix."""
+    """Write the step as a picture (.svg, .png) or as a trace for Perfetto (.json), by the suffix of the
+    file."""
     if path.suffix == ".json":
         write_whole(path, json.dumps(chrome_trace(timeline, title)).encode())
     else:
@@ -47,7 +54,7 @@ def save_timeline(path: Path, timeline: Timeline, title: str) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """By one rename, so that nobody sees half of it. Raises ConfigError where that cannot be."""
+    """Write a file atomically, by a rename. Raises ConfigError if it cannot be written."""
     try:
         files.write_whole(path, content)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""What `tools.plan` says of one run, as data and for people: its plan, chosen or as asked, with reasons,
-memory, time, whether it fits, and runners-up."""
+"""The report of `tools.plan` on one run, as text and JSON: its plan with reasons, memory, time, whether it
+fits, and runners-up."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,58 +33,58 @@ HOUR_S, DAY_S = 3600, 86400
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run is to run. `hardware`: None where no kind was given."""
+    """The machines that a run is planned for. `hardware` is None without --gpu."""
 
     gpus: int
     gpus_per_node: int
     hardware: Hardware | None
 
     def best(self, job: TrainingJob) -> tuple[str, str]:
-        """The attention kernel and the dtype that auto is there, as `plan_run` takes them."""
+        """Return the attention kernel and the dtype that `auto` selects there, as arguments of `plan_run`."""
         return best_attention(job, self.hardware), best_dtype(self.hardware)
 
     def machines(self) -> Cluster:
-        """For the planner. Processes on a CPU share its memory."""
-        assert self.hardware is not None, "options without --gpu are refused before"
+        """Return the cluster for the planner. Processes on a CPU share its memory."""
+        assert self.hardware is not None, "callers need --gpu, which is checked with the options"
         sharing = min(self.gpus, self.gpus_per_node) if self.hardware.cores else 1
         return Cluster(self.hardware, self.gpus_per_node, int(self.hardware.memory_gib * GIB / sharing))
 
     def devices(self) -> Devices:
-        """The same for suggestions."""
+        """Return the devices for suggestions."""
         machines = self.machines()
         return Devices(machines.available_bytes, machines.gpus_per_node, machines.hardware)
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All there is to say of one run.
+    """The report on one run.
 
     Args:
-        job: as asked
-        place: where it is to run
-        plan: chosen, read or made
-        memory: of one rank, without what the allocator adds
-        prediction: None where no kind of GPU was given
-        too_much: why the plan does not fit, and what would; "" if it does, or if nobody knows
-        choice: what the search found, with parallel.plan=auto
-        reasons: for what was chosen, a sentence each
-        advice: what makes little sense in a plan that was asked for, a sentence each: the planner weighs it
-            itself
+        job: the training
+        target: its machines
+        plan: chosen by the planner, read from a file, or made from the config
+        memory: of one rank, without allocator overhead
+        prediction: None without --gpu
+        fit_error: why the plan does not fit, and what would; "" if it fits or without --gpu
+        choice: the result of the search; None without parallel.plan=auto
+        reasons: for the chosen plan, one sentence each
+        advice: on questionable settings of a plan that the planner did not choose, one sentence each
     """
 
     job: TrainingJob
-    place: Target
+    target: Target
     plan: Plan
     memory: StepMemory
     prediction: Prediction | None
-    too_much: str
+    fit_error: str
     choice: SearchResult | None
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
 
 
 def find_kind(name: str, option: str) -> Hardware:
-    """A kind of machine from configs/hardware, which `option` names. ConfigError names the nearest."""
+    """Return a kind of machine from configs/hardware. Raises ConfigError with the nearest name for an unknown
+    one. `option` is the option that names it, for the message."""
     kinds = load_hardware()
     if name not in kinds:
         near = sorted(
@@ -97,29 +97,29 @@ def find_kind(name: str, option: str) -> Hardware:
     return kinds[name]
 
 
-def answer(job: TrainingJob, place: Target) -> PlanReport:
-    """Plan and predict. Raises PlanError for what cannot be, and with plan=auto for what fits nowhere."""
+def make_report(job: TrainingJob, target: Target) -> PlanReport:
+    """Plan and predict a run. Raises PlanError if no plan is legal, and with plan=auto if none fits."""
     choice, reasons, advice = None, list[str](), list[str]()
     if job.parallel.plan == "auto":
-        machines = place.machines()
-        choice = choose_plan(job, place.gpus, machines)
+        machines = target.machines()
+        choice = choose_plan(job, target.gpus, machines)
         plan = choice.best.plan
-        times = step_times(plan, run_workload(job, plan), machines.hardware, place.gpus_per_node)
+        times = step_times(plan, run_workload(job, plan), machines.hardware, target.gpus_per_node)
         reasons = give_reasons(choice, machines, times)
     else:
-        plan = plan_run(job, place.gpus, place.gpus_per_node, *place.best(job))
-        advice = [*advise(plan, place.gpus_per_node), *unused_keys(job.parallel)]
-    if place.hardware:
-        check_attention(job, plan, "cpu" if place.hardware.cores else "cuda")
-    prediction = predict(job, plan, place.hardware, place.gpus_per_node) if place.hardware else None
+        plan = plan_run(job, target.gpus, target.gpus_per_node, *target.best(job))
+        advice = [*advise(plan, target.gpus_per_node), *unused_keys(job.parallel)]
+    if target.hardware:
+        check_attention(job, plan, "cpu" if target.hardware.cores else "cuda")
+    prediction = predict(job, plan, target.hardware, target.gpus_per_node) if target.hardware else None
     memory = prediction.memory if prediction else predict_memory(job, plan)
     return PlanReport(
         job,
-        place,
+        target,
         plan,
         memory,
         prediction,
-        _too_much(job, place, plan),
+        _find_fit_error(job, target, plan),
         choice,
         tuple(reasons),
         tuple(advice),
@@ -127,33 +127,34 @@ def answer(job: TrainingJob, place: Target) -> PlanReport:
 
 
 def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware | None) -> int:
-    """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as
-    the config says. Raises PlanError if none does."""
+    """Return the fewest GPUs, a power of two, that the run fits on: with any plan for plan=auto, else with
+    the config's plan. Raises PlanError if there are none."""
     target = Target(gpus_per_node, gpus_per_node, hardware)
-    if found := fewest_processes(job, lambda n: Target(n, min(n, gpus_per_node), hardware).devices()):
-        return found
-    words = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
+    if gpus := fewest_processes(job, lambda n: Target(n, min(n, gpus_per_node), hardware).devices()):
+        return gpus
+    failure = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
     raise PlanError(
-        f"--min-gpus: {words} on 1 to {MAX_PROCESSES} {target.machines().hardware.name} with sequences of "
-        f"{job.seq_len} tokens. Shorten train.seq_len, or leave more keys at auto, with "
+        f"--min-gpus: {failure} on 1 to {MAX_PROCESSES} {target.machines().hardware.name} with sequences of "
+        f"{job.seq_len} tokens: reduce train.seq_len, or leave more keys at auto with "
         "--parallel.plan=auto"
     )
 
 
-def _too_much(job: TrainingJob, place: Target, plan: Plan) -> str:
-    """Why the plan does not fit, and what would. What the planner chose does fit."""
-    if place.hardware is None or job.parallel.plan == "auto":
+def _find_fit_error(job: TrainingJob, target: Target, plan: Plan) -> str:
+    """Return why the plan does not fit and what would; "" if it fits, as a plan of the planner always
+    does."""
+    if target.hardware is None or job.parallel.plan == "auto":
         return ""
     try:
-        name = f"{place.hardware.name}, without what the allocator and the process take,"
-        check_fits(job, plan, place.devices(), name)
+        name = f"{target.hardware.name}, without allocator and process overhead,"
+        check_fits(job, plan, target.devices(), name)
     except PlanError as error:
         return str(error)
     return ""
 
 
 def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str, float]:
-    """Of so many tokens, without what checkpoints, evaluation and failures take."""
+    """Return the time to train on `tokens`, without checkpoints, evaluation and failures."""
     seconds = tokens / (prediction.tokens_per_s_per_gpu * gpus)
     return {
         "tokens": tokens,
@@ -163,22 +164,23 @@ def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str,
     }
 
 
-def as_json(asked: PlanReport) -> dict[str, Any]:
-    """Plain data: plan, reasons, advice, predicted; if the planner chose, the candidates in order."""
+def as_json(report: PlanReport) -> dict[str, Any]:
+    """Return the report as plain data: plan, reasons, advice, predicted; with plan=auto the candidates in
+    order."""
     document: dict[str, Any] = {
-        "plan": plan_to_dict(asked.plan),
-        "reasons": list(asked.reasons),
-        "advice": list(asked.advice),
-        "predicted": _predicted(asked),
+        "plan": plan_to_dict(report.plan),
+        "reasons": list(report.reasons),
+        "advice": list(report.advice),
+        "predicted": _predicted(report),
     }
-    if asked.choice:
-        document["candidates"] = list(_candidates(asked, asked.choice))
+    if report.choice:
+        document["candidates"] = list(_candidates(report, report.choice))
     return document
 
 
-def _predicted(asked: PlanReport) -> dict[str, Any]:
-    """Memory in GiB; what needs a kind of GPU is null without."""
-    prediction, memory = asked.prediction, asked.memory
+def _predicted(report: PlanReport) -> dict[str, Any]:
+    """Return the predictions, memory in GiB; values that need --gpu are null without it."""
+    prediction, memory = report.prediction, report.memory
     timeline = prediction.timeline if prediction else None
     return {
         "peak_memory_gib": memory.peak_bytes / GIB,
@@ -193,13 +195,13 @@ def _predicted(asked: PlanReport) -> dict[str, Any]:
         "tokens_per_s_per_gpu": prediction and prediction.tokens_per_s_per_gpu,
         "mfu": prediction and prediction.mfu,
         "mfu_causal": prediction and prediction.mfu_causal,
-        "fits": None if prediction is None else not asked.too_much,
+        "fits": None if prediction is None else not report.fit_error,
     }
 
 
-def _candidates(asked: PlanReport, choice: SearchResult) -> Iterator[dict[str, Any]]:
-    """Those that fit, the best first; then those that do not, the smallest first."""
-    available_gib = asked.place.machines().available_bytes / GIB
+def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, Any]]:
+    """Yield the plans that fit, the best first; then those that do not, the smallest first."""
+    available_gib = report.target.machines().available_bytes / GIB
     for candidate in (*choice.ranked, *choice.does_not_fit):
         timeline = candidate.timeline
         row = {
@@ -207,31 +209,28 @@ def _candidates(asked: PlanReport, choice: SearchResult) -> Iterator[dict[str, A
             "fits": timeline is not None,
             "needed_gib": candidate.needed_bytes / GIB,
             "step_time_s": timeline and timeline.step_s,
-            "tokens_per_s_per_gpu": timeline and token_rate(asked.job, candidate),
+            "tokens_per_s_per_gpu": timeline and token_rate(report.job, candidate),
             "exposed_share": timeline and timeline.exposed_share,
         }
         yield (
-            row
-            if timeline
-            else row | {"reason": f"needs {needed_words(candidate)} of {available_gib:.1f} GiB"}
+            row if timeline else row | {"reason": f"needs {needed_gib(candidate)} of {available_gib:.1f} GiB"}
         )
 
 
 def token_rate(job: TrainingJob, candidate: Candidate) -> float:
-    """Tokens per second of each GPU."""
+    """Return tokens per second and GPU."""
     return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
 
 
-def needed_words(candidate: Candidate) -> str:
-    """Of a plan that was seen to be too large before all was counted, at least."""
+def needed_gib(candidate: Candidate) -> str:
+    """Format the memory of a plan in GiB, with "at least" if only a lower bound is known."""
     return f"{'' if candidate.memory else 'at least '}{candidate.needed_bytes / GIB:.1f}"
 
 
-def distinct(
-    candidates: Sequence[Candidate], besides: Sequence[Mapping[str, Any]] = ()
-) -> Iterator[Candidate]:
-    """Candidates, the first of those that differ only in how far ahead they gather."""
-    seen = {_without_prefetch(choices) for choices in besides}
+def distinct(candidates: Sequence[Candidate], shown: Sequence[Mapping[str, Any]] = ()) -> Iterator[Candidate]:
+    """Yield candidates, only the first of those that differ in nothing but the prefetch depth. `shown`:
+    choices to leave out in the same way."""
+    seen = {_without_prefetch(choices) for choices in shown}
     for candidate in candidates:
         key = _without_prefetch(candidate.choices)
         if key not in seen:
@@ -257,25 +256,25 @@ CHOICES = {
 }
 
 
-def as_text(asked: PlanReport, tokens: float | None = None) -> str:
-    """All of it in paragraphs. `tokens`: to say how long training on so many takes."""
-    strategy = asked.job.parallel.strategy
-    said = [describe_strategy(strategy, asked.plan.mesh)] if strategy else []
-    said += [f"advice: {sentence}" for sentence in asked.advice]
-    parts = ["\n".join([plan_to_table(asked.plan), *said])]
-    if asked.reasons:
-        parts.append("\n".join(["why:", *(f"- {sentence}" for sentence in asked.reasons)]))
-    parts.append(memory_table(asked.memory))
-    if asked.prediction is not None:
-        parts += [_figures(asked, asked.prediction, tokens), _verdict(asked, asked.prediction)]
-    if asked.choice:
-        parts += _others(asked.job, asked.choice, asked.place.machines())
+def as_text(report: PlanReport, tokens: float | None = None) -> str:
+    """Return the report as text. `tokens`: also show the time to train on this many."""
+    strategy = report.job.parallel.strategy
+    notes = [describe_strategy(strategy, report.plan.mesh)] if strategy else []
+    notes += [f"advice: {sentence}" for sentence in report.advice]
+    parts = ["\n".join([plan_to_table(report.plan), *notes])]
+    if report.reasons:
+        parts.append("\n".join(["why:", *(f"- {sentence}" for sentence in report.reasons)]))
+    parts.append(memory_table(report.memory))
+    if report.prediction is not None:
+        parts += [_figures(report, report.prediction, tokens), _verdict(report, report.prediction)]
+    if report.choice:
+        parts += _others(report.job, report.choice, report.target.machines())
     return "\n\n".join(parts)
 
 
-def _figures(asked: PlanReport, prediction: Prediction, tokens: float | None) -> str:
-    timeline, gpus, place = prediction.timeline, asked.plan.mesh.world_size, asked.place
-    name = place.hardware.name if place.hardware else ""
+def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -> str:
+    timeline, gpus, target = prediction.timeline, report.plan.mesh.world_size, report.target
+    name = target.hardware.name if target.hardware else ""
     rows = [
         ("step", seconds(timeline.step_s)),
         ("tokens/s per GPU", f"{prediction.tokens_per_s_per_gpu:,.0f}"),
@@ -300,30 +299,30 @@ def _figures(asked: PlanReport, prediction: Prediction, tokens: float | None) ->
             )
         )
     plural = "s" if gpus > 1 else ""
-    return format_table(("predicted", f"on {gpus} {name}, {place.gpus_per_node} GPU{plural} a node"), rows)
+    return format_table(("predicted", f"on {gpus} {name}, {target.gpus_per_node} GPU{plural} per node"), rows)
 
 
-def _verdict(asked: PlanReport, prediction: Prediction) -> str:
-    if asked.too_much:
-        return f"does not fit: {asked.too_much}"
-    machines = asked.place.machines()
+def _verdict(report: PlanReport, prediction: Prediction) -> str:
+    if report.fit_error:
+        return f"does not fit: {report.fit_error}"
+    machines = report.target.machines()
     return (
         f"fits {machines.hardware.name}: {prediction.reserved_bytes / GIB:.1f} of "
-        f"{machines.available_bytes / GIB:.1f} GiB, with what the allocator and the process take"
+        f"{machines.available_bytes / GIB:.1f} GiB, including allocator and process overhead"
     )
 
 
 def _others(job: TrainingJob, choice: SearchResult, machines: Cluster) -> Iterator[str]:
-    """Tables of the runners-up and of the smallest plans that do not fit."""
+    """Yield tables of the runners-up and of the smallest plans that do not fit."""
     head = [*CHOICES.values(), "GiB", "step", "tokens/s per GPU", "exposed"]
-    behind = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
-    if behind:
-        yield "runners-up:\n" + format_table(head, [_row(job, candidate) for candidate in behind])
-    large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
-    if large:
-        rows = [_row(job, candidate) for candidate in large]
+    runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
+    if runners_up:
+        yield "runners-up:\n" + format_table(head, [_row(job, candidate) for candidate in runners_up])
+    too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
+    if too_large:
+        rows = [_row(job, candidate) for candidate in too_large]
         yield (
-            f"nearest that do not fit, of {len(choice.does_not_fit)}, into "
+            f"smallest of the {len(choice.does_not_fit)} plans that do not fit into "
             f"{machines.available_bytes / GIB:.1f} GiB:\n" + format_table(head[: len(CHOICES) + 1], rows)
         )
 
@@ -332,19 +331,19 @@ def _row(job: TrainingJob, candidate: Candidate) -> Sequence[str]:
     cells = [str(candidate.choices[key]).lower() for key in CHOICES]
     timeline = candidate.timeline
     if timeline is None:
-        return [*cells, needed_words(candidate)]
+        return [*cells, needed_gib(candidate)]
     times = (
         seconds(timeline.step_s),
         f"{token_rate(job, candidate):,.0f}",
         f"{timeline.exposed_share:.1%}",
     )
-    return [*cells, needed_words(candidate), *times]
+    return [*cells, needed_gib(candidate), *times]
 
 
 def seconds(time_s: float) -> str:
-    """In seconds, or milliseconds where it is short."""
+    """Format a time in seconds, or in milliseconds below one second."""
     return f"{time_s:,.2f} s" if time_s >= 10 else f"{time_s:.3f} s" if time_s >= 1 else in_ms(time_s)
 
 
 def _percent(share: float | None) -> str:
-    return "unknown: no peak to compare with" if share is None else f"{share:.1%}"
+    return "unknown: no peak for this device" if share is None else f"{share:.1%}"

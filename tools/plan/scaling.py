@@ -1,5 +1,4 @@
-"""`python -m tools.plan --sweep gpus=8..4096`: the best plan for each number of GPUs, and how the run
-scales."""
+"""`python -m tools.plan --sweep gpus=8..4096`: the plan and the predicted speed for each number of GPUs."""
 
 import json
 import re
@@ -12,7 +11,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.tools.cli import format_table
-from meshwright.tools.plan.report import Target, needed_words, seconds, time_to_train
+from meshwright.tools.plan.report import Target, needed_gib, seconds, time_to_train
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import describe_choices
@@ -20,13 +19,13 @@ from meshwright.train.planning.predict import Prediction, predict, search_plans
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.suggest import MAX_PROCESSES
 
-BAR = 30  # letters of the longest bar
+BAR = 30  # characters of the longest bar
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One number of GPUs: the plan that is best there, or as asked, with its prediction; else the reason why
-    there is none."""
+    """One number of GPUs: its plan (the best one with plan=auto) and prediction, or the reason why there is
+    none."""
 
     gpus: int
     plan: Plan | None = None
@@ -35,17 +34,17 @@ class ScalingRow:
 
 
 def read_sweep(text: str) -> list[int]:
-    """The numbers of GPUs that "gpus=8..4096" means: doublings from the first to the last. Raises
-    ConfigError."""
+    """Return the numbers of GPUs in a range such as "gpus=8..4096": the first one, doubled up to the last.
+    Raises ConfigError for an invalid range."""
     match = re.fullmatch(r"(\w+)=(\d+)\.\.(\d+)", text)
     if not match:
-        raise ConfigError(f"--sweep={text} must be as gpus=8..4096: the fewest and the most GPUs")
+        raise ConfigError(f"--sweep={text}: must have the form gpus=8..4096, the fewest and the most GPUs")
     name, low, high = match[1], int(match[2]), int(match[3])
     if name != "gpus":
         raise ConfigError(f"--sweep={text}: only gpus can be swept, as in gpus={low}..{high}")
     if not 1 <= low <= high <= MAX_PROCESSES:
         raise ConfigError(
-            f"--sweep={text}: it must go up, from 1 at least to {MAX_PROCESSES} at most, as gpus=8..4096"
+            f"--sweep={text}: must ascend, from at least 1 to at most {MAX_PROCESSES}, as gpus=8..4096"
         )
     return [low * 2**n for n in range(MAX_PROCESSES.bit_length()) if low * 2**n <= high]
 
@@ -53,9 +52,10 @@ def read_sweep(text: str) -> list[int]:
 def sweep(
     job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware: Hardware
 ) -> list[ScalingRow]:
-    """Plan for each number of GPUs. Raises PlanError where none can run, with all reasons."""
-    look = _chosen if job.parallel.plan == "auto" else _asked
-    rows = [look(job, Target(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
+    """Return a row for each number of GPUs. Raises PlanError with all reasons if the run is possible on
+    none."""
+    make_row = _best_row if job.parallel.plan == "auto" else _config_row
+    rows = [make_row(job, Target(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
     if not any(row.plan for row in rows):
         raise PlanError(
             "--sweep: the run is possible on none of these numbers of GPUs.\n"
@@ -64,39 +64,39 @@ def sweep(
     return rows
 
 
-def _chosen(job: TrainingJob, place: Target) -> ScalingRow:
-    """What the planner chooses there."""
-    machines = place.machines()
+def _best_row(job: TrainingJob, target: Target) -> ScalingRow:
+    """Return the row of the plan that the planner chooses."""
+    machines = target.machines()
     try:
-        choice = search_plans(job, place.gpus, machines)
+        choice = search_plans(job, target.gpus, machines)
     except PlanError as error:
-        return ScalingRow(place.gpus, reason=_first_line(error))
+        return ScalingRow(target.gpus, reason=_first_line(error))
     if not choice.ranked:
         nearest = choice.does_not_fit[0]
-        needed = f"{needed_words(nearest)} of {machines.available_bytes / GIB:.1f} GiB"
+        needed = f"{needed_gib(nearest)} of {machines.available_bytes / GIB:.1f} GiB"
         return ScalingRow(
-            place.gpus,
-            reason=f"none of {len(choice.does_not_fit)} plans fits: the smallest needs {needed} "
+            target.gpus,
+            reason=f"none of {len(choice.does_not_fit)} plans fits; the smallest needs {needed} "
             f"({describe_choices(nearest.choices)})",
         )
-    return _predicted(job, place, choice.best.plan)
+    return _predicted(job, target, choice.best.plan)
 
 
-def _asked(job: TrainingJob, place: Target) -> ScalingRow:
-    """What the config asks for, if it can be and fits."""
+def _config_row(job: TrainingJob, target: Target) -> ScalingRow:
+    """Return the row of the config's own plan, if it is legal and fits."""
     try:
-        plan = plan_run(job, place.gpus, place.gpus_per_node, *place.best(job))
+        plan = plan_run(job, target.gpus, target.gpus_per_node, *target.best(job))
     except PlanError as error:
-        return ScalingRow(place.gpus, reason=_first_line(error))
-    row, available = _predicted(job, place, plan), place.machines().available_bytes
+        return ScalingRow(target.gpus, reason=_first_line(error))
+    row, available = _predicted(job, target, plan), target.machines().available_bytes
     if row.prediction and row.prediction.reserved_bytes > available:
         needed = f"{row.prediction.reserved_bytes / GIB:.1f} of {available / GIB:.1f} GiB"
-        return ScalingRow(place.gpus, reason=f"does not fit: needs {needed}")
+        return ScalingRow(target.gpus, reason=f"does not fit: needs {needed}")
     return row
 
 
-def _predicted(job: TrainingJob, place: Target, plan: Plan) -> ScalingRow:
-    return ScalingRow(place.gpus, plan, predict(job, plan, place.machines().hardware, place.gpus_per_node))
+def _predicted(job: TrainingJob, target: Target, plan: Plan) -> ScalingRow:
+    return ScalingRow(target.gpus, plan, predict(job, plan, target.machines().hardware, target.gpus_per_node))
 
 
 def _first_line(error: PlanError) -> str:
@@ -105,12 +105,12 @@ def _first_line(error: PlanError) -> str:
 
 
 def sweep_json(rows: Sequence[ScalingRow], tokens: float | None) -> str:
-    """One JSON document with the rows."""
+    """Return the rows as a JSON document."""
     return json.dumps({"sweep": [row_json(row, tokens) for row in rows]}, indent=2)
 
 
 def row_json(row: ScalingRow, tokens: float | None) -> dict[str, Any]:
-    """A row; without a plan all but the number of GPUs and the reason is null."""
+    """Return a row as plain data; without a plan all values except gpus, fits and reason are null."""
     prediction, values = row.prediction, _values(row)
     timeline = prediction.timeline if prediction else None
     plain = {
@@ -129,8 +129,8 @@ def row_json(row: ScalingRow, tokens: float | None) -> dict[str, Any]:
 
 
 def _values(row: ScalingRow) -> dict[str, Any] | None:
-    """Degrees and settings of the row's plan. The middle unit's stand for all: first and last are no
-    blocks."""
+    """Return degrees and settings of the row's plan. Those of the middle unit stand for all blocks, because
+    the first and the last unit are not blocks."""
     if row.plan is None:
         return None
     mesh, unit = row.plan.mesh, row.plan.units[len(row.plan.units) // 2]
@@ -146,7 +146,8 @@ def _values(row: ScalingRow) -> dict[str, Any] | None:
 
 
 def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
-    """A table with a bar for each count, and the counts that cannot be."""
+    """Return a table with a bar for each number of GPUs, then the numbers without a plan and their
+    reasons."""
     best = max(row.prediction.tokens_per_s_per_gpu for row in rows if row.prediction)
     head = [
         "GPUs",
