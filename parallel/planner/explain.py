@@ -59,14 +59,12 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
             if max(parts.gather_s / forward, backward_comm_s / backward) <= 1
             else "compute cannot hide all of it"
         )
-        in_backward = (
-            "second all-gather and reduce-scatter take" if regathered(unit) else "reduce-scatter takes"
-        )
+        in_backward = "all-gather and reduce-scatter take" if regathered(unit) else "the reduce-scatter takes"
         verdict = verdict if times.overlaps else "compute stops during collectives"
         yield (
-            f"dp_shard={best.plan.mesh.dp_shard}: the all-gather of {unit.name} takes "
-            f"{parts.gather_s * MILLI:.1f} ms next to {forward * MILLI:.1f} ms of forward, its {in_backward} "
-            f"{backward_comm_s * MILLI:.1f} ms next to {backward * MILLI:.1f} ms of backward: {verdict}"
+            f"dp_shard={best.plan.mesh.dp_shard}: in the forward of {unit.name} the all-gather takes "
+            f"{parts.gather_s * MILLI:.1f} ms and compute {forward * MILLI:.1f} ms; in its backward "
+            f"{in_backward} {backward_comm_s * MILLI:.1f} ms and compute {backward * MILLI:.1f} ms: {verdict}"
         )
     if best.plan.mesh.tp > 1:
         tp_s = sum(m.forward_tp_s + m.backward_tp_s for m in modules)
@@ -87,8 +85,8 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     block = times.modules[name]
     share = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0) / best.timeline.step_s
     yield (
-        f"offload: copying the activations of {name} takes {copy_s * MILLI:.1f} ms each way, next to "
-        f"{block.forward_s * MILLI:.1f} ms of forward and {block.backward_s * MILLI:.1f} ms of backward; "
+        f"offload: a copy of the activations of {name} takes {copy_s * MILLI:.1f} ms each way, its forward "
+        f"{block.forward_s * MILLI:.1f} ms and its backward {block.backward_s * MILLI:.1f} ms; "
         f"{best.host_bytes / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for copies"
     )
 

@@ -1,5 +1,5 @@
-"""The kernels that a plan chooses: which are refused, which are the default where, and what the planner knows
-of them."""
+"""The attention and loss kernels of a plan: which are refused, the default on each device, and their time and
+memory in the planner."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def head_of(*arguments: str, world_size: int = 8):
-    """The head's work, and the whole step's memory."""
+    """Return the head's workload, and the memory of the step."""
     config = parse_config([*LLAMA_8B, *arguments])
     plan = plan_run(config.job, world_size)
     work = run_workload(config.job, plan)
@@ -54,12 +54,14 @@ def test_long_micro_batches_get_a_chunked_loss_unless_logits_are_gathered() -> N
     assert plan_of(seq_len=LOSS_CHUNK_TOKENS, micro=2).loss_chunk_tokens == LOSS_CHUNK_TOKENS
     assert plan_of(seq_len=LOSS_CHUNK_TOKENS, micro=2, loss_chunk_tokens=0).loss_chunk_tokens == 0
     assert plan_of(seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False).loss_chunk_tokens == 0
-    whole_head = plan_of(seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False, tp_modules=("attention",))
-    assert whole_head.loss_chunk_tokens == LOSS_CHUNK_TOKENS
+    unsplit_head = plan_of(
+        seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False, tp_modules=("attention",)
+    )
+    assert unsplit_head.loss_chunk_tokens == LOSS_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "parts"),
     [
         ({"loss_chunk_tokens": 10}, ["parallel.loss_chunk_tokens=10 must be 0", "at least 64"]),
         ({"loss_chunk_tokens": -1}, ["parallel.loss_chunk_tokens=-1 must be 0"]),
@@ -75,9 +77,9 @@ def test_long_micro_batches_get_a_chunked_loss_unless_logits_are_gathered() -> N
         ),
     ],
 )
-def test_wrong_keys_are_refused_with_a_way_out(keys, words) -> None:
-    said = report_of(**keys)
-    assert all(word in said for word in words), said
+def test_wrong_keys_are_refused_with_a_way_out(keys, parts) -> None:
+    message = report_of(**keys)
+    assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -174,30 +176,29 @@ def test_kernels_come_back_from_a_plan_file(tmp_path) -> None:
 
 
 def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
-    """8,192 tokens of a vocabulary of 128,256: beyond the gradients that any head has to make, at most 1.2
-    GiB."""
+    """8,192 tokens, vocabulary of 128,256: at most 1.2 GiB more than the gradients that every head needs."""
     gradients = 128_256 * 4096 * 2 + 8192 * 4096 * 2
     chunked, chunked_memory = head_of()
-    whole, whole_memory = head_of("--parallel.loss_chunk_tokens=0")
+    unchunked, unchunked_memory = head_of("--parallel.loss_chunk_tokens=0")
     chunk_gib = 2048 * 128_256 * 2 / GIB
     extra_gib = (fullest(chunked.forward, 1) - gradients) / GIB
     assert chunk_gib < extra_gib < chunk_gib + 0.3 < 1.2
-    assert fullest(whole.forward, 1) / GIB > 4 * chunk_gib
-    assert chunked_memory.memory.logits < whole_memory.memory.logits / 3
+    assert fullest(unchunked.forward, 1) / GIB > 4 * chunk_gib
+    assert chunked_memory.memory.logits < unchunked_memory.memory.logits / 3
     assert sum(o.flops.at(1) for o in chunked.forward.operations) == pytest.approx(
         3 * 2 * 8192 * 4096 * 128_256
     )
-    # A second sequence is more chunks, not larger ones.
+    # A second sequence adds chunks of the same size.
     assert fullest(chunked.forward, 2) - fullest(chunked.forward, 1) < 0.3 * GIB
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
-    """The code itself on fake tensors, eager, against the planner's formula for the same."""
+    """Compare the eager code on fake tensors with the planner's prediction."""
     arguments = [*LLAMA_8B, *NARROW, f"--parallel.tp={tp}", "--parallel.compile.enabled=false"]
     simulation = simulated(8, *arguments)
-    assert simulation.at_peak.logits > simulation.peak_bytes / 2, "the step is fullest in the head"
-    # in a process of its own: what pytest keeps of a step would count
+    assert simulation.at_peak.logits > simulation.peak_bytes / 2, "the peak is in the head"
+    # in a separate process, because tensors that pytest keeps alive would count
     (predicted,) = run_ranks(1, predict_peak_bytes, arguments)
     assert predicted == pytest.approx(simulation.peak_bytes, rel=0.005)
     forward = [
@@ -236,10 +237,10 @@ def test_an_operator_is_opened_if_it_is_made_of_others() -> None:
         return x + x
 
     assert inner_code(torch.ops.meshwright_test.twice.default)(torch.ones(1)) == 2
-    for whole in (
+    for kernel_op in (
         torch.ops.meshwright_test.twice_kernel.default,
         torch.ops.meshwright.cpu_causal_attention.default,
         torch.ops.aten.add.Tensor,
         torch.ops.prims.add.default,
     ):
-        assert inner_code(whole) is None
+        assert inner_code(kernel_op) is None

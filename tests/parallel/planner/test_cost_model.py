@@ -1,4 +1,5 @@
-"""Operations, copies and collectives in seconds, against sums done by hand on a machine of round numbers."""
+"""The seconds of operations, copies and collectives, compared with manual calculations for a machine with
+round numbers."""
 
 import dataclasses
 from typing import Any
@@ -21,9 +22,8 @@ from meshwright.parallel.planner.hardware import Hardware, Link, load_hardware
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 from tests.support.plans import BLOCK, EMBEDDING, HEAD, change, plan_of
 
-# 100 TF/s of bfloat16, half of it for a product of 1 GFLOP; 1 TB/s of memory at half; links of 100 and 10
-# GB/s, an all-gather at all of it, a reduce-scatter at a half, an all-reduce at a quarter; hops of 1 us and 1
-# ms.
+# 100 TF/s in bfloat16, half of it for a matmul of 1 GFLOP; 1 TB/s of memory at 50%; links of 100 and 10 GB/s,
+# which an all-gather uses in full, a reduce-scatter at 50%, an all-reduce at 25%; 1 us and 1 ms per hop.
 SHARES = {"all_gather": ((1.0, 1.0),), "reduce_scatter": ((1.0, 0.5),), "all_reduce": ((1.0, 0.25),)}
 MACHINE = Hardware(
     name="round",
@@ -54,14 +54,14 @@ GB = 1e9
 def operation(
     kind: Any, name: str = "mm", flops: float = 0.0, moved: float = 0.0, dtype: str = "bfloat16"
 ) -> Operation:
-    """With amounts of a micro batch of one sequence."""
+    """Return an operation; the amounts are per sequence."""
     return Operation(kind, name, Linear(0.0, flops), Linear(0.0, moved), dtype)
 
 
 def work_of(
     forward: list[Operation], backward: list[Operation] | None = None, **trained: float
 ) -> ModelWorkload:
-    """The same operations in every module of `plans.MODEL`."""
+    """Return a workload with the same operations in every module of `plans.MODEL`."""
     phases = Phase(tuple(forward), ()), Phase(tuple(backward or []), ())
     counts = {"embed": EMBEDDING, **{f"layers.{i}": BLOCK for i in range(4)}, "head": HEAD}
     modules = {name: ModuleWorkload(count, *phases, Linear(), Linear()) for name, count in counts.items()}
@@ -85,8 +85,8 @@ def test_a_product_that_moves_much_is_bound_by_memory() -> None:
 
 
 def test_the_micro_batch_decides_the_size_and_so_the_share() -> None:
-    one = operation("matmul", flops=10 * GB)
-    assert operation_s(one, 10, MACHINE) - 1e-6 == pytest.approx(100 * GB / 100e12)
+    product = operation("matmul", flops=10 * GB)
+    assert operation_s(product, 10, MACHINE) - 1e-6 == pytest.approx(100 * GB / 100e12)
 
 
 def test_attention_backward_has_a_rate_of_its_own() -> None:
@@ -111,7 +111,7 @@ def test_tp_stays_in_its_node_and_the_other_axes_leave_it() -> None:
 def test_a_node_holds_part_of_a_strided_group() -> None:
     groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=16, tp=2), 8)
     assert groups["tp"] == Group(2, 2, 4)
-    # ranks 0, 2, 4, 6 of each node, and the odd ones beside them
+    # one group has ranks 0, 2, 4, 6 of each node, the other one the odd ranks
     assert groups["dp_shard"] == Group(16, 4, 2)
     assert groups["dp_shard"].nodes == 4
     assert groups["dp_replicate"] == Group(2, 1, 8)
@@ -126,7 +126,7 @@ def test_a_run_smaller_than_a_node_has_no_network() -> None:
 
 def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
     assert strided_group(12, 1, 8, 24) == Group(12, 4, 2)
-    assert strided_group(12, 1, 8, 12) == Group(12, 4, 1), "no other ring is there to share the network with"
+    assert strided_group(12, 1, 8, 12) == Group(12, 4, 1), "there is no other ring to share the network with"
     assert strided_group(3, 1, 8, 24).nodes == 3
 
 
@@ -237,8 +237,8 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
     assert units["layers.1"].copy_in_s == units["layers.2"].copy_in_s / 2
 
 
-# Bytes: the norm reads the gradient; AdamW reads it, the parameter and two moments, and writes all but the
-# gradient; torch's, for float32 alone, writes that too.
+# Bytes: the norm reads the gradient; AdamW reads gradient, parameter and two moments, and writes all but the
+# gradient; torch's fused AdamW, for float32 only, writes that too.
 @pytest.mark.parametrize(
     ("stored", "moment", "moved"),
     [
@@ -265,8 +265,8 @@ def test_the_optimizer_passes_over_this_ranks_shards(stored: str, moment: int, m
 
 def test_shards_in_bfloat16_are_read_in_half_the_time_where_they_are_gathered() -> None:
     plan = plan_of(8, param_dtype="bfloat16", storage_dtype="bfloat16")
-    got = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"].gather_s
-    assert got == pytest.approx(
+    gather_s = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"].gather_s
+    assert gather_s == pytest.approx(
         collective_s("all_gather", BLOCK * 2, Group(8, 8, 1), MACHINE) + BLOCK / 8 * (2 + 2) / 500e9
     )
 
@@ -283,8 +283,8 @@ def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
 
 
 def float8_work(share: float) -> ModelWorkload:
-    """Of 1,000 parameters of products a share is in float8; a block multiplies, and the head does the
-    same."""
+    """Return a workload with one matmul per module; a share of the 1,000 matmul parameters of each block is
+    in float8, the head's are not."""
     product = [operation("matmul", flops=100 * GB, moved=0.1 * GB)]
     plain = work_of(product)
     block = dataclasses.replace(

@@ -1,5 +1,5 @@
-"""The simulated step against schedules worked out by hand. Units: e the embedding, 0, 1, 2 the blocks, h the
-head, which stays gathered after its forward."""
+"""The simulated step compared with schedules derived manually. Units: e is the embedding, 0, 1, 2 are the
+blocks, h is the head, which stays gathered after its forward."""
 
 import itertools
 from typing import Any
@@ -26,7 +26,7 @@ def simple(plan: Plan, **keys: Any) -> StepTimes:
 def test_without_collectives_a_step_is_computing_alone():
     plan = three_units()
     step = simulate_step(plan, times_of(plan, copy_out_s=1, forward=3, backward=5, optimizer=4))
-    # Copies: three in the forward, two in the backward, where the head is still there.
+    # Copies: three in the forward, two in the backward, because the head is still gathered.
     assert (step.step_s, step.compute_s, step.exposed_s) == (3 * 3 + 3 * 5 + 5 + 4, step.step_s, 0)
     assert {event.lane for event in step.events} == {"compute"}
     assert step.exposed_by_lane == {}
@@ -44,8 +44,8 @@ def test_one_unit_ahead_hides_all_but_the_first_gather_and_the_last_reduction():
         ("0", 16, 21),
         ("e", 21, 26),
     ]
-    # h's forward starts the gather of 0 for the backward; that of e, started by 0, is behind h's reduction in
-    # the queue.
+    # h's forward starts the all-gather of 0 for the backward. 0 starts the all-gather of e, which is queued
+    # after h's reduce-scatter.
     assert bars(step, "all_gather") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6), ("0", 8, 10), ("e", 18, 20)]
     assert bars(step, "reduce_scatter") == [("h", 16, 18), ("0", 21, 23), ("e", 26, 28)]
     assert bars(step, "exposed") == [("e", 0, 2), ("e", 26, 28)]
@@ -60,17 +60,17 @@ def test_a_backward_without_prefetching_gathers_only_after_the_reduction_before(
     assert bars(step, "compute", "backward") == [("h", 11, 16), ("0", 20, 25), ("e", 29, 34)]
     assert bars(step, "reduce_scatter") == [("h", 16, 18), ("0", 25, 27), ("e", 34, 36)]
     assert bars(step, "all_gather", "backward") == [("0", 18, 20), ("e", 27, 29)]
-    # The wait for 0's gather counts as h's reduction as long as that is what is in flight.
+    # The wait for 0's all-gather counts as h's reduce-scatter while that one is in flight.
     assert step.exposed_by_lane == {"all_gather": 6, "reduce_scatter": 6}
     assert exposed_by_unit(step) == {"embed": 6, "layers.0": 4, "head": 2}
     assert step.step_s == 36
 
 
 def test_a_forward_gathers_the_next_unit_ahead_even_if_not_told():
-    """The CPU is ahead, and nothing that computes holds up the all-gather stream."""
-    told, untold = three_units(1), three_units(0)
+    """The host launches ahead of the device, and the all-gather stream does not wait for compute."""
+    prefetching, not_prefetching = three_units(1), three_units(0)
     expected = [("e", 0, 2), ("0", 2, 4), ("h", 4, 6)]
-    for plan in (told, untold):
+    for plan in (prefetching, not_prefetching):
         assert bars(simulate_step(plan, simple(plan)), "all_gather", "forward") == expected
 
 
@@ -81,8 +81,7 @@ def test_two_units_ahead_hide_a_long_gather_in_the_forward():
         "other_modules": {"embed": {"forward_s": 10}},
     }
     one, two = (simulate_step(plan, times_of(plan, gather_s=2, forward=3, **long)) for plan in plans)
-    # One ahead: h's is started by 1. There are two buffers, so it waits for the copy out of the one before
-    # the last, 0's.
+    # One unit ahead: 1 starts h's all-gather. There are two buffers, so it waits for the copy-out of 0.
     assert bars(one, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 12, 21)]
     assert bars(two, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 6, 15)]
     assert bars(one, "exposed", "forward") == [("e", 0, 2), ("h", 18, 21)]
@@ -101,7 +100,7 @@ def test_two_units_ahead_gather_before_a_long_reduction_in_the_backward():
         == bars(two, "compute", "backward")[:2]
         == [("h", 17, 22), ("2", 22, 27)]
     )
-    # Before 2's gradients can be copied into the buffer, h's reduction must be out of it.
+    # 2's gradients are copied into the buffer only after h's reduce-scatter has released it.
     assert bars(one, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 42, 44)]
     assert bars(two, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 16, 18)]
     assert bars(one, "exposed", "backward")[:2] == [("h", 27, 42), ("1", 42, 44)]
@@ -119,7 +118,8 @@ def test_a_smaller_group_gathers_on_a_communicator_of_its_own_and_shares_the_lin
     plan = three_units(1, reshard_after_forward=4)
     times = simple(plan, regather_s=1)
     step = simulate_step(plan, times)
-    # e's gather and h's reduction start together: half the speed, then the reduction's other second alone.
+    # e's all-gather and h's reduce-scatter start together at half speed; then the reduce-scatter's second
+    # half runs alone.
     assert bars(step, "all_gather", "backward") == [("0", 8, 9), ("e", 16, 18)]
     assert bars(step, "reduce_scatter")[0] == ("h", 16, 19)
 
@@ -145,9 +145,9 @@ def test_hsdp_all_reduces_in_the_last_micro_batch_only_beside_the_other_collecti
     step = simulate_step(plan, times_of(plan, forward=1, backward=4, scatter_s=2, all_reduce_s=3))
     assert bars(step, "reduce_scatter")[:3] == [("h", 7, 9), ("0", 11, 13), ("e", 15, 17)]
     second = 17
-    # h: scatter 7-9, all-reduce 9-12 but from 11 on beside 0's scatter, both at half speed: 1 left takes
-    # until 13, when the scatter has 1 left: until 14. 0: all-reduce from 14, 1 done at 15, when e's scatter
-    # comes: 2 left until 19, both.
+    # h: reduce-scatter 7-9, all-reduce from 9; from 11 on it overlaps with 0's reduce-scatter, both at half
+    # speed: the all-reduce's last second takes until 13, then the reduce-scatter's last second until 14. 0:
+    # all-reduce from 14; at 15, with 2 seconds left, e's reduce-scatter starts: both take until 19.
     assert bars(step, "all_reduce") == [
         (unit, second + a, second + b) for unit, a, b in [("h", 9, 13), ("0", 14, 19), ("e", 19, 22)]
     ]
@@ -180,7 +180,7 @@ def test_tensor_parallel_collectives_stop_computing_and_hide_others():
 def test_computing_beside_a_collective_is_slower_and_counts_as_computing():
     plan = three_units(1, reshard_after_forward=False)
     step = simulate_step(plan, times_of(plan, gather_s=2, forward=3, backward=5, slowdown=0.5))
-    # 0's and h's gathers fly from 2 to 6, in which e computes 2 of its 3 seconds.
+    # 0's and h's all-gathers are in flight from 2 to 6; e computes 2 of its 3 seconds meanwhile.
     assert bars(step, "compute", "forward") == [("e", 2, 7), ("0", 7, 10), ("h", 10, 13)]
     assert (step.compute_s, step.exposed_s) == (26, 2)
 
@@ -195,7 +195,7 @@ def test_without_streams_everything_runs_one_after_the_other():
     ends = [(event.start_s, event.end_s) for event in step.events if event.lane != "exposed"]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
     assert bars(step, "all_gather")[:2] == [("e", 0, 2), ("0", 3, 5)], (
-        "in the order of launching: 0's before e computes"
+        "in launch order: 0's all-gather is before e's compute"
     )
 
 
@@ -226,7 +226,7 @@ def test_tied_embeddings_are_gathered_first_and_reduced_last():
 
 
 def test_a_unit_gathered_again_in_the_forward_is_there_in_the_backward():
-    """As a plan written by hand can ask: the head starts the gather of a block whose forward is over."""
+    """A plan file can configure this: the head prefetches a block whose forward is over."""
     plan = change(three_units(0), 2, forward_prefetch=("layers.0",))
     step = simulate_step(plan, simple(plan))
     assert bars(step, "all_gather", "forward") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6), ("0", 6, 8)]

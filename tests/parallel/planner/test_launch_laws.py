@@ -1,5 +1,4 @@
-"""The simulated streams against the order in which the real hooks launch collectives, and laws that hold for
-any plan."""
+"""The simulated streams compared with the launch order of FSDP2's real hooks, and invariants of any plan."""
 
 import dataclasses
 import itertools
@@ -93,17 +92,17 @@ def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
     step = simulate_step(plan, times)
     tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
     spans = run_tasks(tasks, times.slowdown)
-    whole = sorted(
+    all_at_once = sorted(
         (task.lane, span.start_s, span.end_s)
         for task, span in zip(tasks, spans, strict=True)
         if span.end_s > span.start_s
     )
-    pieces = sorted(
+    one_by_one = sorted(
         (e.lane, e.start_s, e.end_s) for e in step.events if e.lane != "exposed" and e.phase != "optimizer"
     )
-    assert [lane for lane, _, _ in whole] == [lane for lane, _, _ in pieces]
-    assert [t for _, *both in whole for t in both] == pytest.approx(
-        [t for _, *both in pieces for t in both], abs=1e-9
+    assert [lane for lane, _, _ in all_at_once] == [lane for lane, _, _ in one_by_one]
+    assert [t for _, *ends in all_at_once for t in ends] == pytest.approx(
+        [t for _, *ends in one_by_one for t in ends], abs=1e-9
     )
     exposed_s = sum(
         wait.end_s - wait.start_s for wait in find_waits(tasks, spans)
@@ -128,7 +127,8 @@ def test_a_step_is_bounded_by_what_it_must_do(seed):
 
 
 def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
-    """Any degrees, prefetching, resharding and times, some of them 0, with units of their own ways."""
+    """Return a plan with random degrees, prefetching and resharding, also per unit, and random times, some
+    0."""
     replicate, tp = rng.choice([1, 1, 2]), rng.choice([1, 1, 2])
     model = make_model(rng.randint(1, 6), tied=rng.random() < 0.2)
     plan = plan_of(
@@ -150,21 +150,23 @@ def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
             )
     of_units = {
         unit.name: UnitTimes(
-            _some(rng),
-            _some(rng),
+            _random_s(rng),
+            _random_s(rng),
             rng.random() / 9,
             rng.random() / 9,
-            _some(rng),
-            _some(rng) * (replicate > 1),
+            _random_s(rng),
+            _random_s(rng) * (replicate > 1),
         )
         for unit in plan.units
     }
     of_modules = {
-        name: ModuleTimes(_some(rng), tp_s := _some(rng) * (tp > 1), 2 * _some(rng), tp_s)
+        name: ModuleTimes(_random_s(rng), tp_s := _random_s(rng) * (tp > 1), 2 * _random_s(rng), tp_s)
         for name in plan.modules
     }
-    return plan, StepTimes(of_units, of_modules, _some(rng), rng.random() < 0.8, rng.choice([0.0, 0.1, 0.5]))
+    return plan, StepTimes(
+        of_units, of_modules, _random_s(rng), rng.random() < 0.8, rng.choice([0.0, 0.1, 0.5])
+    )
 
 
-def _some(rng: random.Random) -> float:
+def _random_s(rng: random.Random) -> float:
     return 0.0 if rng.random() < 0.1 else rng.random() * rng.choice([0.2, 1.0, 5.0])

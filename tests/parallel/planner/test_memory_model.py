@@ -1,4 +1,4 @@
-"""A step's memory against numbers worked out by hand, from the work of modules made by hand."""
+"""The predicted memory of a step, compared with manual calculations for small artificial workloads."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.plans import change
 from tests.support.simulated import simulated
 
 EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
-# bytes: of a block's output and of what it keeps, per sequence; of the buffers
+# bytes: of a block's output and of its saved activations, per sequence; of the model's buffers
 HIDDEN, KEPT, TABLES = 20, 200, 7
 
 
@@ -29,8 +29,9 @@ def per_sequence(size: float, fixed: float = 0) -> Linear:
 
 
 def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head: int = 500) -> ModelWorkload:
-    """Embedding, blocks, head. A block's forward holds `passing` at the most, its backward 300 and, last, 150
-    beside its weights' gradients; the head holds `head` in its forward."""
+    """Return a workload of embedding, blocks and head. Live bytes per sequence: at most `passing` in a
+    block's forward; 300 in its backward, at the end 150 plus its weight gradients; `head` in the head's
+    forward."""
 
     def module(
         parameters: int, forward: float, keeps: float, backward: tuple[Linear, ...], output: float
@@ -60,7 +61,7 @@ def predict(*sizes: int, work: ModelWorkload | None = None, **keys: Any) -> Step
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 STORED = {**BF16, "storage_dtype": "bfloat16"}
-SHARDS = (400 + 200 + 200 + 500) * 4  # of two ranks
+SHARDS = (400 + 200 + 200 + 500) * 4  # bytes per rank with two shards
 
 
 def test_a_small_plan_by_hand() -> None:
@@ -69,39 +70,39 @@ def test_a_small_plan_by_hand() -> None:
         params=SHARDS,
         grads=SHARDS,
         optimizer=2 * SHARDS,
-        # In the embedding's forward: it, the buffer it was copied out of, and one that fills with a block
-        # ahead. (The head and its buffer are 8000.)
+        # In the embedding's forward: the embedding, its all-gather buffer, and the buffer of the prefetched
+        # block. (The head and its buffer are 8000.)
         unsharded=3200 + 3200 + 1600,
-        # In the last block's backward: what embedding and first block kept, and the block's fullest moment.
+        # In the last block's backward: saved activations of embedding and first block, and the block's peak.
         activations=3 * (5 + 200 + 300),
-        # The head's forward, but for the hidden states that it was given.
+        # The head's forward, without its input hidden states.
         logits=3 * (500 - 20),
-        # The head's gradient, copied into a buffer of its own for the reduction.
+        # The head's gradient, and the reduction buffer that it is copied into.
         buffers=TABLES + 4000 + 4000,
     )
 
 
 def test_the_moment_of_the_peak_by_hand() -> None:
-    """The last of the last block's backward: its gradients are there, and the head's reduction has still its
+    """The end of the last block's backward: its gradients exist, and the head's reduction still has its
     buffer."""
     assert predict(2, 3).at_peak == MemoryBreakdown(
         params=SHARDS,
         grads=2000,  # of the head
         optimizer=2 * SHARDS,
-        unsharded=1600 + 1600,  # the block, and the first one's buffer
-        activations=3 * (5 + 200 + 150),  # embedding's and first block's, and the moment's
+        unsharded=1600 + 1600,  # the block, and the first block's buffer
+        activations=3 * (5 + 200 + 150),  # saved by embedding and first block, and live at this moment
         logits=0,
         buffers=TABLES + 4000 + 1600,
     )
 
 
 def test_the_peak_is_in_the_forward_where_logits_are_many() -> None:
-    """A head that holds 5000 for each of three sequences."""
+    """A head with 5000 live bytes for each of three sequences."""
     assert predict(2, 3, work=make_work(head=5000)).at_peak == MemoryBreakdown(
         params=SHARDS,
         grads=0,
         optimizer=2 * SHARDS,
-        unsharded=4000 + 4000,  # the head, and the buffer it came through
+        unsharded=4000 + 4000,  # the head and its all-gather buffer
         activations=3 * (5 + 2 * 200 + 20),
         logits=3 * (5000 - 20),
         buffers=TABLES,
@@ -109,80 +110,84 @@ def test_the_peak_is_in_the_forward_where_logits_are_many() -> None:
 
 
 def test_bfloat16_halves_what_is_gathered_and_gradients_but_not_their_reduction_nor_the_shards() -> None:
-    got = predict(2, 3, work=make_work(dtype_bytes=2), **BF16).memory
-    assert (got.params, got.grads, got.optimizer) == (SHARDS, SHARDS, 2 * SHARDS)
-    assert got.unsharded == (3200 + 3200 + 1600) // 2
-    assert got.buffers == TABLES + 2000 + 4000
+    memory = predict(2, 3, work=make_work(dtype_bytes=2), **BF16).memory
+    assert (memory.params, memory.grads, memory.optimizer) == (SHARDS, SHARDS, 2 * SHARDS)
+    assert memory.unsharded == (3200 + 3200 + 1600) // 2
+    assert memory.buffers == TABLES + 2000 + 4000
 
 
 def test_storage_in_bfloat16_halves_shards_and_gradients_and_moments_have_a_dtype_of_their_own() -> None:
     work = make_work(dtype_bytes=2)
     for moment_bytes in (4, 2):
-        got = predict(2, 3, work=dataclasses.replace(work, moment_bytes=moment_bytes), **STORED).memory
-        assert (got.params, got.grads) == (SHARDS // 2, SHARDS // 2)
-        assert got.optimizer == 2 * SHARDS * moment_bytes // 4
+        memory = predict(2, 3, work=dataclasses.replace(work, moment_bytes=moment_bytes), **STORED).memory
+        assert (memory.params, memory.grads) == (SHARDS // 2, SHARDS // 2)
+        assert memory.optimizer == 2 * SHARDS * moment_bytes // 4
 
 
 def test_a_reduction_in_float32_is_cast_to_storage_in_bfloat16() -> None:
-    """The reduction's buffer, half of it that comes out, that in bfloat16, and the gradient of the only
-    weight."""
+    """Live are the reduction's buffer, its result of half the size, the result in bfloat16, and the gradient
+    of the only weight."""
     work = make_work(dtype_bytes=2)
     head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
-    got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head}), **STORED).memory
-    assert got.buffers == TABLES + 4000 + 2000 + 1000 + 2000
+    memory = predict(
+        2, work=dataclasses.replace(work, modules={**work.modules, "head": head}), **STORED
+    ).memory
+    assert memory.buffers == TABLES + 4000 + 2000 + 1000 + 2000
 
 
 def test_sums_that_wait_for_the_replicas_wait_in_reduce_dtype() -> None:
-    """Four micro batches: at the head's forward in the last one, all gradients of the others."""
+    """Four micro batches: in the head's forward of the last one all gradients of the others are live."""
     keys = {"work": make_work(head=5000, dtype_bytes=2), "dp_replicate": 2, "global_batch": 16}
     assert predict(4, **keys, **STORED).at_peak.grads == SHARDS
     assert predict(4, **keys, **{**STORED, "reduce_dtype": "bfloat16"}).at_peak.grads == SHARDS // 2
 
 
 def test_replicas_sums_stay_until_the_backward_ends_where_gradients_are_stored_in_another_dtype() -> None:
-    """On one shard, at the embedding's reduction: it in float32 three times, beside the blocks' and the
-    head's."""
-    got = predict(2, strategy="ddp", work=make_work(dtype_bytes=2), **STORED)
-    assert got.at_peak.buffers == TABLES + 3 * 3200 + 2 * 1600 + 4000
+    """On one shard, in the embedding's reduction: three copies of its gradient in float32, and the sums of
+    blocks and head."""
+    step = predict(2, strategy="ddp", work=make_work(dtype_bytes=2), **STORED)
+    assert step.at_peak.buffers == TABLES + 3 * 3200 + 2 * 1600 + 4000
     assert predict(2, strategy="ddp", work=make_work()).at_peak.buffers == TABLES + 3 * 3200
 
 
 @pytest.mark.parametrize(("shards", "per_rank"), [(1, 2600), (2, 1300), (4, 650), (8, 325)])
 def test_shards_divide_parameters_gradients_and_optimizer(shards: int, per_rank: int) -> None:
-    got = predict(shards).memory
-    assert (got.params, got.grads, got.optimizer) == (4 * per_rank, 4 * per_rank, 8 * per_rank)
+    memory = predict(shards).memory
+    assert (memory.params, memory.grads, memory.optimizer) == (4 * per_rank, 4 * per_rank, 8 * per_rank)
 
 
 def test_rows_are_dealt_out_whole_and_padded() -> None:
-    """A head of 3 rows of 300 and 100 rows of 1, on 8 ranks: 1 row of 300 and 13 of 1 each, the last ranks'
-    padding."""
+    """A head with 3 rows of 300 and 100 rows of 1, on 8 ranks: each has 1 row of 300 and 13 rows of 1; those
+    of the last ranks are padding."""
     work = make_work()
     head = dataclasses.replace(work.modules["head"], weights=((3, 300), (100, 1)))
-    got = predict(
+    memory = predict(
         8, work=dataclasses.replace(work, modules={**work.modules, "head": head}), forward_prefetch=0
     ).memory
-    assert got.params == got.grads == 4 * (100 + 2 * 50 + 313)
-    assert got.unsharded == 2 * 4 * 8 * 313, "the head and its buffer, as they come from all ranks"
-    assert got.buffers == TABLES + 4000 + 4 * 8 * 313, "its gradient is not padded, but for the reduction"
+    assert memory.params == memory.grads == 4 * (100 + 2 * 50 + 313)
+    assert memory.unsharded == 2 * 4 * 8 * 313, "the head and its buffer, padded"
+    assert memory.buffers == TABLES + 4000 + 4 * 8 * 313, (
+        "its gradient is padded only in the reduction buffer"
+    )
 
 
 def test_the_last_weights_gradient_lives_until_the_reduction_is_done() -> None:
-    """On two ranks: the reduction's buffer, half of it that comes out, and 900 of 1000 values, which torch's
-    loop holds."""
+    """On two ranks: the reduction's buffer, its result of half the size, and 900 of 1000 values, to which
+    torch's loop holds a reference."""
     work = make_work()
     head = dataclasses.replace(work.modules["head"], weights=((100, 1), (10, 90)))
-    got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head})).memory
-    assert got.buffers == TABLES + 4000 + 2000 + 3600
+    memory = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head})).memory
+    assert memory.buffers == TABLES + 4000 + 2000 + 3600
 
 
 def test_a_reduction_in_bfloat16_is_cast_at_its_end() -> None:
-    """The reduction's buffer, half of it that comes out, that in float32, and the gradient of the only
-    weight."""
+    """Live are the reduction's buffer, its result of half the size, the result in float32, and the gradient
+    of the only weight."""
     work = make_work(dtype_bytes=2)
     head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
     work = dataclasses.replace(work, modules={**work.modules, "head": head})
-    got = predict(2, work=work, param_dtype="bfloat16", reduce_dtype="bfloat16").memory
-    assert got.buffers == TABLES + 2000 + 1000 + 2000 + 2000
+    memory = predict(2, work=work, param_dtype="bfloat16", reduce_dtype="bfloat16").memory
+    assert memory.buffers == TABLES + 2000 + 1000 + 2000 + 2000
 
 
 def test_replication_divides_nothing() -> None:
@@ -197,15 +202,15 @@ def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
 
 
 def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() -> None:
-    """Five blocks, all with offload: the last one's stay. In the last forward what the one before keeps is
-    still on its way; in the last backward, and in each before the first, what the next one needs is there
-    already."""
+    """Five blocks with offload: the last block's activations stay. In the last forward the previous block's
+    copy is still in flight; in every backward except the first block's the next block's activations are
+    already back."""
     work, keys = make_work(n_blocks=5), {"n_blocks": 5, "activation_checkpoint": "offload"}
     plan = make(2, **keys)
     assert sent_blocks(plan, work) == {f"layers.{i}": f"layers.{i + 1}" for i in range(4)}
     assert host_bytes(plan, work) == 4 * KEPT
     assert predict(2, work=work, **keys).memory.activations == 5 + KEPT + 300, (
-        "as in two blocks that keep all"
+        "as with two blocks without offload"
     )
     kept = predict(2, work=work, n_blocks=5).memory.activations
     assert kept == 5 + 4 * KEPT + 300
@@ -238,17 +243,17 @@ def test_accumulated_gradients_are_there_through_the_last_micro_batch() -> None:
 
 
 def test_offloaded_parameters_gradients_and_moments_are_not_on_the_device() -> None:
-    here, there = (predict(2, cpu_offload=offload) for offload in (False, True))
-    assert there.memory == dataclasses.replace(here.memory, params=0, grads=0, optimizer=0)
-    assert there.at_peak == IN_THE_HEADS_BACKWARD
+    on_device, offloaded = (predict(2, cpu_offload=offload) for offload in (False, True))
+    assert offloaded.memory == dataclasses.replace(on_device.memory, params=0, grads=0, optimizer=0)
+    assert offloaded.at_peak == IN_THE_HEADS_BACKWARD
 
 
 @pytest.mark.parametrize(
     ("ahead", "gathered"),
     [
-        # The head with its buffer, whatever was fetched ahead of it.
+        # The head with its buffer; prefetching does not change that.
         (0, 4000 + 4000),
-        # The embedding with its buffer, and buffers of one block, or two.
+        # The embedding with its buffer, and the buffers of one or two blocks.
         (1, 3200 + 3200 + 1600),
         (2, 3200 + 3200 + 2 * 1600),
     ],
@@ -263,17 +268,17 @@ def test_a_list_fills_buffers_of_what_it_names() -> None:
 
 
 def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
-    """With the head gone, most is gathered while the embedding is copied out: it and its buffer; nothing is
-    ahead of it."""
+    """With a very small head the maximum is while the embedding is copied out: the embedding and its buffer,
+    without prefetched units."""
     work = make_work(head=0)
     head = dataclasses.replace(work.modules["head"], parameters=4)
     work = dataclasses.replace(work, modules={**work.modules, "head": head})
-    got = predict(2, work=work, forward_prefetch=0, backward_prefetch=0)
-    assert got.memory.unsharded == 3200 + 3200
+    step = predict(2, work=work, forward_prefetch=0, backward_prefetch=0)
+    assert step.memory.unsharded == 3200 + 3200
 
 
 def test_units_that_are_not_resharded_stay_gathered() -> None:
-    """All of them in the head's forward, with the head's buffer."""
+    """In the head's forward all units are gathered, and the head's buffer is live."""
     assert predict(2, reshard_after_forward=False).memory.unsharded == 3200 + 1600 + 1600 + 4000 + 4000
 
 
@@ -282,48 +287,51 @@ def test_resharding_to_pairs_keeps_a_half_of_each_unit_until_the_backward() -> N
 
 
 def test_a_rank_alone_gathers_through_nothing_and_copies_what_it_would_scatter() -> None:
-    """The head's gradient, the reduction's buffer, and two copies of that: divided, then taken over."""
-    got = predict(1, reshard_after_forward=True).memory
-    assert got.unsharded == 4000
-    assert got.buffers == TABLES + 4000 + 2 * 4000
+    """The head's gradient, the reduction's buffer, and two copies of it: the divided one, and the result."""
+    memory = predict(1, reshard_after_forward=True).memory
+    assert memory.unsharded == 4000
+    assert memory.buffers == TABLES + 4000 + 2 * 4000
 
 
 def test_units_joined_by_size_are_gathered_and_reduced_together() -> None:
-    got = predict(2, unit_min_params=500).memory
+    memory = predict(2, unit_min_params=500).memory
     plan = make(2, unit_min_params=500)
     assert [unit.modules for unit in plan.units] == [("embed",), ("layers.0", "layers.1"), ("head",)]
-    assert got.params == (400 + 200 + 200 + 500) * 4, "each weight is sharded by itself"
-    assert got.unsharded == 3200 + 3200 + 4000, "the blocks, their buffer, and the head's, which is ahead"
+    assert memory.params == (400 + 200 + 200 + 500) * 4, "each weight is sharded separately"
+    assert memory.unsharded == 3200 + 3200 + 4000, (
+        "the blocks, their buffer, and the buffer of the prefetched head"
+    )
 
 
 def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None:
-    """Tied embeddings: the weight is the embedding's, used again in the head, whose gradient begins there."""
+    """Tied embeddings: the head uses the embedding's weight, so its gradient exists from the head's backward
+    on."""
     modules = {"embed": 0, "layers.0": BLOCK, "head": HEAD}
     model = ModelUnits(modules, [("layers.0",), ("embed", "head")], frozenset(), frozenset())
     plan = make_plan(ParallelConfig(), model, RunShape(2, 8, 5, 1))
     work = make_work(n_blocks=1)
     embed = dataclasses.replace(work.modules["embed"], parameters=0)
-    got = predict_step_memory(
+    memory = predict_step_memory(
         plan, dataclasses.replace(work, modules={**work.modules, "embed": embed})
     ).memory
-    assert got.params == (200 + 500) * 4
-    # The head's gradient waits while the embedding makes another; the block's reduction still has its buffer.
-    assert got.buffers == TABLES + 4000 + 3200 + 1600
+    assert memory.params == (200 + 500) * 4
+    # The head's gradient and that of the embedding are live; the block's reduction still has its buffer.
+    assert memory.buffers == TABLES + 4000 + 3200 + 1600
 
 
 def test_frozen_parameters_have_no_gradients_no_moments_and_no_reduction() -> None:
     work = dataclasses.replace(make_work(), trained={"head": 0.0, "embed": 0.5})
-    got = predict(2, work=work).memory
-    assert got.params == SHARDS
-    assert got.grads == (200 + 200 + 200) * 4
-    assert got.optimizer == 2 * got.grads
+    memory = predict(2, work=work).memory
+    assert memory.params == SHARDS
+    assert memory.grads == (200 + 200 + 200) * 4
+    assert memory.optimizer == 2 * memory.grads
 
 
 def test_what_comes_before_the_first_trained_module_keeps_nothing_and_has_no_backward() -> None:
     work = dataclasses.replace(make_work(), trained={"embed": 0.0, "layers.0": 0.0})
-    got = predict(2, work=work)
-    assert got.memory.activations == 300, "the second block's backward alone"
-    assert got.memory.grads == (200 + 500) * 4
+    step = predict(2, work=work)
+    assert step.memory.activations == 300, "of the second block's backward only"
+    assert step.memory.grads == (200 + 500) * 4
 
 
 def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> None:
@@ -394,12 +402,12 @@ OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "
 )
 def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:
     config = parse_config([*SMALL, *keys])
-    got, real = (
+    predicted, real = (
         predict_memory(config.job, plan_run(config.job, world_size)),
         simulated(world_size, *SMALL, *keys),
     )
     for kind in ("params", "optimizer"):
-        assert getattr(got.memory, kind) == pytest.approx(getattr(real.memory, kind), rel=1e-3), kind
-    # Under pytest, not in a process of its own, one of the watched steps can keep a small tensor a moment
+        assert getattr(predicted.memory, kind) == pytest.approx(getattr(real.memory, kind), rel=1e-3), kind
+    # In the pytest process, unlike in a separate one, a simulated step can keep a small tensor a little
     # longer: up to 1% here.
-    assert got.peak_bytes == pytest.approx(real.peak_bytes, rel=0.035)
+    assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.035)

@@ -1,4 +1,4 @@
-"""Activations on their way to host memory and back in a simulated step, against times worked out by hand."""
+"""Copies of activations to and from host memory in a simulated step, compared with manually derived times."""
 
 import dataclasses
 
@@ -14,25 +14,27 @@ PLAN = plan_of(1, activation_checkpoint="offload")  # embedding, four blocks, he
 
 
 def step(copy_s: float, plan: Plan = PLAN, *, overlaps: bool = True, slowdown: float = 0.0) -> Timeline:
-    """Forwards of 2 seconds, backwards of 4, copies of `copy_s` for all blocks but the last."""
+    """Simulate a step with forwards of 2 s, backwards of 4 s, and copies of `copy_s` for all blocks but the
+    last."""
     host_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
     times = times_of(plan, forward=2, backward=4, overlaps=overlaps, slowdown=slowdown)
     return simulate_step(plan, dataclasses.replace(times, host_s=host_s))
 
 
 def test_copies_that_are_shorter_than_a_block_are_hidden() -> None:
-    """Sent behind each block's forward, fetched from where the backward of the block behind it begins."""
+    """A block's activations are sent after its forward, and fetched from the start of the next block's
+    backward."""
     timeline = step(1.5, slowdown=0.5)
-    assert timeline.step_s == 6 * (2 + 4), "nothing waits, and no computing is slowed down by copies"
+    assert timeline.step_s == 6 * (2 + 4), "nothing waits, and copies do not slow compute down"
     assert bars(timeline, "offload", "forward") == [("0", 4, 5.5), ("1", 6, 7.5), ("2", 8, 9.5)]
-    # 12 the head's backward, 16 block 3's, 20 block 2's, 24 block 1's.
+    # Backwards start at 12 (head), 16 (block 3), 20 (block 2), 24 (block 1).
     assert bars(timeline, "offload", "backward") == [("2", 16, 17.5), ("1", 20, 21.5), ("0", 24, 25.5)]
     assert timeline.exposed_s == 0
 
 
 def test_a_forward_waits_for_what_the_block_before_has_sent_and_a_backward_for_what_was_fetched() -> None:
-    """Copies of 5 seconds. Sent: block 0's from 4 to 9; block 1 computes to 6, and block 2 waits for 9. The
-    head waits for what block 2 has sent, to 19. Fetched: block 2's from where block 3's backward begins."""
+    """With copies of 5 s block 0 is sent from 4 to 9; block 1 computes until 6, and block 2 waits until 9.
+    The head waits until 19 for block 2's copy. Block 2 is fetched from the start of block 3's backward."""
     timeline = step(5)
     assert bars(timeline, "offload", "forward") == [("0", 4, 9), ("1", 9, 14), ("2", 14, 19)]
     assert bars(timeline, "compute", "forward") == [
@@ -58,10 +60,10 @@ def test_the_bound_is_never_above_the_step_and_near_it_where_copies_decide() -> 
     for copy_s in (0.5, 2, 5, 50):
         host_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
         times = dataclasses.replace(times_of(PLAN, forward=2, backward=4), host_s=host_s)
-        bound, real = times.busy_s(1), simulate_step(PLAN, times).step_s
-        assert bound <= real
+        bound, step_s = times.busy_s(1), simulate_step(PLAN, times).step_s
+        assert bound <= step_s
         assert bound == pytest.approx(max(12, 3 * copy_s) + max(24, 3 * copy_s))
-        assert copy_s < 50 or bound > 0.9 * real
+        assert copy_s < 50 or bound > 0.9 * step_s
 
 
 def test_without_streams_every_copy_takes_its_time() -> None:

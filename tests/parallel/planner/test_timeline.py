@@ -1,4 +1,4 @@
-"""The step as a Chrome trace and as a picture, by structure."""
+"""The structure of a step's Chrome trace and picture."""
 
 import io
 import json
@@ -73,8 +73,8 @@ def test_a_trace_has_a_named_thread_for_every_lane_in_order():
     }
     assert order == {tid: tid for tid in threads(trace)}
     assert [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"] == ["a title"]
-    few = chrome_trace(simulate_step(plan := plan_of(), times_of(plan, forward=1, backward=1)), "")
-    assert list(threads(few).values()) == ["compute"], "no empty lanes"
+    compute_only = chrome_trace(simulate_step(plan := plan_of(), times_of(plan, forward=1, backward=1)), "")
+    assert list(threads(compute_only).values()) == ["compute"], "no empty lanes"
 
 
 def test_bars_of_a_thread_follow_each_other_and_add_up():
@@ -106,10 +106,10 @@ def test_bars_say_what_they_are():
 
 
 def test_the_same_step_gives_the_same_bytes():
-    one, two = (step_of() for _ in range(2))
-    assert json.dumps(chrome_trace(one, "t")) == json.dumps(chrome_trace(two, "t"))
-    assert to_svg(draw_timeline(one, "t")) == to_svg(draw_timeline(two, "t"))
-    assert to_png(draw_timeline(one, "t")) == to_png(draw_timeline(two, "t"))
+    first, second = (step_of() for _ in range(2))
+    assert json.dumps(chrome_trace(first, "t")) == json.dumps(chrome_trace(second, "t"))
+    assert to_svg(draw_timeline(first, "t")) == to_svg(draw_timeline(second, "t"))
+    assert to_png(draw_timeline(first, "t")) == to_png(draw_timeline(second, "t"))
 
 
 # Picture
@@ -120,10 +120,10 @@ def test_a_picture_has_lanes_legend_and_axes_and_stays_inside(n_layers: int, mic
     step = step_of(n_layers, micro_batches)
     figure = draw_timeline(step, "70B <on> $8$ & \ud800 \x1b_")
     svg = to_svg(figure)
-    words = svg_words(svg)
-    assert {"70B <on> $8$ & ? ?_", facts(step), "exposed: computing waits", "ms", "0"} <= set(words)
+    texts = svg_words(svg)
+    assert {"70B <on> $8$ & ? ?_", facts(step), "exposed: computing waits", "ms", "0"} <= set(texts)
     for lane in ("compute", "tensor parallel", "all-gather", "reduce-scatter", "all-reduce"):
-        assert words.count(lane) >= 2, "in both panels"
+        assert texts.count(lane) >= 2, "in both panels"
     assert_readable(figure)
     assert len(svg) < 450_000
 
@@ -139,7 +139,7 @@ def test_exposed_time_is_as_wide_as_it_is_long() -> None:
     strip, _ = draw_timeline(step, "").axes
     wide = sum(end - start for start, end in spans_of(strip, COLORS["exposed"]))
     waits_s = step.exposed_s - step.exposed_by_lane["tp"]
-    assert wide / 1e3 == pytest.approx(waits_s, rel=0.15), "less a white edge each"
+    assert wide / 1e3 == pytest.approx(waits_s, rel=0.15), "each bar has a white edge"
 
 
 def test_the_window_below_is_in_the_middle_of_the_last_backward() -> None:
@@ -151,11 +151,11 @@ def test_the_window_below_is_in_the_middle_of_the_last_backward() -> None:
     strip, large = figure.axes
     assert large.get_xlim() == pytest.approx((start_s * 1e3, end_s * 1e3))
     assert strip.get_xlim() == pytest.approx((0, step.step_s * 1e3))
-    marked = next(one for one in strip.patches if to_hex(one.get_facecolor()) == MARK)
+    marked = next(patch for patch in strip.patches if to_hex(patch.get_facecolor()) == MARK)
     assert marked.get_window_extent().x0 == pytest.approx(strip.transData.transform((start_s * 1e3, 0))[0])
-    named = words_of(figure)
-    assert {"backward layers.41", "backward layers.38"} <= set(named)
-    assert not any(words.endswith("layers.70") for words in named)
+    texts = words_of(figure)
+    assert {"backward layers.41", "backward layers.38"} <= set(texts)
+    assert not any(text.endswith("layers.70") for text in texts)
 
 
 def test_a_model_of_one_block_is_shown_whole() -> None:
@@ -163,10 +163,10 @@ def test_a_model_of_one_block_is_shown_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(2.5, "2,500 ms"), (0.0203, "20.3 ms"), (0.00126, "1.26 ms"), (0, "0.00 ms")]
+    ("seconds", "text"), [(2.5, "2,500 ms"), (0.0203, "20.3 ms"), (0.00126, "1.26 ms"), (0, "0.00 ms")]
 )
-def test_times_have_three_digits_or_more(seconds: float, words: str) -> None:
-    assert in_ms(seconds) == words
+def test_times_have_three_digits_or_more(seconds: float, text: str) -> None:
+    assert in_ms(seconds) == text
 
 
 def test_a_png_has_the_pictures_size_and_colours() -> None:
@@ -178,7 +178,7 @@ def test_a_png_has_the_pictures_size_and_colours() -> None:
 
 
 def test_a_picture_says_nothing_and_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
-    """Where nobody can write to the home: matplotlib makes a font cache there that it throws away."""
+    """With an unwritable home folder, where matplotlib uses a temporary font cache."""
     code = (
         "from meshwright.parallel.planner.timeline_plot import new_figure, to_png, to_svg, write_line\n"
         "figure = new_figure(900, 100); write_line(figure, 20, '\u8a08', 9); to_svg(figure), to_png(figure)\n"
@@ -187,13 +187,15 @@ def test_a_picture_says_nothing_and_leaves_matplotlib_as_it_was(tmp_path: Path) 
         "assert logging.getLogger('matplotlib').level == 0 and 'matplotlib.pyplot' not in sys.modules"
     )
     (tmp_path / "file").touch()
-    there = os.environ | {"MPLCONFIGDIR": str(tmp_path / "file")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=there)
+    environment = os.environ | {"MPLCONFIGDIR": str(tmp_path / "file")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_users_settings_of_matplotlib_do_not_reach_a_picture(tmp_path: Path) -> None:
-    """A backend that there is not, and words set by a LaTeX that is not installed."""
+    """An unknown backend, and text rendering by a LaTeX that is not installed."""
     code = (
         "from pathlib import Path\n"
         "from meshwright.parallel.planner.timeline_plot import to_svg\n"
@@ -204,7 +206,7 @@ def test_a_users_settings_of_matplotlib_do_not_reach_a_picture(tmp_path: Path) -
     drawn = []
     for settings in ("", "text.usetex: True\nfont.size: 30\n"):
         (tmp_path / "matplotlibrc").write_text(settings)
-        there = {"MPLBACKEND": "bogus", "MATPLOTLIBRC": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | there, check=True)
+        variables = {"MPLBACKEND": "bogus", "MATPLOTLIBRC": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | variables, check=True)
         drawn.append((tmp_path / "x.svg").read_text())
     assert drawn[0] == drawn[1]

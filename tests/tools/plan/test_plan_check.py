@@ -1,5 +1,5 @@
-"""`tools.plan --check`: the planner's collectives and memory hold against the real code, and a wrong one is
-caught."""
+"""`tools.plan --check`: the planner's collectives and memory agree with the real code, and wrong ones are
+detected."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ CASES = [
     (4, ["--parallel.tp=2", "--parallel.sequence_parallel=false"]),
     (2, ["--model.tie_embeddings=true", "--parallel.param_dtype=bfloat16"]),
     (2, ['--train.freeze=["layers.0.*","tok_embeddings.*"]']),
-    (48, []),  # rows that do not divide: they are filled up
+    (48, []),  # rows that do not divide evenly are padded
 ]
 
 
@@ -62,7 +62,7 @@ def simulation() -> Simulation:
 
 
 def compared(simulation: Simulation, kind: str = "", collective: str = "") -> PlanCheck:
-    """With a prediction that is 2% off in one kind of memory, or lacks a collective."""
+    """Return a check of a prediction that is 2% off in one kind of memory, or lacks one collective."""
     job, plan = small(4, [])
     traffic, memory = (
         predict_traffic(job, eager_plan(plan)),
@@ -104,8 +104,8 @@ def test_the_command_says_both_sides(capsys: Output) -> None:
     arguments = [*RUN, "--gpus=4", "--train.global_batch_size=-1", "--check"]
     main(arguments)
     text = capsys.readouterr().out
-    for words in ("all_gather dp_shard, count", "predicted", "simulated", "\npeak ", "\ncheck passed: "):
-        assert words in text
+    for part in ("all_gather dp_shard, count", "predicted", "simulated", "\npeak ", "\ncheck passed: "):
+        assert part in text
     main([*arguments, "--json"])
     check = json.loads(capsys.readouterr().out)["check"]
     assert check["agrees"] is True
@@ -113,7 +113,7 @@ def test_the_command_says_both_sides(capsys: Output) -> None:
 
 
 def test_a_failed_check_leaves_with_1(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.tools.plan.check.EXACT", -1.0)  # nothing can be as near
+    monkeypatch.setattr("meshwright.tools.plan.check.EXACT", -1.0)  # a limit that nothing can meet
     with pytest.raises(SystemExit, match="1"):
         main([*RUN, "--gpus=4", "--train.global_batch_size=-1", "--check"])
     assert "check failed: " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""tools/plan.py: plan, memory and verdict without a GPU or processes, and differences in words."""
+"""`tools.plan`: plan, memory and verdict without a GPU or processes, and differences between plans."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ from meshwright.train.planning.resolve import plan_run
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]
 PLAN = ["--config=llama_debug", "--gpus=4", "--train.global_batch_size=-1"]
-EAGER = "--parallel.compile.enabled=false"  # the work of a compiled step takes seconds to trace
+EAGER = "--parallel.compile.enabled=false"  # because tracing a compiled step takes seconds
 KINDS = ["params", "grads", "optimizer", "unsharded", "activations", "logits", "buffers"]
 
 
 @pytest.fixture
 def plan_file(tmp_path: Path, capsys: Output) -> Path:
-    """The plan of the debug model on 4 processes, as a file."""
+    """A file with the plan of the debug model on 4 processes."""
     main([*PLAN, "--json"])
     path = tmp_path / "a.yaml"
     path.write_text(json.dumps(json.loads(capsys.readouterr().out)["plan"]))  # JSON is YAML
@@ -259,7 +259,7 @@ def test_diff_shows_hand_written_prefetch_lists() -> None:
 
 
 def altered(value: Any) -> Any:
-    """Another value of the same kind, or of another kind that Python takes for the same."""
+    """Return a different value of the same type, or an equal value of another type."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, int | float):
@@ -268,23 +268,23 @@ def altered(value: Any) -> Any:
 
 
 def test_diff_misses_no_field_of_a_plan() -> None:
-    """Also of fields to come."""
+    """Including fields that are added later."""
     plan = small_plan("--parallel.tp=2")
     for part in (plan.mesh, plan.tensor, plan.compile, plan.float8, plan.units[1]):
         for field in dataclasses.fields(part):
             if field.name in ("styles", "modules"):
                 continue
             changed = dataclasses.replace(part, **{field.name: altered(getattr(part, field.name))})
-            whole = {
+            plan_key = {
                 id(plan.mesh): "mesh",
                 id(plan.tensor): "tensor",
                 id(plan.compile): "compile",
                 id(plan.float8): "float8",
             }.get(id(part))
             units = (plan.units[0], changed, *plan.units[2:])
-            other = dataclasses.replace(plan, **({whole: changed} if whole else {"units": units}))
+            other = dataclasses.replace(plan, **({plan_key: changed} if plan_key else {"units": units}))
             assert field.name in [difference.key for difference in diff_plans(plan, other)]
-    whole_plan = (
+    plan_keys = (
         "micro_batch_size",
         "accumulation",
         "cpu_offload",
@@ -295,7 +295,7 @@ def test_diff_misses_no_field_of_a_plan() -> None:
         "async_tp",
         "modules",
     )
-    for key in whole_plan:
+    for key in plan_keys:
         other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
         assert key in [difference.key for difference in diff_plans(plan, other)]
     assert {field.name for field in dataclasses.fields(Plan)} == {
@@ -304,7 +304,7 @@ def test_diff_misses_no_field_of_a_plan() -> None:
         "compile",
         "float8",
         "units",
-        *whole_plan,
+        *plan_keys,
     }
 
 
@@ -332,7 +332,7 @@ def test_json_has_the_advice_as_a_list(keys: list[str], count: int, capsys: Outp
 
 
 def test_a_node_has_no_more_gpus_than_the_run(capsys: Output) -> None:
-    """Three, which tp=3 divides: not the eight that a node has by default."""
+    """A run on 3 GPUs has a node of 3, which tp=3 divides, not of 8, the default."""
     main(
         [
             *PLAN,
@@ -354,8 +354,8 @@ def test_help_names_every_option(tool: Tool) -> None:
     for action in make_parser()._actions:
         assert all(option in done.stdout for option in action.option_strings)
         assert action.help
-    for word in ("--section.key=value", "diff", "h100-sxm", "train.main -h"):
-        assert word in " ".join(done.stdout.split())
+    for part in ("--section.key=value", "diff", "h100-sxm", "train.main -h"):
+        assert part in " ".join(done.stdout.split())
 
 
 def test_a_bad_path_is_one_line(tool: Tool) -> None:

@@ -1,4 +1,4 @@
-"""`tools.plan --sweep`: a row for each number of GPUs, possible or not."""
+"""`tools.plan --sweep`: a row for each number of GPUs, with a plan or with the reason why there is none."""
 
 import json
 import re

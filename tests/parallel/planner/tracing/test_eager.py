@@ -1,5 +1,5 @@
-"""Modules watched while they run eagerly, against what they do worked out by hand: real tensors, a few
-numbers each."""
+"""Eager traces of small modules, compared with manually derived operations and memory, on small real
+tensors."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,8 @@ X, Y, WEIGHT = TOKENS * WIDE * 4, TOKENS * OUT * 4, WIDE * OUT * 4
 
 
 def subject_of(module: nn.Module, *tables: Tensor) -> Callable[[int], TracedModule]:
-    """Called with x[B, TOKENS, WIDE], which is nobody else's."""
+    """Return a builder that calls the module with x[B, TOKENS, WIDE], to which there is no other
+    reference."""
 
     def build(sequences: int) -> TracedModule:
         module.zero_grad()
@@ -42,13 +43,13 @@ class Calls(nn.Module):
 
 
 def test_a_product_by_hand() -> None:
-    forward, backward, keeps, output = trace_eager(subject_of(nn.Linear(WIDE, OUT, bias=False)))
+    forward, backward, saved, output = trace_eager(subject_of(nn.Linear(WIDE, OUT, bias=False)))
     flops = Linear(0, 2 * TOKENS * WIDE * OUT)
     assert forward.operations == (Operation("matmul", "mm", flops, Linear(WEIGHT, X + Y), "float32"),)
     assert forward.live_bytes == (Linear(0, X + Y),)
-    assert (keeps, output) == (Linear(0, X), Linear(0, Y))
-    # Two products: gradients of the weight and of the input, while the input and the output's gradient are
-    # there.
+    assert (saved, output) == (Linear(0, X), Linear(0, Y))
+    # Two matmuls, for the gradients of the weight and of the input; the input and the output's gradient are
+    # live.
     assert [(op.kind, op.flops) for op in backward.operations if op.kind != "memory"] == [
         ("matmul", flops)
     ] * 2
@@ -56,19 +57,19 @@ def test_a_product_by_hand() -> None:
 
 
 def test_what_the_backward_does_not_need_is_let_go() -> None:
-    """x.neg().neg() keeps nothing; while it runs there are the input, that its caller still holds, and both
-    results."""
-    forward, backward, keeps, _ = trace_eager(subject_of(Calls(lambda x: x.neg().neg())))
-    assert keeps == Linear()
+    """x.neg().neg() saves nothing; the input, to which the caller holds a reference, and both results are
+    live."""
+    forward, backward, saved, _ = trace_eager(subject_of(Calls(lambda x: x.neg().neg())))
+    assert saved == Linear()
     assert forward.live_bytes == (Linear(0, 3 * X),)
-    assert backward.live_bytes == (Linear(0, 2 * X),), "a gradient and the next: nobody holds the first"
+    assert backward.live_bytes == (Linear(0, 2 * X),), "two gradients: there is no reference to the first"
 
 
 def test_views_are_no_operations_and_no_memory() -> None:
-    forward, _, keeps, output = trace_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
+    forward, _, saved, output = trace_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
     assert [operation.name for operation in forward.operations] == ["add"]
     assert forward.live_bytes == (Linear(0, 2 * X),)
-    assert (keeps, output) == (Linear(), Linear(0, X))
+    assert (saved, output) == (Linear(), Linear(0, X))
 
 
 def test_an_operation_moves_what_it_reads_and_writes() -> None:
@@ -82,28 +83,28 @@ def test_an_operation_moves_what_it_reads_and_writes() -> None:
 
 def test_tables_are_not_counted_and_what_does_not_grow_is_fixed() -> None:
     table = torch.ones(TOKENS, WIDE)
-    forward, _, keeps, _ = trace_eager(subject_of(Calls(lambda x, table: x * torch.exp(table)), table))
+    forward, _, saved, _ = trace_eager(subject_of(Calls(lambda x, table: x * torch.exp(table)), table))
     exp, product = forward.operations
     assert (exp.bytes, product.bytes) == (Linear(2 * X, 0), Linear(X, 2 * X))
-    assert keeps == Linear(X, 0), "the exponential; the gradient of x does not need x"
+    assert saved == Linear(X, 0), "the exponential; the gradient of x does not need x"
     assert forward.live_bytes == (Linear(X, 2 * X),)
 
 
 def test_attention_counts_the_causal_half() -> None:
     attend = nn.functional.scaled_dot_product_attention
-    forward, backward, keeps, _ = trace_eager(
+    forward, backward, saved, _ = trace_eager(
         subject_of(Calls(lambda x: attend(*[x.unsqueeze(1)] * 3, is_causal=True)))
     )
     (kernel,) = [operation for operation in forward.operations if operation.kind == "attention"]
     assert kernel.flops == Linear(0, 2 * 2 * TOKENS * TOKENS * WIDE / 2)
     (kernel,) = [operation for operation in backward.operations if operation.kind == "attention"]
     assert kernel.flops == Linear(0, 5 * 2 * TOKENS * TOKENS * WIDE / 2)
-    assert keeps.per_sequence == X + X + TOKENS * 4, "input, output, and the logarithm of each row's sum"
+    assert saved.per_sequence == X + X + TOKENS * 4, "input, output, and the logsumexp of each row"
 
 
 def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
-    """Two ranks' results of a row-wise product are summed and their tokens scattered; in the backward they
-    are gathered."""
+    """The partial results of a row-wise matmul on two ranks are reduce-scattered over the tokens; the
+    backward all-gathers."""
 
     def build(sequences: int) -> TracedModule:
         model = nn.Sequential(nn.Linear(2 * WIDE, OUT, bias=False))

@@ -1,4 +1,5 @@
-"""Small traced functions read as kernels: what is fused, moved and alive, worked out by hand."""
+"""Kernels of small traced functions: fusion, memory traffic and live memory, compared with manual
+derivations."""
 
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
 from meshwright.parallel.planner.workload import Linear
 
-SEQUENCES = 2  # traced: amounts per sequence are half of what is seen
+SEQUENCES = 2  # traced: amounts per sequence are half of the traced ones
 TOKENS, DIM = 3, 4
 X = TOKENS * DIM * 4  # bytes of a sequence of x[B * TOKENS, DIM] in float32
 W = DIM * DIM * 4
@@ -24,7 +25,7 @@ def per_sequence(size: float, fixed: float = 0) -> Linear:
 
 
 def trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> tuple[Graph, list[Node]]:
-    """A graph and its placeholders."""
+    """Return a function's graph and its placeholders."""
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
     return graph, [node for node in graph.nodes if node.op == "placeholder"]
 
@@ -32,7 +33,7 @@ def trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> tuple[Graph
 def read(
     function: Callable[..., list[Tensor]], *inputs: Tensor, weights: int = 0, held: bool = False
 ) -> KernelGraph:
-    """Kernels of a function whose last inputs are `weights`."""
+    """Return the kernels of a function whose last `weights` inputs are weights."""
     graph, placeholders = trace(function, *inputs)
     uncounted = placeholders[len(placeholders) - weights :]
     return KernelGraph(graph, GraphInputs(uncounted, {}, held), SEQUENCES)
@@ -69,12 +70,12 @@ def test_branches_of_one_input_are_one_kernel_only_where_they_meet() -> None:
 
 
 def test_kernels_come_after_all_that_they_read() -> None:
-    """relu + sigmoid are one kernel, whose first operation comes before the product that its like needs."""
+    """relu and sigmoid are one kernel; in the graph relu comes before the matmul that sigmoid depends on."""
     graph = read(lambda x, w: [torch.mm(x.neg(), w).sigmoid() + x.relu()], x, w, weights=1)
-    made: set[Node] = set()
+    computed: set[Node] = set()
     for kernel in graph.kernels:
-        assert all(node in made for node in kernel.reads if node.op == "call_function")
-        made |= set(kernel.nodes)
+        assert all(node in computed for node in kernel.reads if node.op == "call_function")
+        computed |= set(kernel.nodes)
 
 
 # Aliases
@@ -89,7 +90,7 @@ def test_views_are_the_storage_they_look_at() -> None:
 
 
 def test_a_part_that_is_returned_keeps_the_whole() -> None:
-    """The storage of x + 1, of whose two columns one is returned."""
+    """One column is returned, but the full storage of x + 1 stays alive."""
     graph = read(lambda x: [(x + 1)[:, :1]], x)
     (returned,) = graph.returned()
     assert returned is not None
@@ -129,17 +130,17 @@ def test_sizes_are_fixed_or_grow_with_the_sequences(
 
 def test_what_is_not_counted_is_not_returned_either() -> None:
     graph = read(lambda x, w: [x + 1, w, x], x, w, weights=1)
-    made, weight, given = graph.returned()
+    result, weight, passed_input = graph.returned()
     assert weight is None
-    assert made is not None
-    assert given is not None
+    assert result is not None
+    assert passed_input is not None
 
 
 # Liveness
 
 
 def chain(x: Tensor, w: Tensor) -> list[Tensor]:
-    """Four products, each of the one before."""
+    """Four matmuls, each of the previous result."""
     for _ in range(4):
         x = torch.mm(x, w)
     return [x]
@@ -159,7 +160,7 @@ def test_what_is_returned_lives_to_the_end() -> None:
 
 
 def test_gradients_of_weights_add_up_as_a_fixed_part() -> None:
-    """x, a gradient of its size, and with them the one weight's, then both."""
+    """Live are x, a gradient of its size, one weight gradient, and then both weight gradients."""
 
     def backward(x: Tensor, gradient: Tensor) -> list[Tensor]:
         return [torch.mm(x.t(), gradient), torch.mm(gradient.t(), x)]
@@ -171,17 +172,16 @@ def test_gradients_of_weights_add_up_as_a_fixed_part() -> None:
 
 
 def middle(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """Something between two products, neither of which can write into its input."""
+    """Put a function between two matmuls, neither of which can write into its input."""
     return lambda x, w: [torch.mm(function(torch.mm(x, w)), w)]
 
 
 def test_an_only_result_is_written_into_an_input_that_dies() -> None:
-    """Two products are never more than two tensors; relu between them adds none, nor does it take one
-    away."""
+    """Two matmuls never have more than two live tensors; relu between them does not change that."""
     assert read(middle(torch.relu), x, w, weights=1).phase().live_bytes == (per_sequence(2 * X),)
     alone = read(lambda x, w: [torch.mm(x, w).relu()], x[:, :2].contiguous(), w[:2], weights=1)
     assert alone.phase().live_bytes == (per_sequence(X + X / 2),), (
-        "the product beside its narrow input; then relu in its place"
+        "the matmul's result and its narrow input; then relu in place"
     )
 
 
@@ -191,11 +191,11 @@ def test_a_result_of_another_type_needs_memory_of_its_own() -> None:
 
 
 def test_an_input_that_is_needed_again_is_not_written_into() -> None:
-    """The product is returned as well."""
+    """The matmul's result is returned as well."""
     both = read(
         lambda x, w: [(y := torch.mm(x, w)), y.relu()], x[:, :2].contiguous(), w[:2].contiguous(), weights=1
     )
-    assert both.phase().live_bytes == (per_sequence(2 * X),), "the narrow input is gone when relu runs"
+    assert both.phase().live_bytes == (per_sequence(2 * X),), "the narrow input is freed when relu runs"
 
 
 @pytest.mark.parametrize(("donated", "most"), [(False, 2), (True, 1)], ids=["another's", "donated"])
