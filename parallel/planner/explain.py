@@ -38,8 +38,8 @@ def _tie(choice: SearchResult) -> Iterator[str]:
 def _memory(choice: SearchResult, machines: Cluster) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
-        f"{tried} plans tried: {len(choice.does_not_fit)} do not fit in memory, and {len(choice.pruned)} "
-        f"would be slower even with all FSDP communication hidden; this plan needs {_gib(choice.best)} of "
+        f"{tried} plans tried, {len(choice.does_not_fit)} too large for the memory and {len(choice.pruned)} "
+        f"slower even with all FSDP communication hidden; this plan needs {_gib(choice.best)} of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator overhead"
     )
 

@@ -248,7 +248,7 @@ CHOICES = {
     "tp": "tp",
     "dp_replicate": "dp_replicate",
     "dp_shard": "dp_shard",
-    "activation_checkpoint": "checkpointing",
+    "activation_checkpoint": "activation checkpoint",
     "activation_checkpoint_blocks": "blocks",
     "reshard_after_forward": "reshard",
     "prefetch": "prefetch",
@@ -322,8 +322,8 @@ def _others(job: TrainingJob, choice: SearchResult, machines: Cluster) -> Iterat
     if too_large:
         rows = [_row(job, candidate) for candidate in too_large]
         yield (
-            f"smallest of the {len(choice.does_not_fit)} plans that do not fit into "
-            f"{machines.available_bytes / GIB:.1f} GiB:\n" + format_table(head[: len(CHOICES) + 1], rows)
+            f"too large for {machines.available_bytes / GIB:.1f} GiB, the smallest of "
+            f"{len(choice.does_not_fit)}:\n" + format_table(head[: len(CHOICES) + 1], rows)
         )
 
 

@@ -154,7 +154,7 @@ def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
         "tp",
         "replicate",
         "shard",
-        "checkpointing",
+        "activation checkpoint",
         "reshard",
         "micro",
         "GiB",

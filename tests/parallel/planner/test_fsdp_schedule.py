@@ -80,31 +80,31 @@ def test_two_units_ahead_hide_a_long_gather_in_the_forward():
         "other_units": {"head": {"gather_s": 9}},
         "other_modules": {"embed": {"forward_s": 10}},
     }
-    one, two = (simulate_step(plan, times_of(plan, gather_s=2, forward=3, **long)) for plan in plans)
+    depth_1, depth_2 = (simulate_step(plan, times_of(plan, gather_s=2, forward=3, **long)) for plan in plans)
     # One unit ahead: 1 starts h's all-gather. There are two buffers, so it waits for the copy-out of 0.
-    assert bars(one, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 12, 21)]
-    assert bars(two, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 6, 15)]
-    assert bars(one, "exposed", "forward") == [("e", 0, 2), ("h", 18, 21)]
-    assert bars(two, "exposed", "forward") == [("e", 0, 2)]
+    assert bars(depth_1, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 12, 21)]
+    assert bars(depth_2, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 6, 15)]
+    assert bars(depth_1, "exposed", "forward") == [("e", 0, 2), ("h", 18, 21)]
+    assert bars(depth_2, "exposed", "forward") == [("e", 0, 2)]
 
 
 def test_two_units_ahead_gather_before_a_long_reduction_in_the_backward():
     plans = [plan_of(model=THREE_BLOCKS, backward_prefetch=ahead) for ahead in (1, 2)]
     long: dict[str, Any] = {"other_units": {"head": {"scatter_s": 20}}}
-    one, two = (
+    depth_1, depth_2 = (
         simulate_step(plan, times_of(plan, gather_s=2, scatter_s=2, forward=3, backward=5, **long))
         for plan in plans
     )
     assert (
-        bars(one, "compute", "backward")[:2]
-        == bars(two, "compute", "backward")[:2]
+        bars(depth_1, "compute", "backward")[:2]
+        == bars(depth_2, "compute", "backward")[:2]
         == [("h", 17, 22), ("2", 22, 27)]
     )
     # 2's gradients are copied into the buffer only after h's reduce-scatter has released it.
-    assert bars(one, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 42, 44)]
-    assert bars(two, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 16, 18)]
-    assert bars(one, "exposed", "backward")[:2] == [("h", 27, 42), ("1", 42, 44)]
-    assert bars(two, "exposed", "backward")[:1] == [("h", 27, 42)]
+    assert bars(depth_1, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 42, 44)]
+    assert bars(depth_2, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 16, 18)]
+    assert bars(depth_1, "exposed", "backward")[:2] == [("h", 27, 42), ("1", 42, 44)]
+    assert bars(depth_2, "exposed", "backward")[:1] == [("h", 27, 42)]
 
 
 def test_units_that_stay_gathered_are_gathered_once():

@@ -253,8 +253,8 @@ def test_what_is_frozen_costs_neither_backward_nor_reduction() -> None:
         return dataclasses.replace(trace(plan), trained=dict.fromkeys(NAMES[:-1], 0.0))
 
     steps = [
-        search(ParallelConfig(**BF16, tp=1), MODEL, job, cluster, look).best.timeline
-        for look in (trace, frozen)
+        search(ParallelConfig(**BF16, tp=1), MODEL, job, cluster, tracer).best.timeline
+        for tracer in (trace, frozen)
     ]  # type: ignore[arg-type]
     assert steps[1].step_s < 0.55 * steps[0].step_s  # type: ignore[union-attr]
 
@@ -265,8 +265,8 @@ def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
 
 def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
     config, job = ParallelConfig(**BF16), RunShape(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
-    closed, one = frugal(config, job, BLOCKS)
-    least = search(closed, MODEL, one, machines(500), trace)
+    frugal_config, frugal_shape = frugal(config, job, BLOCKS)
+    least = search(frugal_config, MODEL, frugal_shape, machines(500), trace)
     everything = find(8, machines(500))
     needed = [c.needed_bytes for c in (*everything.ranked, *everything.does_not_fit)]
     assert min(c.needed_bytes for c in least.ranked) <= min(needed)
@@ -288,18 +288,18 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
             "activation_checkpoint": mode,
         },
     )
-    every = {
+    by_count = {
         count: find(8, cluster, micro=1, **closed, activation_checkpoint_blocks=count)
         for count in range(1, BLOCKS + 1)
     }
-    fits = [count for count, choice in every.items() if choice.ranked]
+    fits = [count for count, choice in by_count.items() if choice.ranked]
     found = find(8, cluster, micro=1, **closed)
     assert bool(found.ranked) == bool(fits)
     if fits:
         assert fits == list(range(fits[0], BLOCKS + 1)), "more blocks never need more memory"
         tried = {c.choices["activation_checkpoint_blocks"] for c in found.ranked}
         assert tried == {fits[0], BLOCKS}
-        assert found.best.rate() >= max(every[count].best.rate() for count in fits) * (1 - EQUAL)
+        assert found.best.rate() >= max(by_count[count].best.rate() for count in fits) * (1 - EQUAL)
 
 
 def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> None:
@@ -369,9 +369,8 @@ def test_reasons_give_figures_that_are_true() -> None:
     choice = find(8, cluster, tp=1)
     lines = reasons(choice, cluster)
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
-    counts = (
-        rf"{tried} plans tried.* {len(choice.does_not_fit)} do not fit.* {len(choice.pruned)} would be slower"
-    )
+    too_large, slower = len(choice.does_not_fit), len(choice.pruned)
+    counts = rf"{tried} plans tried, {too_large} too large .*{slower} slower"
     assert re.match(counts, lines[0])
     assert f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in lines[0]
     checkpointing = next(line for line in lines if line.startswith("activation_checkpoint="))

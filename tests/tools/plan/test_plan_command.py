@@ -162,8 +162,8 @@ def test_diff_sees_units_of_one_plan_only_order_and_types(
     assert capsys.readouterr().out.splitlines()[1:] == ["units layers.4 to layers.5 (2): only in the first"]
     turned = dataclasses.replace(plan, units=plan.units[::-1])
     assert [d.key for d in diff_plans(plan, turned)] == ["order"]
-    one = dataclasses.replace(plan.units[0], reshard_after_forward=1)
-    typed = dataclasses.replace(plan, units=(one, *plan.units[1:]))
+    resharded_to_one = dataclasses.replace(plan.units[0], reshard_after_forward=1)
+    typed = dataclasses.replace(plan, units=(resharded_to_one, *plan.units[1:]))
     assert [(d.where, d.a, d.b) for d in diff_plans(plan, typed)] == [("unit tok_embeddings", True, 1)]
 
 
