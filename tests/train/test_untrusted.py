@@ -324,7 +324,7 @@ def test_a_shard_is_no_link_to_elsewhere(verify: str, tmp_path: Path) -> None:
     shard = tmp_path / "out" / "train-00000.bin"
     shard.rename(tmp_path / "moved.bin")
     shard.symlink_to(tmp_path / "moved.bin")
-    with pytest.raises(DataError, match=r"train-00000\.bin leads out of its folder, to .*moved\.bin"):
+    with pytest.raises(DataError, match=r"train-00000\.bin .*out of its folder, to .*moved\.bin: replace"):
         load_corpus(dataclasses.replace(config, verify=verify))
 
 
@@ -336,7 +336,7 @@ def test_a_shard_is_no_link_to_itself(verify: str, tmp_path: Path) -> None:
     shard.unlink()
     shard.symlink_to(shard)
     with pytest.raises(
-        DataError, match=r"train-00000\.ends: (a link to no file|Too many levels .*), but .*manifest\.json "
+        DataError, match=r"train-00000\.ends: (a link .*|Too many levels .*), but .*manifest\.json "
     ):
         load_corpus(dataclasses.replace(config, verify=verify))
 

@@ -1,1 +1,1 @@
-"""From text to batches: documents, tokens on disk, an order of samples, a loader that runs ahead."""
+"""From text to batches: documents, token shards on disk, the sample order, and a prefetching loader."""

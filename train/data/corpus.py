@@ -1,6 +1,7 @@
-"""The data of a run: prepared folders as they are, any other text tokenised into a cache first, by one
-process of each node, and the same on every rank. What can be wrong with it is found before anything is
-tokenised, and before the first step."""
+"""The data of a run: prepared folders, and raw text that one process of each node tokenizes into a cache.
+
+The data is the same on every rank. It is checked before tokenizing and before the first step.
+"""
 
 import dataclasses
 import hashlib
@@ -41,12 +42,12 @@ class Corpus:
     """All data of a run.
 
     Args:
-        sources: what is trained on
-        held_out: name -> tokens that are held out of the sources
+        sources: the training sources
+        held_out: name -> tokens held out of the sources
         validation: name -> tokens of data.validation
-        tokenizer: of all of them
-        description: for the screen
-        fingerprint: of everything that the order of the training sequences hangs on, apart from the seed
+        tokenizer: of all sources and sets
+        description: a line of text that is printed at the start of a run
+        fingerprint: hash of everything except the seed that determines the order of the training sequences
     """
 
     sources: tuple[Source, ...]
@@ -58,17 +59,19 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """The data that a config names. Raises DataError where it cannot be used."""
-    folders = {source: find_folder(source, config) for source in trained_on(config)}
+    """Load the data of a config. Raises DataError."""
+    folders = {source: find_folder(source, config) for source in training_sources(config)}
     validation = {
         name: find_folder(source, config, held_out=0.0) for name, source in config.validation.items()
     }
     manifests = {folder: read_manifest(folder) for folder in (*folders.values(), *validation.values())}
-    tokenizer = _one_tokenizer({folder: manifest.tokenizer for folder, manifest in manifests.items()}, config)
+    tokenizer = _common_tokenizer(
+        {folder: manifest.tokenizer for folder, manifest in manifests.items()}, config
+    )
     for folder in manifests if config.verify == "full" else ():
         verify_once(folder, cache_root(config) / "verified")
-    # In an order of their own, so that neither their names nor who comes first in the config decide what is
-    # drawn when.
+    # Sorted by their hashes, so that the sample order depends neither on names nor on the order in the
+    # config.
     hashes = {
         source: [shard.sha256 for shard in manifests[folder].splits["train"]]
         for source, folder in folders.items()
@@ -80,10 +83,10 @@ def load_corpus(config: DataConfig) -> Corpus:
         for source, folder in folders.items()
         if manifests[folder].splits["held_out"]
     }
-    if twice := held_out.keys() & validation.keys():
+    if duplicates := held_out.keys() & validation.keys():
         raise DataError(
-            f"data.validation.{min(twice)} is also the name of what is held out of the data: name it "
-            "otherwise"
+            f"data.validation.{min(duplicates)}: the documents held out of the training data already have "
+            "this name: use another name"
         )
     weights = [config.mixture.get(source, 1.0) for source in folders]
     order = json.dumps([[hashes[source] for source in folders], shares(tuple(weights)), config.packing])
@@ -104,15 +107,16 @@ def load_corpus(config: DataConfig) -> Corpus:
     )
 
 
-def trained_on(config: DataConfig) -> list[str]:
-    """The sources that a run learns from."""
+def training_sources(config: DataConfig) -> list[str]:
+    """Return the training sources of a config."""
     return list(config.mixture) or [config.source]
 
 
 def find_folder(source: str, config: DataConfig, held_out: float | None = None) -> Path:
-    """The prepared folder of a source: the source itself, or one in the cache, where it is made if need be.
+    """Return the prepared folder of a source: the source itself, or a folder in the cache, made if missing.
 
-    The cache's name is a fingerprint of the source (names, sizes, times), the tokenizer and the settings.
+    The cache folder's name is a hash of the source's files (names, sizes, times), the tokenizer and the
+    settings.
     """
     if is_prepared(source):
         return user_path(source, "data.source")
@@ -120,8 +124,8 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     files = [(name, s.st_size, s.st_mtime_ns) for name, path in find_files(source) for s in [path.stat()]]
     share = config.eval_fraction if held_out is None else held_out
     tokenizer = load_tokenizer(config.tokenizer, config.bos, config.eos).info
-    made_of = [FORMAT, vars(tokenizer), share, config.text_field, files]
-    folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
+    key = [FORMAT, vars(tokenizer), share, config.text_field, files]
+    folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     if not folder.exists():
         from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 
@@ -131,8 +135,10 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
 
 
 def find_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer of a config's data: the one data.tokenizer names, else that of the prepared data. Raises
-    DataError."""
+    """Load the tokenizer of a config's data: data.tokenizer, or with auto that of the prepared data.
+
+    Raises DataError.
+    """
     source = next(iter(config.mixture), config.source)
     if config.tokenizer != "auto" or not is_prepared(source):
         return load_tokenizer(config.tokenizer, config.bos, config.eos)
@@ -142,12 +148,12 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def is_prepared(source: str) -> bool:
-    """Whether tools.prepare_data has made this folder."""
+    """Whether a source is a folder made by tools.prepare_data."""
     return not source.startswith(HF_PREFIX) and (user_path(source, "data.source") / MANIFEST).is_file()
 
 
 def cache_root(config: DataConfig) -> Path:
-    """Where tokenised text is kept."""
+    """The folder of tokenized text: data.cache_dir, or ~/.cache/meshwright."""
     return (
         user_path(config.cache_dir, "data.cache_dir")
         if config.cache_dir
@@ -155,37 +161,38 @@ def cache_root(config: DataConfig) -> Path:
     )
 
 
-def _one_tokenizer(of: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
-    """The tokenizer of all sources. DataError where they have several, or another than data.tokenizer
-    says."""
-    (first, tokenizer), *others = of.items()
-    for source, other in others:
-        if not _same(tokenizer, other):
+def _common_tokenizer(infos: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
+    """The tokenizer of all prepared folders. DataError if they differ, or differ from data.tokenizer."""
+    (first, tokenizer), *others = infos.items()
+    for folder, other in others:
+        if not _same_tokenizer(tokenizer, other):
             raise DataError(
-                f"{first} was made with the tokenizer {_in_words(tokenizer)}, {source} with "
-                f"{_in_words(other)}: prepare one of them again"
+                "all data of a run must have the same tokenizer, but "
+                f"{first} was made with the tokenizer {_describe_tokenizer(tokenizer)} and {folder} with "
+                f"{_describe_tokenizer(other)}: prepare one of them again"
             )
     if config.tokenizer != "auto":
-        asked = load_tokenizer(config.tokenizer, config.bos, config.eos).info
-        if not _same(asked, tokenizer):
+        requested = load_tokenizer(config.tokenizer, config.bos, config.eos).info
+        if not _same_tokenizer(requested, tokenizer):
             raise DataError(
-                f"data.tokenizer={config.tokenizer} is {_in_words(asked)}, but {first} was made with "
-                f"{_in_words(tokenizer)}: prepare it again, or leave data.tokenizer at auto"
+                f"data.tokenizer={config.tokenizer} is {_describe_tokenizer(requested)}, but {first} was "
+                f"made with {_describe_tokenizer(tokenizer)}: prepare the data again, or set "
+                "data.tokenizer=auto"
             )
     return tokenizer
 
 
-def _same(a: TokenizerInfo, b: TokenizerInfo) -> bool:
+def _same_tokenizer(a: TokenizerInfo, b: TokenizerInfo) -> bool:
     return dataclasses.replace(a, name="") == dataclasses.replace(b, name="")  # a folder may have moved
 
 
-def _in_words(tokenizer: TokenizerInfo) -> str:
+def _describe_tokenizer(tokenizer: TokenizerInfo) -> str:
     file = f", sha256 {tokenizer.sha256[:12]}" if tokenizer.sha256 else ""
     return f"{tokenizer.name} ({tokenizer.vocab_size:,} ids{file}, bos {tokenizer.bos}, eos {tokenizer.eos})"
 
 
 def _short_names(sources: list[str]) -> dict[str, str]:
-    """The last part of each source's path, or all of it where two have the same."""
+    """The last part of each source's path, or the full path if several sources share the last part."""
     last = {source: Path(source).name or source for source in sources}
     return {source: name if list(last.values()).count(name) == 1 else source for source, name in last.items()}
 
@@ -201,27 +208,30 @@ def _describe(source: str, folder: Path, manifest: TokenStoreManifest) -> str:
     )
 
 
-MAX_RAW_BYTES = 2 * 2**30  # minutes of tokenising, while the other processes wait
+MAX_RAW_BYTES = 2 * 2**30  # takes minutes to tokenize, while the other processes wait
 
 
 def check_data(config: DataConfig, vocab_size: int) -> None:
-    """DataError for a source that is not there, or a model with fewer ids than a tokenizer; nothing is
-    tokenised yet."""
+    """Check the sources of a config before anything is tokenized.
+
+    Raises DataError, e.g. for a missing source or a model with fewer ids than the tokenizer.
+    """
     total = sum(config.mixture.values())
     for source, weight in config.mixture.items():
         if weight * CYCLE < total:
             raise DataError(
-                f"data.mixture: {source} has the weight {weight} of {total}, but shares count to one in "
-                f"{CYCLE:,}: leave it out, or give it more"
+                f"data.mixture: {source} has weight {weight} of {total}, less than the smallest share, "
+                f"1/{CYCLE:,} of the total: remove it or raise its weight"
             )
     for name, source in config.validation.items():
-        if source in trained_on(config):
+        if source in training_sources(config):
             raise DataError(
-                f"data.validation.{name}={source} is trained on; what it holds out is evaluated anyway"
+                f"data.validation.{name}={source} is also a training source: remove it; the documents held "
+                "out of a training source are evaluated anyway"
             )
-    for source in (*trained_on(config), *config.validation.values()):
+    for source in (*training_sources(config), *config.validation.values()):
         if not is_prepared(source):
-            check_raw(source)
+            check_raw_size(source)
             check_vocabulary(load_tokenizer(config.tokenizer, config.bos, config.eos).info, vocab_size)
             continue
         manifest = read_manifest(user_path(source, "data.source"))
@@ -230,24 +240,24 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
             shard for split in SPLITS for shard in manifest.splits[split] if shard.max_id >= vocab_size
         ):
             raise DataError(
-                f"{source}/{shard.name}.bin has the token id {shard.max_id}, beyond "
-                f"model.vocab_size={vocab_size}: prepare the data again, with this model's tokenizer"
+                f"{source}/{shard.name}.bin contains token id {shard.max_id}, which is not below "
+                f"model.vocab_size={vocab_size}: prepare the data again with this model's tokenizer"
             )
 
 
-def check_raw(source: str) -> None:
-    """DataError for text that is not there, or so much that a run should not begin with tokenising it."""
+def check_raw_size(source: str) -> None:
+    """Check that raw text exists and is small enough to be tokenized by a run. Raises DataError."""
     size_bytes = sum(path.stat().st_size for _, path in find_files(source))
     if size_bytes > MAX_RAW_BYTES:
         size, most = (f"{n / 2**30:.1f} GiB" for n in (size_bytes, MAX_RAW_BYTES))
         raise DataError(
-            f"{source} has {size} of text, more than the {most} that a run tokenises by itself: "
-            f"python -m tools.prepare_data {source} OUT_DIR, then name OUT_DIR"
+            f"{source} has {size} of text, and a run tokenizes at most {most}: prepare it with "
+            f"python -m tools.prepare_data {source} OUT_DIR, and use OUT_DIR as the source"
         )
 
 
 def check_sequences(split: TokenStream, shape: SequenceShape, name: str) -> int:
-    """How many sequences there are to train on; DataError if none."""
+    """Return the number of training sequences of a split. DataError if there is none."""
     if count := count_sequences(split, shape):
         return count
     raise DataError(
@@ -257,38 +267,40 @@ def check_sequences(split: TokenStream, shape: SequenceShape, name: str) -> int:
 
 
 def check_evaluation(corpus: Corpus) -> None:
-    """DataError where nothing is there to evaluate, or a set is too small to predict a token of."""
+    """Check that there is an evaluation set and that each has at least two tokens. Raises DataError."""
     sets = {**corpus.held_out, **corpus.validation}
     if not sets:
         raise DataError(
-            "train.eval_every asks for evaluations, but no document is held out: use a larger "
-            "data.eval_fraction, "
-            "name a data.validation, or train.eval_every=0"
+            "train.eval_every is not 0, but no document is held out: raise data.eval_fraction, set "
+            "data.validation, or set train.eval_every=0"
         )
     for name, split in sets.items():
         if split.tokens < 2:
             raise DataError(
-                f"{name} has {split.tokens} tokens to evaluate: use more text, or train.eval_every=0"
+                f"evaluation set {name} has {split.tokens} tokens, but at least two are needed: use more "
+                "text, or set train.eval_every=0"
             )
 
 
-def load_together(config: DataConfig, ranks: RankInfo, resume_from: Path | None) -> Corpus:
-    """One process per node writes the cache and compares checksums, the others wait. A DataError reaches all
-    alike, also where ranks see different text or checkpoints."""
+def load_on_all_ranks(config: DataConfig, ranks: RankInfo, resume_from: Path | None) -> Corpus:
+    """Load the data on all ranks: one process per node writes the cache and compares checksums.
+
+    Raises the same DataError on every rank, also if ranks read different text or checkpoints.
+    """
     corpus, problem = None, ""
     if ranks.local_rank == 0:
         try:
             corpus = load_corpus(config)
         except DataError as error:
             problem = str(error)
-    if problems := [one for one in gather_from_all(problem) if one]:
+    if problems := [message for message in gather_from_all(problem) if message]:
         raise DataError(problems[0])
     corpus = corpus or load_corpus(config)
     sizes = {name: split.tokens for name, split in {**corpus.held_out, **corpus.validation}.items()}
     seen = gather_from_all((corpus.fingerprint, sizes, resume_from and resume_from.name))
-    if any(what != seen[0] for what in seen):
+    if any(state != seen[0] for state in seen):
         raise DataError(
-            "the processes see different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "
-            f"{sorted(set(map(str, seen)))}. data.source and run.dir must be the same on every node"
+            "ranks have different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "
+            f"{sorted(set(map(str, seen)))}: data.source and run.dir must be the same on every node"
         )
     return corpus

@@ -1,4 +1,4 @@
-"""Batches, prepared ahead of the step by a thread.
+"""Loads batches ahead of the step in a background thread.
 
 Shapes: G sequences of the global batch, B of a micro batch, T tokens.
 """
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.train.data.batch import Batch, await_copies, copy_beside
+from meshwright.train.data.batch import Batch, await_copies, copy_on_stream
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import SequenceShape, read_batch
 
-# a step's batches, their hash, and when they are on the GPU
+# a step's batches, their hash, and the event after which they are on the GPU
 _Ready = tuple[list[Batch], int, torch.cuda.Event | None]
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a global batch is cut: `data_rank` of `data_parallel` takes `accumulation` micro batches of [B,
-    T]."""
+    """How a global batch is divided: rank `data_rank` of `data_parallel` reads `accumulation` micro batches
+    of `micro_batch_size` sequences."""
 
     micro_batch_size: int
     accumulation: int
@@ -31,18 +31,19 @@ class BatchShape:
 
     @property
     def global_batch_size(self) -> int:
+        """Sequences of an optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation * self.data_parallel
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What one rank gets for an optimizer step.
+    """The data of one rank for one optimizer step.
 
     Args:
         micro_batches: on the device
-        data_hash: of this rank's tokens and their positions in the order; summed over the ranks the same on
-            every mesh
-        wait_s: how long the step had to wait for them, in seconds
+        data_hash: hash of this rank's tokens and their positions in the sample order; its sum over the
+            data-parallel ranks is the same on every mesh
+        wait_s: seconds that the step waited for the batches
     """
 
     micro_batches: list[Batch]
@@ -51,11 +52,11 @@ class StepData:
 
 
 class TrainLoader:
-    """Micro batches of this rank for every optimizer step from `first_sample` on, endless; at most `ahead`
-    are there beforehand.
+    """Endless micro batches of this rank for every optimizer step from position `first_sample` on.
 
-    A global batch is G consecutive positions of the order, of which each rank takes a contiguous part, so no
-    two ranks ever see the same sample, and the order is the same on every mesh.
+    At most `ahead` steps are loaded in advance. A global batch is G consecutive positions of the sample
+    order; each rank reads a contiguous part of it. So no two ranks read the same sample of an epoch, and the
+    order is the same on every mesh.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class TrainLoader:
     ) -> None:
         self._order, self._sequences, self._shape = order, sequences, shape
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._room, self._closed = threading.Semaphore(ahead), threading.Event()
+        self._free_slots, self._closed = threading.Semaphore(ahead), threading.Event()
         self._ready: queue.SimpleQueue[_Ready | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._fill, args=(first_sample,), name="train-loader", daemon=True
@@ -77,14 +78,14 @@ class TrainLoader:
         self._thread.start()
 
     def next(self) -> StepData:
-        """This rank's part of the next step."""
+        """Return this rank's data of the next step. Raises the exception of the loading thread, if any."""
         start = time.perf_counter()
         ready = self._ready.get()
         if isinstance(ready, BaseException):
-            self._ready.put(ready)  # whoever asks again hears the same
+            self._ready.put(ready)  # the next call raises it again
             raise ready
         wait_s = time.perf_counter() - start
-        self._room.release()
+        self._free_slots.release()
         batches, data_hash, copied = ready
         if copied is not None:
             await_copies(batches, copied)
@@ -93,17 +94,17 @@ class TrainLoader:
     def close(self) -> None:
         """Stop the thread and wait for it."""
         self._closed.set()
-        self._room.release()
+        self._free_slots.release()
         self._thread.join()
 
     def _fill(self, first_sample: int) -> None:
         try:
-            if self._stream is not None:  # a thread begins on GPU 0, and would make a second context there
+            if self._stream is not None:  # a new thread uses GPU 0 and would create a second context there
                 torch.cuda.set_device(self._stream.device)
-            while self._room.acquire() and not self._closed.is_set():
+            while self._free_slots.acquire() and not self._closed.is_set():
                 self._ready.put(self._read_step(first_sample))
                 first_sample += self._shape.global_batch_size
-        except BaseException as error:  # handed to the training loop, which raises it
+        except BaseException as error:  # next() raises it in the training loop
             self._ready.put(error)
 
     def _read_step(self, first_sample: int) -> _Ready:
@@ -120,10 +121,10 @@ class TrainLoader:
         data_hash = sum(
             hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens)
         )
-        batches, copied = copy_beside(batches, stream) if stream else (batches, None)
+        batches, copied = copy_on_stream(batches, stream) if stream else (batches, None)
         return batches, data_hash, copied
 
 
 def hash_tokens(row: torch.Tensor, position: int) -> int:
-    """32 bits that change with the tokens of a sequence and with its position in the order."""
+    """Return a 32-bit hash of a sequence's tokens and its position in the sample order."""
     return zlib.crc32(row.numpy().data, position & 0xFFFFFFFF)

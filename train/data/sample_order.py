@@ -1,5 +1,7 @@
-"""Which sequence of which source stands at which position: a pure function of weights and seed, the same on
-every mesh, without a list in memory."""
+"""The sample order: source and sequence of every position, a pure function of weights and seed.
+
+It is the same on every mesh and needs no index in memory.
+"""
 
 import functools
 
@@ -9,17 +11,19 @@ from numpy.typing import NDArray
 from meshwright.train.data.sequences import SequenceShape, count_sequences
 from meshwright.train.data.token_store import Source
 
-# positions after which every source has had its share exactly: weights count to a ten-thousandth
+# After this many positions every source has its exact share, so weights have a resolution of 1/10,000.
 CYCLE = 10_000
 
 
 def shares(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Positions of each source in a cycle: proportional to its weight, the remainder to the largest
-    fractions, none without any."""
+    """Return the number of positions of each source in a cycle, at least 1 each.
+
+    They are proportional to the weights; the largest fractions get the remainder.
+    """
     exact = np.array(weights) / sum(weights) * CYCLE
     counts = np.maximum(np.floor(exact), 1).astype(np.int64)
     missing = CYCLE - int(counts.sum())
-    if missing < 0:  # tiny weights were rounded up: the largest gives
+    if missing < 0:  # tiny weights were rounded up: take the excess from the largest
         counts[counts.argmax()] += missing
     else:
         counts[np.argsort(np.floor(exact) - exact, kind="stable")[:missing]] += 1
@@ -29,8 +33,8 @@ def shares(weights: tuple[float, ...]) -> tuple[int, ...]:
 def draw(
     first: int, count: int, weights: tuple[float, ...], seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For positions first .. first + count - 1 the source each draws from, and how many before it drew from
-    the same."""
+    """Return the source of each position first .. first + count - 1, and how many earlier positions have that
+    source."""
     sources, places = np.empty(count, np.int64), np.empty(count, np.int64)
     per_cycle, done = np.array(shares(weights)), 0
     while done < count:
@@ -44,8 +48,8 @@ def draw(
     return sources, places
 
 
-def drawn(position: int, weights: tuple[float, ...], seed: int) -> list[int]:
-    """How many positions before `position` draw from each source."""
+def count_draws(position: int, weights: tuple[float, ...], seed: int) -> list[int]:
+    """Return how many positions before `position` draw from each source."""
     cycle, offset = divmod(position, CYCLE)
     within = np.bincount(_cycle(weights, seed, cycle)[0][:offset], minlength=len(weights))
     return [cycle * share + int(n) for share, n in zip(shares(weights), within, strict=True)]
@@ -53,14 +57,14 @@ def drawn(position: int, weights: tuple[float, ...], seed: int) -> list[int]:
 
 @functools.lru_cache(maxsize=4)
 def _cycle(weights: tuple[float, ...], seed: int, cycle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Source of each position of a cycle, and how many positions of the cycle before it have the same."""
-    # 1: apart from every epoch's order
+    """Source of each position of a cycle, and how many earlier positions of the cycle have that source."""
+    # the third number, 1, separates these random numbers from those of the order within an epoch
     slots = permute(np.arange(CYCLE), CYCLE, np.random.SeedSequence([seed, cycle, 1]))
     order = np.searchsorted(np.cumsum(shares(weights)), slots, side="right").astype(np.int64)
     before = np.empty(CYCLE, np.int64)
     for source in range(len(weights)):
-        mine = order == source
-        before[mine] = np.arange(int(mine.sum()))
+        selected = order == source
+        before[selected] = np.arange(int(selected.sum()))
     return order, before
 
 
@@ -68,8 +72,10 @@ _ROUNDS = 4  # of a Feistel network: four make a pseudo-random permutation (Luby
 
 
 def sample_indices(positions: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
-    """Which of `n` samples stand at these positions of the endless order: each epoch, n positions, is a
-    permutation of all samples of its own."""
+    """Return which of `n` samples are at these positions of the endless order.
+
+    Each epoch (n positions) is a different permutation of all samples.
+    """
     epochs, places = np.divmod(positions, n)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
@@ -79,8 +85,11 @@ def sample_indices(positions: NDArray[np.int64], n: int, seed: int) -> NDArray[n
 
 
 def permute(values: NDArray[np.int64], n: int, seed: np.random.SeedSequence) -> NDArray[np.int64]:
-    """Pseudo-random permutation of 0 .. n-1: a Feistel network on the next even number of bits, walked until
-    the value lies below n again (cycle walking; less than 4 walks on average)."""
+    """Apply a pseudo-random permutation of 0 .. n-1 to values.
+
+    A Feistel network on the next even number of bits, repeated until the value is below n (cycle walking; on
+    average less than 4 times).
+    """
     half_bits = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     keys = seed.generate_state(_ROUNDS, np.uint64)
@@ -96,14 +105,14 @@ def permute(values: NDArray[np.int64], n: int, seed: np.random.SeedSequence) -> 
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit changes every output bit."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class SampleOrder:
-    """Which sequence stands at each position of the endless order: a pure function of the seed."""
+    """The endless order of training sequences: source and sequence of each position."""
 
     def __init__(self, sources: tuple[Source, ...], shape: SequenceShape, seed: int) -> None:
         self.splits, self.seed = [source.split for source in sources], seed
@@ -114,7 +123,7 @@ class SampleOrder:
         )
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
-        """rows[count] = (source, index) of positions first .. first + count - 1."""
+        """Return rows[count] = (source, index) of positions first .. first + count - 1."""
         positions = np.arange(first, first + count, dtype=np.int64)
         if len(self.sizes) == 1:
             return np.stack(
@@ -123,17 +132,17 @@ class SampleOrder:
         sources, places = draw(first, count, self.weights, self.seed)
         rows = np.stack((sources, places), axis=1)
         for source, size in enumerate(self.sizes):
-            mine = sources == source
-            rows[mine, 1] = sample_indices(places[mine], size, self.seed + source)
+            selected = sources == source
+            rows[selected, 1] = sample_indices(places[selected], size, self.seed + source)
         return rows
 
 
 def data_progress(order: SampleOrder, position: int) -> dict[str, float]:
-    """How far positions before `position` have come: epochs of the data; in a mixture sequences and epochs by
-    source."""
+    """Return the progress at `position` as metrics: epochs of the data, or in a mixture sequences and epochs
+    of each source."""
     if len(order.sizes) == 1:
         return {"epoch": position / order.sizes[0]}
-    taken = dict(zip(order.names, drawn(position, order.weights, order.seed), strict=True))
+    taken = dict(zip(order.names, count_draws(position, order.weights, order.seed), strict=True))
     epochs = {
         f"epoch/{name}": count / size for (name, count), size in zip(taken.items(), order.sizes, strict=True)
     }

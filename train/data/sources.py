@@ -1,4 +1,4 @@
-"""Which files a source has, in an order that is the same on every machine."""
+"""The files of a data source, in an order that is the same on every machine."""
 
 import glob
 import hashlib
@@ -39,23 +39,24 @@ TEXT_SUFFIXES = {
     ".ini",
 }
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
-PACKED_SUFFIXES = {".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".7z"}
+COMPRESSED_SUFFIXES = {".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".7z"}
 HF_PREFIX = "hf:"
-# the kind of a file that is one document; the others are the suffixes of records without their dot
+# the kind of a file that is one document; the other kinds are the suffixes of records without the dot
 TEXT = "text"
-# of Dataset.save_to_disk, which puts them beside its .arrow files
+# Dataset.save_to_disk writes them next to its .arrow files
 _HF_FILES = {"dataset_info.json", "state.json"}
 _SAMPLE_BYTES = 2**20
 
 
 def find_files(source: str) -> list[tuple[str, Path]]:
-    """Name and path of each file of `data.source`, sorted by name.
+    """Return name and path of each file of `data.source`, sorted by name.
 
-    Names are relative to the source, so they do not change when it moves. Raises DataError if there is none.
+    Names are relative to the source, so that they stay the same if it moves. Raises DataError if there is no
+    file.
     """
     if source.startswith(HF_PREFIX):
         raise DataError(
-            f"data.source={source} is a Hugging Face dataset, which must be tokenised first: run "
+            f"data.source={source} is a Hugging Face dataset, which must be tokenized first: run "
             f"`python -m tools.prepare_data {source} FOLDER` and use data.source=FOLDER"
         )
     source = str(user_path(source, "data.source"))
@@ -72,22 +73,22 @@ def find_files(source: str) -> list[tuple[str, Path]]:
         paths = [Path(p) for p in glob.glob(source, recursive=True)]
         root = Path(os.path.dirname(source[: next(i for i, c in enumerate(source) if c in "*?[")]))
     else:
-        raise DataError(f"data.source={source}: no such file, folder or glob. Use stdlib for built-in text")
+        raise DataError(f"data.source={source}: no such file, folder or glob: use stdlib for built-in text")
     files = sorted(_named(paths, root))
     if not files:
         endings = " ".join(sorted({*TEXT_SUFFIXES, *RECORD_SUFFIXES}))
         wanted = f" ending in {endings}" if Path(source).is_dir() else ""
-        raise DataError(f"data.source={source} holds no text: looked for non-empty files{wanted}")
+        raise DataError(f"data.source={source} contains no text: looked for non-empty files{wanted}")
     return files
 
 
 def kind_of(path: Path) -> str:
-    """How a file is read: TEXT for one document, else jsonl, jsonl.gz, jsonl.zst, parquet or arrow."""
+    """Return the kind of a file: TEXT for one document, else jsonl, jsonl.gz, jsonl.zst, parquet or arrow."""
     return next((suffix[1:] for suffix in RECORD_SUFFIXES if path.name.endswith(suffix)), TEXT)
 
 
 def fingerprint_file(path: Path) -> str:
-    """sha256, in hexadecimal, of a file's size, its first MiB and its last MiB. Raises OSError."""
+    """Return the sha256, in hexadecimal, of a file's size, first MiB and last MiB. Raises OSError."""
     with open(path, "rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(f"{size_bytes}:".encode())
@@ -98,19 +99,19 @@ def fingerprint_file(path: Path) -> str:
 
 
 def _check_file(source: str) -> None:
-    """DataError for a file that is nothing to read."""
+    """DataError for an empty or a compressed file."""
     path = Path(source)
     if path.stat().st_size == 0:
-        raise DataError(f"data.source={source} is an empty file and holds no text: name one with text")
-    if kind_of(path) == TEXT and path.suffix in PACKED_SUFFIXES:
+        raise DataError(f"data.source={source} is an empty file: use a file with text")
+    if kind_of(path) == TEXT and path.suffix in COMPRESSED_SUFFIXES:
         raise DataError(
-            f"data.source={source} is packed text, and only {' and '.join(RECORD_SUFFIXES[1:3])} are "
-            "unpacked while reading: unpack it first"
+            f"data.source={source} is compressed, and only {' and '.join(RECORD_SUFFIXES[1:3])} can be read "
+            "compressed: unpack it first"
         )
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file below `root`, but installed packages, which are no part of a standard library, and prepared
+    """Every file below `root`, except installed packages (not part of the standard library) and prepared
     data."""
     for folder, subfolders, names in os.walk(root):
         packages = ("site-packages", "dist-packages")

@@ -1,13 +1,13 @@
-"""Tokenised text on disk: a folder of shards, and a manifest that says what they hold.
+"""Tokenized text on disk: a folder of shards and a manifest.
 
     manifest.json        tokenizer, dtype, sources with fingerprints, every shard with counts and checksums
-    tokenizer.json       where the tokenizer has one
+    tokenizer.json       unless the tokenizer is bytes
     train-00000.bin      token ids, little-endian uint16 or uint32: document after document, [BOS] ids EOS
     train-00000.ends     little-endian uint64: where each document of the shard ends, in tokens
-    held_out-00000.bin   the same of the documents kept for evaluation
+    held_out-00000.bin   token ids of the held-out documents
 
-A folder with a manifest is complete: whoever writes one gives it its name by one rename at the end. Whether
-shards are still what their manifest says is read once, and remembered until a file changes.
+A folder with a manifest is complete, because it gets its name by one rename at the end. The checksums of its
+shards are compared once, and again after a file changes.
 """
 
 import contextlib
@@ -35,19 +35,21 @@ from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.errors import DataError
 from meshwright.train.files import open_files_limit, read_json, write_whole
 
-# Files that stay mapped after they were read: each is an open file, and a map, of which Linux gives a process
-# 65,530.
+# Files that stay mapped after they were read. Each takes an open file and a memory map; Linux allows a
+# process 65,530 maps.
 MOST_MAPPED = 4096
 
 
 class _TooManyOpenFiles(Exception):
-    """This process has as many files open as it may."""
+    """This process has reached its limit of open files."""
 
 
 @dataclass(eq=False)
 class MappedFile:
-    """Numbers in a file, mapped into memory when they are read. `modified_ns`: the file's time stamp; where
-    that is another one, `sha256` says whether it is still the same file."""
+    """An array in a file, memory-mapped when it is read.
+
+    `modified_ns` is the file's time stamp; if it changes, `sha256` shows whether the content has changed.
+    """
 
     path: Path
     dtype: np.dtype[Any]
@@ -59,10 +61,10 @@ class MappedFile:
         return self.length
 
     def numbers(self) -> NDArray[Any]:
-        """numbers[length]. Raises DataError if the file cannot be opened, or is not the one that it was."""
+        """Return numbers[length]. Raises DataError if the file cannot be opened or has changed."""
         try:
             return _maps()(self)
-        # others of this process have taken what was free: close all of these, and begin again
+        # other code of this process uses all free files: close all mapped files and try again
         except _TooManyOpenFiles:
             _maps.cache_clear()
         try:
@@ -70,20 +72,20 @@ class MappedFile:
         except _TooManyOpenFiles as error:
             raise DataError(
                 f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} files "
-                "open (ulimit -n), and all are taken: allow it more"
+                "open, and all are in use: raise the limit (ulimit -n)"
             ) from None
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """A shard: ids[tokens], and ends[documents], where each document ends in it."""
+    """A shard: ids[tokens], and ends[documents], the end of each document in tokens."""
 
     ids: MappedFile
     ends: MappedFile
 
 
 class TokenStream:
-    """The shards of one split, one after another, as one stream of tokens and one list of documents."""
+    """The shards of one split, concatenated to one stream of tokens and one list of documents."""
 
     def __init__(self, shards: list[TokenShard], text_bytes: int) -> None:
         self._shards, self.text_bytes = shards, text_bytes
@@ -92,14 +94,16 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens, BOS and EOS included."""
         return int(self._tokens[-1])
 
     @property
     def documents(self) -> int:
+        """The number of documents."""
         return int(self._documents[-1])
 
     def read(self, first: int, out: NDArray[np.int64]) -> None:
-        """Copy the tokens from `first` on into `out`, widened on the way."""
+        """Copy the tokens from `first` on into `out`, converted to int64."""
         done = 0
         while done < len(out):
             shard, offset = self._find(first + done)
@@ -108,28 +112,28 @@ class TokenStream:
             done += len(part)
 
     def document(self, index: int) -> tuple[int, int]:
-        """First token of a document, and the one after its last."""
+        """Return the first token of a document, and the token after its last."""
         shard = int(np.searchsorted(self._documents, index, side="right")) - 1
         ends, within = self._shards[shard].ends.numbers(), index - int(self._documents[shard])
         begin = int(self._tokens[shard])
         return begin + (int(ends[within - 1]) if within else 0), begin + int(ends[within])
 
     def ends_between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Where documents end (one after their last token), of those that end after `first` and at or before
+        """Return the ends of documents (the token after their last) that are after `first` and at most
         `last`."""
-        found = []
+        parts = []
         shard = self._find(first)[0]
         while shard < len(self._shards) and self._tokens[shard] < last:
             begin, ends = int(self._tokens[shard]), self._shards[shard].ends.numbers()
-            # As uint64, which the ends are: for a Python int numpy would copy all of them as float64.
+            # uint64 like the ends: for a Python int numpy would copy all of them as float64.
             bounds = np.array([max(0, first - begin), last - begin], np.uint64)
             low, high = np.searchsorted(ends, bounds, side="right").tolist()
-            found.append(ends[low:high].astype(np.int64) + begin)
+            parts.append(ends[low:high].astype(np.int64) + begin)
             shard += 1
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def place(self, token: int) -> str:
-        """Where a token lies, for people: file and byte offset."""
+        """Return file and byte offset of a token, as text for a message."""
         shard, offset = self._find(token)
         ids = self._shards[shard].ids
         return f"{ids.path}, byte {offset * ids.dtype.itemsize:,} (token {offset:,})"
@@ -141,8 +145,8 @@ class TokenStream:
 
 @functools.cache
 def _maps() -> Callable[[MappedFile], NDArray[Any]]:
-    """`_map`, of which the latest are kept: for all data of this process at most a quarter of the files that
-    it may open."""
+    """`_map` with a cache of the latest results: for all data of this process at most a quarter of the files
+    that it may open."""
     return functools.lru_cache(maxsize=min(open_files_limit() // 4, MOST_MAPPED))(_map)
 
 
@@ -156,42 +160,43 @@ def _map(file: MappedFile) -> NDArray[Any]:
             raise _TooManyOpenFiles(error.strerror) from None
         if error.errno in (errno.ENOENT, errno.EACCES):
             raise DataError(
-                f"{file.path} cannot be opened ({error.strerror}): a run reads its data until its end"
+                f"{file.path} cannot be opened ({error.strerror}), but a run reads its data until its end: "
+                "restore the file and start the run again"
             ) from None
-        raise  # a fault of the disk or of the network: no mistake of the user
+        raise  # a fault of the disk or of the network, not a mistake of the user
 
 
 def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
-    """DataError where the file is another one than at the start of the run: its tokens would be of other
-    documents."""
+    """DataError if the file has changed since the start of the run: tokens and document ends would not
+    match."""
     status = os.fstat(opened.fileno())
     same_size = status.st_size == file.length * file.dtype.itemsize
     if same_size and status.st_mtime_ns == file.modified_ns:
         return
-    # Some touch their files, lest a cluster deletes them.
+    # Users touch files so that a cluster does not delete them: only a changed hash is an error.
     if not same_size or hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
-        raise DataError(f"{file.path} has been changed since the run began: start the run again")
+        raise DataError(f"{file.path} has changed since the run started: start the run again")
     file.modified_ns = status.st_mtime_ns
 
 
-FORMAT = 1  # raised when the files' layout changes
+FORMAT = 1  # incremented when the layout of the files changes
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**28  # more than a million source files with names of 150 letters
 SPLITS = ("train", "held_out")
-ShardName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # which stays in the folder
+ShardName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # cannot leave the folder
 IdDtype = Annotated[str, msgspec.Meta(pattern=r"^(uint16|uint32)\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """A shard as the manifest has it.
+    """A shard in the manifest.
 
     Args:
         name: of its files, without .bin and .ends
-        tokens: BOS and EOS included
-        documents: how many
-        text_bytes: of their text in UTF-8
+        tokens: number of tokens, BOS and EOS included
+        documents: number of documents
+        text_bytes: size of their text in UTF-8
         max_id: the largest token id
         sha256: of the .bin file
         ends_sha256: of the .ends file
@@ -208,8 +213,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that was tokenised: its name within the source, its size, and a hash of its beginning, end and
-    size."""
+    """A tokenized file: its name within the source, its size, and a hash of size, beginning and end."""
 
     name: str
     size_bytes: Natural
@@ -218,7 +222,8 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class TokenStoreManifest:
-    """What a folder holds."""
+    """The manifest of a prepared folder: tokenizer, dtype of the ids, source files, shards of each split,
+    settings."""
 
     tokenizer: TokenizerInfo
     dtype: IdDtype
@@ -229,7 +234,7 @@ class TokenStoreManifest:
 
 
 def read_manifest(folder: Path) -> TokenStoreManifest:
-    """The manifest of a folder. Raises DataError."""
+    """Read and check the manifest of a folder. Raises DataError."""
     path = folder / MANIFEST
     try:
         plain = read_json(path, MANIFEST_BYTES)
@@ -240,15 +245,15 @@ def read_manifest(folder: Path) -> TokenStoreManifest:
             raise ValueError("; ".join(mistakes))
         return manifest
     except (OSError, ValueError) as error:
-        said = one_line(f"{type(error).__name__}: {error}", 400)
-        raise DataError(f"{path} cannot be read ({said}): prepare the data again") from None
+        reason = one_line(f"{type(error).__name__}: {error}", 400)
+        raise DataError(f"{path} cannot be read ({reason}): prepare the data again") from None
 
 
 def _find_contradictions(manifest: TokenStoreManifest) -> list[str]:
-    """What is wrong between values that are each right."""
+    """Contradictions between values that are each valid, as messages."""
     mistakes = wrong_keys(manifest.splits, SPLITS, "splits")
     names = Counter(shard.name for shards in manifest.splits.values() for shard in shards)
-    mistakes += [f"the shard {name} stands twice" for name, count in names.items() if count > 1]
+    mistakes += [f"the shard {name} is listed twice" for name, count in names.items() if count > 1]
     bos, eos, size = manifest.tokenizer.bos, manifest.tokenizer.eos, manifest.tokenizer.vocab_size
     if not max(eos, bos or 0) < size:
         mistakes.append(f"the tokenizer's bos {bos} and eos {eos} are not below its vocab_size {size}")
@@ -256,27 +261,29 @@ def _find_contradictions(manifest: TokenStoreManifest) -> list[str]:
 
 
 def manifest_to_json(manifest: TokenStoreManifest) -> str:
-    """The manifest as its file has it."""
+    """Return the manifest as the text of its file."""
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
 def open_split(folder: Path, manifest: TokenStoreManifest, *splits: str) -> TokenStream:
-    """Splits as one. Raises DataError where a file is not there, has another size than the manifest says, or
-    is a link that leads out of the folder. No file stays open: there may be more of them than a process may
-    open."""
+    """Open splits as one stream.
+
+    Raises DataError if a file is missing, has another size than in the manifest, or is a link out of the
+    folder. No file stays open, because there may be more files than a process may open.
+    """
     infos = [info for split in splits for info in manifest.splits[split]]
     shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
     return TokenStream(shards, sum(info.text_bytes for info in infos))
 
 
-def sizes(manifest: TokenStoreManifest) -> dict[str, int]:
-    """Every file of the shards and how many bytes it has."""
+def file_sizes(manifest: TokenStoreManifest) -> dict[str, int]:
+    """Return the size in bytes of every file of the shards."""
     dtype = np.dtype(manifest.dtype)
     infos = [info for shards in manifest.splits.values() for info in shards]
-    return {name: size for info in infos for name, size in _sizes(info, dtype).items()}
+    return {name: size for info in infos for name, size in _shard_sizes(info, dtype).items()}
 
 
-def _sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
+def _shard_sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
     return {f"{info.name}.bin": info.tokens * dtype.itemsize, f"{info.name}.ends": info.documents * 8}
 
 
@@ -295,32 +302,37 @@ def _open_file(path: Path, dtype: np.dtype, length: int, sha256: str) -> MappedF
 
 
 def check_size(path: Path, size_bytes: int) -> os.stat_result:
-    """What the system says of a file. DataError unless there is such a file of this size, and in this folder:
-    no link that leads elsewhere, or nowhere."""
+    """Return the `stat` of a file.
+
+    DataError unless it is a regular file of this size, or a link to one in the same folder.
+    """
     if path.is_symlink():
-        real = os.path.realpath(path)  # Path.resolve raises RuntimeError where links lead in a circle
+        real = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop of links
         if os.path.dirname(real) != os.path.realpath(path.parent):
-            raise DataError(f"{path} leads out of its folder, to {real}: put the file itself there")
+            raise DataError(f"{path} is a link out of its folder, to {real}: replace it with the file")
     try:
         status = path.stat()
     except OSError:
         status = None
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
-        missing = "a link to no file" if path.is_symlink() else "no such file"
-        here = f"{status.st_size:,} bytes" if status and stat.S_ISREG(status.st_mode) else missing
+        missing = "a link to a missing file" if path.is_symlink() else "no such file"
+        actual = f"{status.st_size:,} bytes" if status and stat.S_ISREG(status.st_mode) else missing
         raise DataError(
-            f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again"
+            f"{path}: {actual}, but {path.parent / MANIFEST} lists {size_bytes:,} bytes: prepare the data "
+            "again"
         )
     return status
 
 
-THREADS = 4  # hashing lets go of the interpreter
+THREADS = 4  # hashing releases the GIL
 
 
 def verify_once(folder: Path, remembered: Path) -> None:
-    """Compare every file of a prepared folder with its checksum, unless that was done before and no file has
-    another size or time since; `remembered` is the folder where that is noted. Raises DataError naming the
-    file."""
+    """Compare every file of a prepared folder with its checksum, unless that was done before.
+
+    A record in the folder `remembered` holds size, times and inode of every file; if they are the same,
+    nothing is read. Raises DataError that names the file.
+    """
     names = [MANIFEST, *(name for name, _ in _checksums(read_manifest(folder)))]
     seen = json.dumps({name: _stamp(folder / name) for name in names}).encode()
     note = remembered / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
@@ -328,33 +340,32 @@ def verify_once(folder: Path, remembered: Path) -> None:
         if note.is_file() and note.stat().st_size == len(seen) and note.read_bytes() == seen:
             return
     verify(folder)
-    with contextlib.suppress(OSError):  # a cache that cannot be written is only slower next time
+    with contextlib.suppress(OSError):  # without a record the next start compares again
         remembered.mkdir(parents=True, exist_ok=True)
         write_whole(note, seen)
 
 
 def verify(folder: Path) -> None:
-    """Compare every file of a prepared folder with its checksum. Raises DataError naming the file."""
+    """Compare every file of a prepared folder with its checksum. Raises DataError that names the file."""
     manifest = read_manifest(folder)
-    wanted = dict(_checksums(manifest))
-    # first: what is no file, or leads elsewhere, is not read at all
-    for name, size_bytes in sizes(manifest).items():
+    expected = dict(_checksums(manifest))
+    # first, so that a link out of the folder, or a file that is not a regular one, is never read
+    for name, size_bytes in file_sizes(manifest).items():
         check_size(folder / name, size_bytes)
     with ThreadPoolExecutor(THREADS) as pool:
-        for name, found in zip(wanted, pool.map(lambda name: hash_file(folder / name), wanted), strict=True):
-            if found != wanted[name]:
+        hashes = pool.map(lambda name: hash_file(folder / name), expected)
+        for name, sha256 in zip(expected, hashes, strict=True):
+            if sha256 != expected[name]:
                 raise DataError(
-                    f"{folder / name} has changed since it was prepared: its sha256 is {found[:16]}..., "
-                    f"{folder / MANIFEST} says {wanted[name][:16]}...: prepare the data again"
+                    f"{folder / name} has changed since it was prepared: its sha256 is {sha256[:16]}..., but "
+                    f"{folder / MANIFEST} lists {expected[name][:16]}...: prepare the data again"
                 )
             if name.endswith(".ends") and (np.diff(np.fromfile(folder / name, "<i8"), prepend=0) <= 0).any():
-                raise DataError(
-                    f"{folder / name} does not list documents one after another: prepare the data again"
-                )
+                raise DataError(f"{folder / name}: document ends are not increasing: prepare the data again")
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file, in hexadecimal. DataError if it cannot be read."""
+    """Return the sha256 of a file, in hexadecimal. DataError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -376,14 +387,14 @@ def _stamp(path: Path) -> tuple[int, ...]:
         raise DataError(
             f"{path}: {error.strerror}, but {path.parent / MANIFEST} lists it: prepare the data again"
         ) from None
-    # The last two are others in a copy that was given the file's time, as on another node's disk under the
-    # same path.
+    # ctime and inode differ in a copy that kept the file's time, e.g. on another node's disk under the same
+    # path.
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 @dataclass(frozen=True)
 class Source:
-    """Training tokens: `name` is the last part of the source's path, `weight` its share of the sequences."""
+    """A training source: `name` is the last part of its path, `weight` its share of the sequences."""
 
     name: str
     weight: float

@@ -169,8 +169,8 @@ BROKEN = (
     Fault(
         "shards-of-another-job",
         "finished shards are kept though text or settings have changed",
-        "return result if whole and result.key == piece_key(job, piece) else None",
-        "return result if whole else None",
+        "return result if intact and result.key == piece_key(job, piece) else None",
+        "return result if intact else None",
         tests=("tests/train/data/prepare/test_prepare_restart.py",),
     ),
     # Checkpoints, and the folder of a run

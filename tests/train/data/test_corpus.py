@@ -179,9 +179,9 @@ def test_the_tokenizer_named_must_be_the_one_the_data_was_made_with(prepared: Pa
 
 
 def test_the_sources_of_a_run_must_have_one_tokenizer(prepared: Path, many: DataConfig) -> None:
-    with pytest.raises(DataError, match="was made with the tokenizer"):
+    with pytest.raises(DataError, match=r"same tokenizer.*600 ids.* bytes .*prepare"):
         load_corpus(with_cache(prepared, mixture={str(prepared): 1.0, many.source: 1.0}))
-    with pytest.raises(DataError, match="was made with the tokenizer"):
+    with pytest.raises(DataError, match=r"same tokenizer.*600 ids.* bytes .*prepare"):
         load_corpus(with_cache(prepared, validation={"raw": many.source}))
 
 
@@ -207,7 +207,8 @@ def test_a_shard_that_changed_is_named_with_both_fingerprints(
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(
-        DataError, match=rf"train-00000\.{ending} has changed since it was prepared: its sha256 is .* says"
+        DataError,
+        match=rf"train-00000\.{ending} has changed .* \w{{16}}.*{MANIFEST} .* \w{{16}}\.\.\.: prepare",
     ):
         load_corpus(config)
     assert load_corpus(with_cache(prepared, verify="size")).sources, "only the sizes are looked at"
@@ -221,7 +222,7 @@ def test_a_copy_with_the_files_own_time_is_looked_at_again(prepared: Path) -> No
     content[0] ^= 1
     shard.write_bytes(content)
     os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(DataError, match="has changed since it was prepared"):
+    with pytest.raises(DataError, match=r"train-00000\.bin has changed"):
         load_corpus(config)
 
 
@@ -258,9 +259,9 @@ def test_held_out_and_validation_sets_have_their_names(
     assert sorted(extra.held_out) == ["held_out"]
     assert [source.name for source in extra.sources] == ["prepared"]
     assert extra.validation["extra"].documents == 60, "prepared data too is evaluated whole"
-    with pytest.raises(DataError, match=r"data\.validation\.held_out is also the name"):
+    with pytest.raises(DataError, match=r"data\.validation\.held_out: .*another name"):
         load_corpus(with_cache(prepared, validation={"held_out": str(tmp_path / "b" / "prepared")}))
-    with pytest.raises(DataError, match=r"data\.validation\.again=.* is trained on"):
+    with pytest.raises(DataError, match=r"data\.validation\.again=.*prepared.* training source"):
         check_data(with_cache(prepared, validation={"again": str(prepared)}), 640)
     corpus = load_corpus(
         with_cache(prepared, mixture={str(prepared): 3.0, str(tmp_path / "b" / "prepared"): 1.0})
@@ -315,7 +316,7 @@ def train_bpe_store(prepared: Path, name: str) -> Path:
 
 
 def test_a_share_too_small_to_count_is_refused(prepared: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.mixture: .*raw has the weight 1e-06"):
+    with pytest.raises(DataError, match=r"data\.mixture: .*raw .*1e-06 of 1\.000001.*1/10,000.*remove it"):
         check_data(
             with_cache(prepared, mixture={str(prepared): 1.0, str(train_bpe_store(prepared, "raw")): 1e-6}),
             640,
@@ -329,7 +330,7 @@ def test_an_id_of_a_shard_beyond_the_model_is_found_before_anything_runs(prepare
     manifest.write_text(json.dumps(plain))
     check_data(with_cache(prepared), 640)
     with pytest.raises(
-        DataError, match=r"train-00000\.bin has the token id 639, beyond model\.vocab_size=610"
+        DataError, match=r"train-00000\.bin .*token id 639.*model\.vocab_size=610.*prepare the data again"
     ):
         check_data(with_cache(prepared), 610)
 
@@ -337,7 +338,9 @@ def test_an_id_of_a_shard_beyond_the_model_is_found_before_anything_runs(prepare
 def test_much_raw_text_is_to_be_prepared_first(tmp_path: Path) -> None:
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(3 * 2**30)  # sparse
-    with pytest.raises(DataError, match=r"3\.0 GiB of text, more than the 2\.0 GiB .* tools\.prepare_data"):
+    with pytest.raises(
+        DataError, match=r"large\.txt has 3\.0 GiB .*2\.0 GiB.* tools\.prepare_data .*OUT_DIR"
+    ):
         check_data(DataConfig(str(tmp_path / "large.txt")), 640)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import tracemalloc
 from collections.abc import Iterator
@@ -47,9 +48,10 @@ def test_2000_shards_are_trained_on_where_256_files_may_be_open(tmp_path: Path) 
 
 def test_a_limit_that_does_not_do_is_said(tmp_path: Path) -> None:
     write_store(tmp_path / "store", [[[1, 2, 3]]] * 3)
-    (said,) = run_ranks(1, load_with_no_file_left, tmp_path / "store")
-    assert "train-00000.ends cannot be opened (Too many open files): this process may have" in said
-    assert "files open (ulimit -n), and all are taken: allow it more" in said
+    (message,) = run_ranks(1, load_with_no_file_left, tmp_path / "store")
+    assert re.search(r"train-00000\.ends .*\(Too many open files\): .* \d+ files .*ulimit -n", message), (
+        message
+    )
 
 
 def load_with_no_file_left(folder: Path) -> str:
@@ -150,8 +152,8 @@ def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_pat
         split.read(0, out)
         assert out.tolist() == [1, 2, 3, 4, 5, 6]
     else:
-        said = r"train-00001\.bin (has been changed since the run began|cannot be opened \(No such file)"
-        with pytest.raises(DataError, match=said):
+        message = r"train-00001\.bin (has changed .*start the run again|cannot be opened \(No such file)"
+        with pytest.raises(DataError, match=message):
             split.read(0, out)
 
 

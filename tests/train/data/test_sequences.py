@@ -13,7 +13,7 @@ from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape
-from meshwright.train.data.sample_order import CYCLE, SampleOrder, data_progress, draw, drawn, shares
+from meshwright.train.data.sample_order import CYCLE, SampleOrder, count_draws, data_progress, draw, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences, read_batch
 from meshwright.train.data.token_store import Source, TokenStream
 from meshwright.train.errors import DataError
@@ -102,7 +102,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset(packing):
     shape = SequenceShape(4, packing, document_mask=False, start_id=None, vocab_size=28)
     with pytest.raises(
         DataError,
-        match=r"token id 28 is beyond model\.vocab_size=28: .*/train-00001\.bin, byte 18 \(token 9\)",
+        match=r"token id 28 .*model\.vocab_size=28: .*/train-00001\.bin, byte 18 \(token 9\).*prepare",
     ):
         read_batch(
             [split_of(DOCUMENTS, (2,))],
@@ -185,12 +185,12 @@ def test_shares_are_the_weights_to_a_ten_thousandth(weights):
 @given(first=st.integers(0, 3 * CYCLE), count=st.integers(1, 500), seed=st.integers(0, 5))
 def test_each_source_is_drawn_from_in_its_own_order_without_gaps_wherever_one_begins(first, count, seed):
     weights = (0.6, 0.3, 0.1)
-    before = drawn(first, weights, seed)
+    before = count_draws(first, weights, seed)
     sources, places = draw(first, count, weights, seed)
     for source in range(3):
         mine = places[sources == source]
         assert mine.tolist() == list(range(before[source], before[source] + len(mine)))
-    assert drawn(first + count, weights, seed) == [
+    assert count_draws(first + count, weights, seed) == [
         b + int((sources == s).sum()) for s, b in enumerate(before)
     ]
 

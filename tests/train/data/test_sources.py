@@ -80,10 +80,10 @@ def test_a_saved_dataset_is_its_arrow_files_only(tmp_path: Path) -> None:
     [
         ("nowhere", "no such file, folder or glob"),
         ("hf:some/set", r"python -m tools\.prepare_data hf:some/set"),
-        ("folder", r"holds no text: .*\.jsonl\.gz"),
+        ("folder", r"data\.source=.*no text: .*\.jsonl\.gz"),
         ("empty.txt", "empty file"),
-        ("packed.gz", "unpack it first"),
-        ("*.none", "no such|holds no text"),
+        ("packed.gz", r"\.jsonl\.gz and \.jsonl\.zst.*unpack it first"),
+        ("*.none", r"data\.source=.*(no such|no text)"),
         ("~nosuchuser/x", r"data\.source='~nosuchuser/x' is no usable path"),
         (
             "s" * 5000,

@@ -106,7 +106,7 @@ def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
     ours = load_tokenizer(str(tmp_path))
     found = [ids.tolist() for ids in ours.encode([b"ab", b"a</s>b</s>", b"</"])]
     assert found == [[2, 3], [2, 5, 7, 4, 6, 3, 5, 7, 4, 6], [5, 7]]
-    with pytest.raises(DataError, match=r"gives the id of BOS or EOS \(4\) for a text: name other tokens"):
+    with pytest.raises(DataError, match=r"id of BOS or EOS \(4\).*data\.bos and data\.eos"):
         load_tokenizer(str(tmp_path), eos="s").encode([b"ass"])
 
 
@@ -124,10 +124,10 @@ def test_a_text_without_ids_is_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] is no token"),
-        ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} is no token"),
-        ('{"eos_token": 7}', r"eos_token=7 is no token"),
-        ('{"add_bos_token": "no"}', r"add_bos_token=no is no true or false"),
+        ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] .*token"),
+        ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} .*token"),
+        ('{"eos_token": 7}', r"eos_token=7 .*token"),
+        ('{"add_bos_token": "no"}', r"add_bos_token=no .*true or false"),
         ('"text"', r"no mapping"),
         ("[" * 10**5, r"nested too deeply"),
     ],
@@ -209,18 +209,18 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_with_the_way_out(bpe: Path, 
         DataError, match=r"has none of .*<\|end_of_text\|>.*data\.eos, such as one of other, another"
     ):
         load_tokenizer(str(unknown))
-    with pytest.raises(DataError, match=r"data\.eos=<nothing> is no token of"):
+    with pytest.raises(DataError, match=r"data\.eos=<nothing> .*token of .*tokenizer\.json.*vocabulary"):
         load_tokenizer(str(bpe), "auto", "<nothing>")
     for name, content in (("broken.json", "{"), ("other.json", "{}"), ("binary.json", "\udcff")):
         (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(
             DataError,
-            match=rf"data\.tokenizer=.*{name}.* is not a tokenizer\.json that the tokenizers library",
+            match=rf"data\.tokenizer=.*{name}.* tokenizer\.json .*tokenizers library.*bytes",
         ):
             load_tokenizer(str(tmp_path / name))
     with pytest.raises(DataError, match=r"data\.tokenizer=nowhere"):
         load_tokenizer("nowhere")
-    with pytest.raises(DataError, match=r"data\.tokenizer=bytes has none: leave them at auto"):
+    with pytest.raises(DataError, match=r"data\.bos=<s> .*data\.tokenizer=bytes .*auto"):
         load_tokenizer("bytes", "<s>", "auto")
     (unknown / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read"):

@@ -1,1 +1,1 @@
-"""From the text of a source to a folder of tokenised shards."""
+"""Preparation of data: from the text of a source to a folder of tokenized shards."""

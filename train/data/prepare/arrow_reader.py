@@ -1,4 +1,4 @@
-"""Parquet files, Arrow files, zstd streams and Hugging Face datasets, through pyarrow and the `datasets`
+"""Reads parquet files, Arrow files, zstd streams and Hugging Face datasets, with pyarrow and the `datasets`
 library (extra hf)."""
 
 import contextlib
@@ -10,13 +10,14 @@ from typing import Any
 from meshwright.train.data.sources import HF_PREFIX
 from meshwright.train.errors import DataError
 
-_ROWS = 256  # read at once: few enough that long documents fit, many enough that calls do not count
+_ROWS = 256  # per read: few enough that long documents fit in memory, many enough to amortize the call
 
 
 def count_groups(path: Path, kind: str) -> int:
-    """How many row groups a parquet file has, or record batches an arrow file. Raises DataError."""
+    """Return the number of row groups of a parquet file, or of record batches of an arrow file. Raises
+    DataError."""
     pyarrow = import_pyarrow(path)
-    with reading(path):
+    with read_errors(path):
         if kind == "parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
                 return int(file.num_row_groups)
@@ -30,43 +31,43 @@ def count_groups(path: Path, kind: str) -> int:
 def read_rows(
     path: Path, kind: str, first: int, last: int, field: str
 ) -> Iterator[tuple[int, list[bytes | None]]]:
-    """Texts of the groups first to last - 1: number of the first row in the file, and texts, None for null.
-    Raises DataError."""
+    """Yield the texts of groups first to last - 1 as (number of the first row in the file, texts or None for
+    null). Raises DataError."""
     pyarrow = import_pyarrow(path)
-    with reading(path):
+    with read_errors(path):
         read = _read_parquet if kind == "parquet" else _read_arrow
         for row, batch in read(pyarrow, path, first, last, field):
             yield row, _to_bytes(pyarrow, batch.column(0), field, path)
 
 
 def open_zstd(raw: Any, path: Path) -> Any:
-    """A stream of what a zstd file unpacks to."""
+    """Return a stream that decompresses a zstd file."""
     return import_pyarrow(path).CompressedInputStream(raw, "zstd")
 
 
 def import_pyarrow(what: Path | str) -> Any:
-    """pyarrow with its parquet part, imported late as only some sources need it. Raises DataError."""
+    """Import pyarrow and pyarrow.parquet; late, because only some sources need it. Raises DataError."""
     try:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError:
         raise DataError(
-            f"{what} is read by pyarrow, which is not installed: pip install -e '.[hf]'"
+            f"{what} is read with pyarrow, which is not installed: pip install -e '.[hf]'"
         ) from None
     return pyarrow
 
 
 @contextlib.contextmanager
-def reading(path: Path | str) -> Iterator[None]:
-    """Context in which what a library says of a file becomes a DataError that names the file."""
+def read_errors(path: Path | str) -> Iterator[None]:
+    """A context that converts the exceptions of a library into a DataError that names the file."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"data.source: {path} cannot be read; it may be damaged or cut short ({said}): "
+            f"data.source: {path} cannot be read; it may be damaged or cut short ({reason}): "
             "restore it or leave it out"
         ) from None
 
@@ -83,12 +84,12 @@ def _read_parquet(pyarrow: Any, path: Path, first: int, last: int, field: str) -
 
 
 def _read_arrow(pyarrow: Any, path: Path, first: int, last: int, field: str) -> Iterator[tuple[int, Any]]:
-    """Memory-mapped, so that the batches before `first` cost no reading."""
+    """Read memory-mapped, so that the batches before `first` are not read."""
     with pyarrow.memory_map(str(path)) as source:
         reader = _open_arrow(pyarrow, source)
         _check_field(field, reader.schema.names, path)
-        at_once = hasattr(reader, "num_record_batches")
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if at_once else reader
+        indexed = hasattr(reader, "num_record_batches")
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if indexed else reader
         row = 0
         for number, batch in enumerate(batches):
             if number == last:
@@ -100,8 +101,8 @@ def _read_arrow(pyarrow: Any, path: Path, first: int, last: int, field: str) -> 
 
 
 def _open_arrow(pyarrow: Any, source: Any) -> Any:
-    """A reader of either of Arrow's two formats: the file format has an index, the streaming format has
-    none."""
+    """A reader for either of Arrow's formats: the file format, which has an index, or the streaming
+    format."""
     try:
         return pyarrow.ipc.open_file(source)
     except pyarrow.ArrowInvalid:
@@ -112,8 +113,8 @@ def _open_arrow(pyarrow: Any, source: Any) -> Any:
 def _check_field(field: str, names: list[str], path: Path | str) -> None:
     if field not in names:
         raise DataError(
-            f"data.source: {path} has no field {field}, but {', '.join(names) or 'none'}: name its text with "
-            "data.text_field (--text_field of tools.prepare_data)"
+            f"data.source: {path} has no field {field} (fields: {', '.join(names) or 'none'}): set the field "
+            "of the text with data.text_field (--text_field of tools.prepare_data)"
         )
 
 
@@ -123,7 +124,7 @@ def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes |
         column = column.dictionary_decode()
     if not any(test(column.type) for test in (types.is_string, types.is_large_string, types.is_string_view)):
         raise DataError(
-            f"data.source: {path}: the field {field} is {column.type}, not text: name another with "
+            f"data.source: {path}: the field {field} is {column.type}, not text: set another field with "
             "data.text_field"
         )
     texts: list[bytes | None] = column.cast(
@@ -137,8 +138,7 @@ def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes |
 
 @functools.lru_cache(maxsize=1)
 def open_dataset(source: str) -> Any:
-    """The map-style dataset that hf:NAME[:CONFIG[:SPLIT]] or hf:FOLDER[:CONFIG[:SPLIT]] means. Raises
-    DataError."""
+    """Load the map-style dataset hf:NAME[:CONFIG[:SPLIT]] or hf:FOLDER[:CONFIG[:SPLIT]]. Raises DataError."""
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError:
@@ -149,26 +149,26 @@ def open_dataset(source: str) -> Any:
             saved = datasets.load_from_disk(name)
             return saved[split or "train"] if isinstance(saved, dict) else saved
         return datasets.load_dataset(name, config or None, split=split or "train")
-    except Exception as error:  # the library raises many kinds, its dependencies' among them
-        said = (str(error).splitlines() or [""])[0]
+    except Exception as error:  # the library raises many classes, also those of its dependencies
+        reason = (str(error).splitlines() or [""])[0]
         raise DataError(
-            f"{source} cannot be loaded by the datasets library ({type(error).__name__}: {said}): "
-            "write hf:NAME:CONFIG:SPLIT as it is on the hub, or hf:FOLDER"
+            f"{source} cannot be loaded by the datasets library ({type(error).__name__}: {reason}): "
+            "use hf:NAME:CONFIG:SPLIT as on the hub, or hf:FOLDER"
         ) from None
 
 
 def read_dataset(source: str, first: int, last: int, field: str) -> Iterator[tuple[int, list[bytes | None]]]:
-    """Texts of the rows first to last - 1, as read_rows gives them. Raises DataError."""
+    """Yield the texts of rows first to last - 1 in the form of read_rows. Raises DataError."""
     dataset = open_dataset(source)
     _check_field(field, dataset.column_names, source)
-    with reading(source):
+    with read_errors(source):
         column = dataset.select_columns([field])
         for row in range(first, last, _ROWS):
             texts = column[row : min(row + _ROWS, last)][field]
             for text in texts:
                 if not isinstance(text, str | None):
                     raise DataError(
-                        f"{source}: the field {field} is {type(text).__name__}, not text: name another with "
-                        "--text_field"
+                        f"{source}: the field {field} is {type(text).__name__}, not text: set another field "
+                        "with --text_field"
                     )
             yield row, [None if text is None else text.encode() for text in texts]

@@ -1,7 +1,6 @@
-"""How a source is cut into pieces: the unit of work and of restarting, each of which becomes one shard of
-each split.
+"""Divides a source into pieces: the unit of work and of restarting. A piece becomes one shard of each split.
 
-The cut depends on the names and sizes of the files alone, not on how many processes work on them.
+The division depends only on names and sizes of the files, not on the number of processes.
 """
 
 import hashlib
@@ -16,9 +15,9 @@ from meshwright.train.data.token_store import SourceFile
 from meshwright.train.errors import DataError
 
 HF = "hf"
-# a smaller source is cut finer, so that several processes have work
+# a small source gets smaller pieces, so that several processes have work
 _FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20
-# what a range counts; of other kinds bytes
+# units of a range; bytes for other kinds
 _UNITS = {"parquet": "row groups", "arrow": "record batches", HF: "rows"}
 
 
@@ -30,13 +29,12 @@ class Part:
         name: of the file, relative to the source
         path: of the file
         kind: text, jsonl, jsonl.gz, jsonl.zst, parquet, arrow or hf
-        first: where the range begins: a byte (text, jsonl), row group (parquet), record batch (arrow) or row
-            (hf)
-        last: one after its end
-        size_bytes: of the range, about
-        file_bytes, mtime_ns: of the whole file when it was listed
-        fingerprint: of the whole file
-        held_out: whether a text file is held out; records decide each for itself
+        first: begin of the range: a byte (text, jsonl), row group (parquet), record batch (arrow) or row (hf)
+        last: one after the end of the range
+        size_bytes: approximate size of the range
+        file_bytes, mtime_ns: of the full file when it was listed
+        fingerprint: of the full file
+        held_out: whether a text file is held out; records are held out one by one
     """
 
     name: str
@@ -56,10 +54,10 @@ class Piece:
     """Consecutive parts of a source.
 
     Args:
-        index: its place in the source
-        parts: of it
-        cut: its one document is the only one of the source: its end is held out
-        swapped: name of a record that goes to the other split than its hash says, or ""
+        index: its position in the source
+        parts: files, or ranges of files
+        cut: the piece has the only document of the source, and the end of that document is held out
+        swapped: name of a record that goes to the split opposite to its hash, or ""
     """
 
     index: int
@@ -69,11 +67,12 @@ class Piece:
 
     @property
     def size_bytes(self) -> int:
+        """The approximate size of all parts."""
         return sum(part.size_bytes for part in self.parts)
 
     @property
     def place(self) -> str:
-        """Its first file and range, and the number of the other files, for a message."""
+        """The first file and range and the number of other files, as text for a message."""
         first, others = self.parts[0], len(self.parts) - 1
         unit = _UNITS.get(first.kind, "bytes")
         more = f" and {others:,} more file{'s' if others > 1 else ''}" if others else ""
@@ -83,17 +82,18 @@ class Piece:
 def cut_source(
     source: str, share: float, shard_bytes: int, check_text: bool = True
 ) -> tuple[list[SourceFile], list[Piece]]:
-    """Every file of a source, and its pieces of about `shard_bytes`. Raises DataError.
+    """Return the files of a source, and its pieces of about `shard_bytes`. Raises DataError.
 
-    `check_text`: of the standard library, whose tests try other encodings, only what is UTF-8.
+    With `check_text`, files of the standard library that are not UTF-8 (its tests use other encodings) are
+    left out.
     """
     if source.startswith(HF_PREFIX):
         files = [_describe_dataset(source)]
     else:
-        found = find_files(source)
+        paths = find_files(source)
         if check_text and source == "stdlib":
-            found = [(name, path) for name, path in found if _is_utf8(path)]
-        files = [_describe_file(name, path) for name, path in found]
+            paths = [(name, path) for name, path in paths if _is_utf8(path)]
+        files = [_describe_file(name, path) for name, path in paths]
     texts = [part.name for part in files if part.kind == TEXT]
     held_out = choose_held_out(texts, share)
     target = min(shard_bytes, max(sum(part.file_bytes for part in files) // _FEWEST_PIECES, _LEAST_BYTES))
@@ -107,9 +107,9 @@ def cut_source(
 
 
 def choose_held_out(names: Sequence[str], share: float) -> set[str]:
-    """Names whose hash falls into `share`; at least one name, and never all, but none of a share of 0.
+    """Return the names whose hash is below `share`: at least one and never all, but none for a share of 0.
 
-    Other documents do not matter.
+    Apart from these limits, the choice of a name does not depend on the other names.
     """
     if share == 0:
         return set()
@@ -119,7 +119,7 @@ def choose_held_out(names: Sequence[str], share: float) -> set[str]:
 
 
 def unit_hash(name: str) -> float:
-    """A number from 0 to 1 that depends on the name alone."""
+    """Return a hash of a name as a number from 0 to 1."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
 
 
@@ -132,7 +132,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _describe_file(name: str, path: Path) -> Part:
-    """The whole file as one part."""
+    """The full file as one part."""
     try:
         stat, fingerprint = path.stat(), fingerprint_file(path)
     except OSError as error:
@@ -143,7 +143,7 @@ def _describe_file(name: str, path: Path) -> Part:
 
 
 def _describe_dataset(source: str) -> Part:
-    """All rows of a Hugging Face dataset; the library keeps a fingerprint of what they are made from."""
+    """All rows of a Hugging Face dataset as one part, with the fingerprint that the library computes."""
     dataset = open_dataset(source)
     size = int(dataset.data.nbytes)
     fingerprint = hashlib.sha256(f"{dataset._fingerprint}:{len(dataset)}".encode()).hexdigest()
@@ -151,10 +151,10 @@ def _describe_dataset(source: str) -> Part:
 
 
 def _cut_file(part: Part, target: int) -> Iterator[Part]:
-    """Ranges of equal length, as near to `target` bytes as can be; a file that cannot be read from its middle
-    stays whole."""
-    whole = part.kind in (TEXT, "jsonl.gz", "jsonl.zst")
-    count = 1 if whole else max(1, min(round(part.file_bytes / target), part.last))
+    """Divide a file into equal ranges of about `target` bytes. A file that cannot be read from its middle
+    stays one part."""
+    unsplittable = part.kind in (TEXT, "jsonl.gz", "jsonl.zst")
+    count = 1 if unsplittable else max(1, min(round(part.file_bytes / target), part.last))
     edges = [part.last * i // count for i in range(count + 1)]
     sizes = [part.file_bytes * i // count for i in range(count + 1)]
     for i in range(count):
@@ -162,7 +162,7 @@ def _cut_file(part: Part, target: int) -> Iterator[Part]:
 
 
 def _group(parts: Iterator[Part], target: int) -> Iterator[tuple[Part, ...]]:
-    """Consecutive parts, together at most `target` bytes if they are more than one."""
+    """Group consecutive parts; a group of several parts has at most `target` bytes."""
     group, size_bytes = list[Part](), 0
     for part in parts:
         if group and size_bytes + part.size_bytes > target:

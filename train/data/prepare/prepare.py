@@ -1,5 +1,7 @@
-"""From the text of a source to a folder of tokenised shards, whole or not at all, and begun again where it
-was cut off. It is prepared by one process at a time, in a folder beside the one that it will become."""
+"""Tokenizes a source into a folder of shards that appears only when it is complete.
+
+One process at a time works in a hidden folder next to the final one. A restart keeps finished shards.
+"""
 
 import contextlib
 import json
@@ -20,9 +22,9 @@ from meshwright.train.data.prepare.worker import (
     read_result,
     result_path,
     token_dtype,
-    tokenise_piece,
+    tokenize_piece,
 )
-from meshwright.train.data.prepare.worker_pool import tokenise_pieces
+from meshwright.train.data.prepare.worker_pool import tokenize_pieces
 from meshwright.train.data.token_store import (
     MANIFEST,
     MANIFEST_BYTES,
@@ -41,51 +43,53 @@ from meshwright.train.files import NO_LOCKS, flush_folder, make_lock, write_whol
 
 @contextlib.contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """The folder to work in, one process at a time; it goes when `folder` is there, or when nothing in it is
-    worth keeping."""
+    """Create and lock the hidden folder to work in.
+
+    It is deleted when `folder` exists, or when it contains no finished shard. Raises DataError.
+    """
     partial, lock_file = (folder.with_name(f".{folder.name}.{ending}") for ending in ("partial", "lock"))
     lock = make_lock(lock_file)
     try:
-        # First: where no file can be made filelock would take the error for another's lock, and wait.
+        # First, because filelock would take the error of a folder without write access for another process's
+        # lock, and wait.
         partial.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            # without locks two processes write the same bytes, each file by one rename
+            # without locks, two processes write the same bytes, and each file appears by one rename
         for name in ("data", "results"):
             (partial / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         lock.release()
         raise DataError(
-            f"data.cache_dir or OUT_DIR: cannot write to {folder.parent} ({error}): name another folder"
+            f"data.cache_dir or OUT_DIR: cannot write to {folder.parent} ({error}): use another folder"
         ) from None
     try:
         yield partial
     finally:
-        if is_there(folder) or not any((partial / "results").iterdir()):
+        if exists_nonempty(folder) or not any((partial / "results").iterdir()):
             shutil.rmtree(partial, ignore_errors=True)
             with contextlib.suppress(OSError):
-                lock_file.unlink()  # whoever waits for it notices, and makes a new one
+                lock_file.unlink()  # a process that waits for it notices, and creates a new one
         lock.release()
 
 
-def is_there(folder: Path) -> bool:
-    """Whether something has this name already; an empty folder is nothing, and is replaced."""
+def exists_nonempty(folder: Path) -> bool:
+    """Whether a file or a non-empty folder has this name; an empty folder is replaced."""
     return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """How text becomes shards.
+    """Settings of a preparation.
 
     Args:
-        held_out: share of documents kept for evaluation; at least one document and never all, but none if it
-            is 0
-        text_field: field of a record that holds its text
-        shard_bytes: about how much of the source becomes one shard
-        workers: processes; with 1 it is this process, and the tokenizers library uses threads
+        held_out: share of documents kept for evaluation: at least one document and never all, none if 0
+        text_field: field of a record that contains its text
+        shard_bytes: approximate bytes of the source per shard
+        workers: processes; with 1 only this process, and the tokenizers library uses threads
     """
 
     held_out: float = 0.02
@@ -96,13 +100,13 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the work is.
+    """Progress of a preparation.
 
     Args:
-        done_bytes, total_bytes: of the source, kept shards included
-        kept_bytes: of the source, whose shards an earlier start had finished
-        documents, tokens: tokenised by this start
-        elapsed_s: since this start
+        done_bytes, total_bytes: bytes of the source, kept shards included
+        kept_bytes: bytes of the source whose shards an earlier start finished
+        documents, tokens: tokenized by this start
+        elapsed_s: seconds since this start
     """
 
     done_bytes: int
@@ -125,27 +129,28 @@ def prepare(
     settings: PrepareSettings,
     on_progress: OnProgress | None = None,
 ) -> TokenStoreManifest:
-    """Tokenise a source into `folder`, which appears by one rename, whole; if it is there already, of the
-    same, it counts.
+    """Tokenize a source into `folder`, which appears complete by one rename.
 
-    Work goes on in .NAME.partial beside it, where shards that an earlier start finished are kept if they are
-    of the same text, tokenizer and settings. Raises DataError.
+    A `folder` that exists and was made from the same text, tokenizer and settings is used as it is. The work
+    is done in .NAME.partial next to it; shards that an earlier start finished are kept if text, tokenizer and
+    settings are the same. Raises DataError.
     """
     if folder.name in ("", ".."):
         raise DataError(
-            f"OUT_DIR={folder} names no new folder: give it a name of its own, such as {folder / 'tokens'}"
+            f"OUT_DIR={folder} is not a name for a new folder: use a name such as {folder / 'tokens'}"
         )
     tokenizer = load_tokenizer(tokenizer_name, bos, eos)
-    check_text = source != "stdlib" or tokenizer.info.sha256 != ""  # bytes take the standard library as it is
+    # the bytes tokenizer also reads the files of the standard library that are not UTF-8
+    check_text = source != "stdlib" or tokenizer.info.sha256 != ""
     files, pieces = cut_source(source, settings.held_out, settings.shard_bytes, check_text)
     if sum(len(json.dumps(file.name)) + 150 for file in files) > MANIFEST_BYTES:
         raise DataError(
-            f"{source} has {len(files):,} files, too many to be listed: pack them into .jsonl files"
+            f"{source} has {len(files):,} files, too many for the manifest: combine them into .jsonl files"
         )
-    wanted = _empty_manifest(tokenizer, files, settings)
+    expected = _empty_manifest(tokenizer, files, settings)
     with partial_folder(folder) as partial:
-        if is_there(folder):
-            return check_same(folder, wanted)
+        if exists_nonempty(folder):
+            return check_same_inputs(folder, expected)
         job = TokenizeJob(
             tokenizer_name,
             bos,
@@ -157,41 +162,42 @@ def prepare(
             str(partial / "results"),
             check_text,
         )
-        results = _Work(job, tokenizer, settings.workers, folder, on_progress).run(pieces)
-        manifest = _fill_manifest(wanted, results, source)
+        results = _Preparation(job, tokenizer, settings.workers, folder, on_progress).run(pieces)
+        manifest = _fill_manifest(expected, results, source)
         try:
             _publish(partial / "data", folder, manifest, tokenizer)
         except OSError as error:
-            if not is_there(folder):  # another run may have finished the same: then that one counts
+            if not exists_nonempty(folder):  # another process may have finished the same folder: use that
                 raise DataError(
-                    f"cannot write to {folder.parent} ({error.strerror}): name another folder"
+                    f"cannot write to {folder.parent} ({error.strerror}): use another folder"
                 ) from None
         return manifest
 
 
-def check_same(folder: Path, wanted: TokenStoreManifest) -> TokenStoreManifest:
-    """The manifest of a folder that is there, if it is of the same text, tokenizer and settings. Raises
-    DataError."""
+def check_same_inputs(folder: Path, expected: TokenStoreManifest) -> TokenStoreManifest:
+    """Return the manifest of an existing folder. DataError if its text, tokenizer or settings differ from
+    `expected`."""
     if not (folder / MANIFEST).is_file():
-        raise DataError(f"{folder} is there already and holds no prepared data: name another folder")
-    there = read_manifest(folder)
-    for what, old, new in (
-        ("another tokenizer", replace(there.tokenizer, name=""), replace(wanted.tokenizer, name="")),
-        ("other text", there.sources, wanted.sources),
+        raise DataError(f"{folder} already exists and contains no prepared data: use another folder")
+    existing = read_manifest(folder)
+    for difference, old, new in (
+        ("another tokenizer", replace(existing.tokenizer, name=""), replace(expected.tokenizer, name="")),
+        ("other text", existing.sources, expected.sources),
         *(
-            (f"{key}={there.settings.get(key)}", there.settings.get(key), wanted.settings[key])
-            for key in wanted.settings
+            (f"{key}={existing.settings.get(key)}", existing.settings.get(key), expected.settings[key])
+            for key in expected.settings
         ),
     ):
         if old != new:
             raise DataError(
-                f"{folder} is there already and was made with {what}: name another folder, or remove that one"
+                f"{folder} already exists and was made with {difference}: use another folder, or delete this "
+                "one"
             )
-    return there
+    return existing
 
 
-class _Work:
-    """The pieces of a source on their way to shards."""
+class _Preparation:
+    """Tokenizes the pieces of a source that are not finished, and reports progress."""
 
     def __init__(
         self,
@@ -207,7 +213,8 @@ class _Work:
         self._total = self._kept = self._done = self._documents = self._tokens = 0
 
     def run(self, pieces: list[Piece]) -> list[TokenizedPiece]:
-        """The result of every piece; then once more of one, if all documents were in one split."""
+        """Return the result of every piece. If all documents are in one split, one piece is tokenized
+        again."""
         results = self._finish(pieces)
         changed = _balance(pieces, results) if self._job.held_out else pieces
         return results if changed == pieces else self._finish(changed)
@@ -225,9 +232,9 @@ class _Work:
         try:
             if self._workers == 1:
                 for piece in left:
-                    tokenise_piece(piece, self._job, self._tokenizer, self._count)
+                    tokenize_piece(piece, self._job, self._tokenizer, self._count)
             else:
-                tokenise_pieces(left, self._job, self._workers, self._count)
+                tokenize_pieces(left, self._job, self._workers, self._count)
         except NoSpace as error:
             raise DataError(self._no_space(str(error))) from None
         return [read_result(result_path(self._job, piece)) for piece in pieces]
@@ -242,30 +249,31 @@ class _Work:
                 Progress(self._done, self._total, self._kept, self._documents, self._tokens, elapsed_s)
             )
 
-    def _no_space(self, said: str) -> str:
-        """What to say when the disk is full: what is left needs as much per byte of source as what has been
-        done."""
+    def _no_space(self, reason: str) -> str:
+        """The message for a full disk, with an estimate of the space that the remaining text needs."""
         per_byte = self._tokens / (self._done - self._kept) if self._done > self._kept else 1.0
         needed_bytes = (
             (self._total - self._kept) * per_byte * token_dtype(self._tokenizer.info.vocab_size).itemsize
         )
         free_bytes = shutil.disk_usage(self._job.folder).free
         return (
-            f"no space left for {self._folder} ({said}): about {needed_bytes / 1e6:,.1f} MB are still "
-            f"needed, {free_bytes / 1e6:,.1f} MB are free. Make room and start again, or remove "
-            f"{Path(self._job.folder).parent}, where finished shards are kept"
+            f"no space left for {self._folder} ({reason}): about {needed_bytes / 1e6:,.1f} MB are still "
+            f"needed, {free_bytes / 1e6:,.1f} MB are free: free space and start again, or delete "
+            f"{Path(self._job.folder).parent}, which contains the finished shards"
         )
 
 
 def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Piece]:
-    """The pieces, but with one changed if a split has no document: its likeliest record moves there, or the
-    only one is cut."""
+    """The pieces; if one split has no document, one piece is changed.
+
+    The record whose hash is nearest to that split moves there; the only document of a source is cut in two.
+    """
     documents = [sum(shard.documents for r in results if (shard := r.shards[split])) for split in SPLITS]
     if all(documents) or not any(documents) or any(piece.cut or piece.swapped for piece in pieces):
         return pieces
     places = [r.highest if documents[0] == 0 else r.lowest for r in results]
     names = [place for place in places if place[1]]
-    if not names:  # text files, which were chosen by name
+    if not names:  # text files, for which choose_held_out keeps both splits non-empty
         return pieces
     chosen = places.index(max(names) if documents[0] == 0 else min(names))
     change: dict[str, Any] = {"cut": True} if sum(documents) == 1 else {"swapped": places[chosen][1]}
@@ -273,16 +281,16 @@ def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Pie
 
 
 def _kept_result(job: TokenizeJob, piece: Piece) -> TokenizedPiece | None:
-    """What an earlier start left of a piece, if it is of the same and its files are as they were written."""
+    """The result of a piece from an earlier start, if its inputs are the same and its files are intact."""
     try:
         result = read_result(result_path(job, piece))
         shards = [shard for shard in result.shards.values() if shard]
-        whole = all(
+        intact = all(
             hash_file(Path(job.folder, f"{shard.name}{suffix}")) == sha256
             for shard in shards
             for suffix, sha256 in ((".bin", shard.sha256), (".ends", shard.ends_sha256))
         )
-        return result if whole and result.key == piece_key(job, piece) else None
+        return result if intact and result.key == piece_key(job, piece) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -299,21 +307,21 @@ def _empty_manifest(
 def _fill_manifest(
     manifest: TokenStoreManifest, results: list[TokenizedPiece], source: str
 ) -> TokenStoreManifest:
-    """With the shards of all pieces. Raises DataError if there are none."""
+    """Add the shards of all pieces to the manifest. DataError if there are none."""
     empty = sum(result.empty for result in results)
     splits: dict[str, tuple[ShardInfo, ...]] = {
         split: tuple(shard for result in results if (shard := result.shards[split])) for split in SPLITS
     }
     if not any(splits.values()):
         raise DataError(
-            f"data.source={source} holds no text: {len(manifest.sources):,} files with {empty:,} empty "
+            f"data.source={source} contains no text: {len(manifest.sources):,} files with {empty:,} empty "
             "documents"
         )
     return replace(manifest, splits=splits, settings=manifest.settings | {"empty_documents": empty})
 
 
 def _publish(data: Path, folder: Path, manifest: TokenStoreManifest, tokenizer: Tokenizer) -> None:
-    """Complete the folder of shards and give it its name. Raises OSError and DataError."""
+    """Complete the folder of shards and rename it to its final name. Raises OSError and DataError."""
     _remove_others(data, [shard for split in SPLITS for shard in manifest.splits[split]])
     if isinstance(tokenizer, JsonTokenizer):
         _copy_tokenizer(tokenizer, data)
@@ -324,11 +332,11 @@ def _publish(data: Path, folder: Path, manifest: TokenStoreManifest, tokenizer: 
 
 
 def _remove_others(data: Path, shards: Sequence[ShardInfo]) -> None:
-    """Leave these shards alone in the folder: what was cut off half-way goes, and what was made with other
-    settings."""
-    ours = {f"{shard.name}{suffix}" for shard in shards for suffix in (".bin", ".ends")}
+    """Delete every file of the folder that belongs to none of these shards: partial files, and shards made
+    with other settings."""
+    kept = {f"{shard.name}{suffix}" for shard in shards for suffix in (".bin", ".ends")}
     for path in data.iterdir():
-        if path.name not in ours:
+        if path.name not in kept:
             path.unlink()
 
 
@@ -336,6 +344,6 @@ def _copy_tokenizer(tokenizer: JsonTokenizer, data: Path) -> None:
     write_whole(data / "tokenizer.json", tokenizer.path.read_bytes())
     if hash_file(data / "tokenizer.json") != tokenizer.info.sha256:
         raise DataError(f"{tokenizer.path} changed while data was being prepared: start again")
-    beside = tokenizer.path.with_name("tokenizer_config.json")
-    if beside.is_file():
-        write_whole(data / beside.name, beside.read_bytes())
+    config = tokenizer.path.with_name("tokenizer_config.json")
+    if config.is_file():
+        write_whole(data / config.name, config.read_bytes())

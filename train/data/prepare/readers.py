@@ -1,5 +1,5 @@
-"""Documents out of the parts of a source, one after another, never a whole file but where a file is one
-document."""
+"""Reads the documents of a part of a source one after another, so that only a document is in memory, not a
+file."""
 
 import gzip
 import io
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from meshwright.train.data.prepare.arrow_reader import open_zstd, read_dataset, read_rows, reading
+from meshwright.train.data.prepare.arrow_reader import open_zstd, read_dataset, read_errors, read_rows
 from meshwright.train.data.prepare.partition import HF, Part
 from meshwright.train.data.sources import TEXT
 from meshwright.train.errors import DataError
@@ -22,9 +22,9 @@ _CHUNK_BYTES = 2**20
 class Document(NamedTuple):
     """A document.
 
-    Fields: its name (NAME of a text file; NAME:INDEX of a record, INDEX being its row in the file, or in a
-    .jsonl file the byte, unpacked, that its line begins with), its text in UTF-8, and how many bytes of the
-    part have been read with it.
+    Fields: its name (NAME of a text file; NAME:INDEX of a record, where INDEX is its row in the file, or in a
+    .jsonl file the uncompressed byte offset of its line), its text in UTF-8, and how many bytes of the part
+    have been read up to its end.
     """
 
     name: str
@@ -33,9 +33,9 @@ class Document(NamedTuple):
 
 
 def read_part(part: Part, text_field: str, check_text: bool) -> Iterator[Document]:
-    """The documents of a part in the order of the file, empty ones too.
+    """Yield the documents of a part in file order, including empty ones.
 
-    `check_text`: text files must be UTF-8; records always must. Raises DataError.
+    With `check_text` text files must be UTF-8; records always must be. Raises DataError.
     """
     if part.kind == HF:
         yield from _read_records(part, read_dataset(part.path, part.first, part.last, text_field))
@@ -53,14 +53,15 @@ def read_part(part: Part, text_field: str, check_text: bool) -> Iterator[Documen
 
 
 def _check_unchanged(part: Part) -> None:
-    """DataError if the file is not the one that was listed."""
+    """DataError if size or time of the file have changed since it was listed."""
     try:
         stat = os.stat(part.path)
     except OSError as error:
         raise DataError(f"data.source: cannot read {part.path} ({error.strerror})") from None
     if (stat.st_size, stat.st_mtime_ns) != (part.file_bytes, part.mtime_ns):
         raise DataError(
-            f"data.source: {part.path} changed while it was being read: start again when nobody writes to it"
+            f"data.source: {part.path} changed while it was being read: start again when no process writes "
+            "to it"
         )
 
 
@@ -75,7 +76,7 @@ def _read_text(part: Part, check_text: bool) -> Document:
 
 
 def _check_utf8(text: bytes, place: str, offset: int) -> str:
-    """The text decoded; DataError with the byte, counted from `offset`, where it is no UTF-8."""
+    """Decode a text. DataError with the byte, counted from `offset`, that is not UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -86,7 +87,7 @@ def _check_utf8(text: bytes, place: str, offset: int) -> str:
 
 
 def _read_records(part: Part, batches: Iterator[tuple[int, list[bytes | None]]]) -> Iterator[Document]:
-    """Rows of a table; which share of the part has been read is guessed from the text seen so far."""
+    """The rows of a table as documents; the bytes read are estimated from the text so far."""
     done = 0
     for row, texts in batches:
         for index, text in enumerate(texts, row):
@@ -109,12 +110,12 @@ def _read_jsonl(part: Part, text_field: str) -> Iterator[Document]:
                     )
                     yield Document(f"{part.name}:{offset}", text, done)
     except (OSError, EOFError, zlib.error) as error:
-        with reading(part.path):
+        with read_errors(part.path):
             raise OSError(str(error) or type(error).__name__) from None
 
 
 def _lines(part: Part, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines and the byte each begins with. A range that begins within a line leaves that to the range
+    """The lines of a part, each with its byte offset. The line in which a range begins belongs to the range
     before."""
     file: Any = raw
     offset = part.first
@@ -134,17 +135,17 @@ def _lines(part: Part, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _record_text(part: Part, content: bytes, text_field: str, line: int, offset: int) -> bytes:
-    """Text of a line's record; null is no text. Raises DataError."""
+    """The text of a line's record; b"" for null. Raises DataError."""
     try:
         record = json.loads(content.decode())
         text = record[text_field]
         return b"" if text is None else text.encode()
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise DataError(_what_is_wrong(part, content, text_field, line, offset)) from None
+        raise DataError(_line_error(part, content, text_field, line, offset)) from None
 
 
-def _what_is_wrong(part: Part, content: bytes, text_field: str, line: int, offset: int) -> str:
-    """Why a line gives no text."""
+def _line_error(part: Part, content: bytes, text_field: str, line: int, offset: int) -> str:
+    """The message for a line without text."""
     place = f"data.source: {part.path}, line {_lines_before(part) + line:,}"
     try:
         record = json.loads(_check_utf8(content, place, offset).rstrip())
@@ -152,18 +153,18 @@ def _what_is_wrong(part: Part, content: bytes, text_field: str, line: int, offse
         return str(error)
     except (ValueError, RecursionError) as error:
         return f"{place}: not JSON ({error}): every line of a .jsonl file must be a JSON object"
-    way_out = "name its text with data.text_field (--text_field of tools.prepare_data)"
+    way_out = "set the field of the text with data.text_field (--text_field of tools.prepare_data)"
     if not isinstance(record, dict):
         return f"{place}: a JSON {type(record).__name__}, not an object with the field {text_field}"
     if text_field not in record:
-        return f"{place}: no field {text_field}, but {', '.join(map(repr, record)) or 'none'}: {way_out}"
+        return f"{place}: no field {text_field} (fields: {', '.join(map(repr, record)) or 'none'}): {way_out}"
     if not isinstance(record[text_field], str):
         return f"{place}: the field {text_field} is {type(record[text_field]).__name__}, not text: {way_out}"
-    return f"{place}: the field {text_field} has half of a surrogate pair, which is no text: mend the line"
+    return f"{place}: the field {text_field} has half of a surrogate pair, which is not text: fix the line"
 
 
 def _lines_before(part: Part) -> int:
-    """How many lines of the file begin before the part."""
+    """The number of lines of the file that begin before the part."""
     if part.kind != "jsonl" or part.first == 0:
         return 0
     with open(part.path, "rb") as file:

@@ -1,4 +1,5 @@
-"""Shards on disk: written under another name, flushed, and renamed, so that none is ever seen half."""
+"""Writes shards under a temporary name, flushes and renames them, so that no partial shard has a final
+name."""
 
 import contextlib
 import hashlib
@@ -19,8 +20,7 @@ _RUN_TOKENS = 2**20
 
 
 class ShardWriter:
-    """One shard of one split; nothing is left on disk of a shard without tokens, or of one that is not
-    finished."""
+    """Writes one shard of one split. A shard without tokens has no files."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype.newbyteorder("<")
@@ -31,8 +31,8 @@ class ShardWriter:
         self._tokens = self._text_bytes = self._max_id = 0
 
     def add(self, ids: list[NDArray[Any]], lengths: list[int], text_bytes: int) -> None:
-        """Documents: their ids in any number of arrays one after another, and how many tokens each has.
-        Raises OSError."""
+        """Add documents: their ids as consecutive arrays, the number of tokens of each document, and the size
+        of their text. Raises OSError."""
         if self._file is None:
             self._file = open(self._temporary, "wb")  # noqa: SIM115
         for run in _runs(ids):
@@ -46,7 +46,7 @@ class ShardWriter:
         self._text_bytes += text_bytes
 
     def finish(self) -> ShardInfo | None:
-        """Give the files their names; None if there is nothing in them. Raises OSError."""
+        """Flush the files and rename them; None for a shard without tokens. Raises OSError."""
         if self._file is None:
             return None
         ends = np.array(self._ends, "<u8").tobytes()
@@ -60,16 +60,16 @@ class ShardWriter:
         return ShardInfo(self._name, *counts, self._hash.hexdigest(), ends_sha256)
 
     def abandon(self) -> None:
-        """Remove what was not finished."""
+        """Delete the temporary file of an unfinished shard."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk has no room for what is left in the buffer
+            with contextlib.suppress(OSError):  # the disk may have no space for the rest of the buffer
                 self._file.close()
             self._temporary.unlink(missing_ok=True)
 
 
 def _runs(arrays: list[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """The same tokens in runs of about _RUN_TOKENS: short arrays joined for speed, long ones cut to save
-    memory."""
+    """Regroup tokens into arrays of about _RUN_TOKENS: short arrays are joined for speed, long ones cut to
+    save memory."""
     joined: list[NDArray[Any]] = []
     size = 0
     for ids in arrays:

@@ -46,13 +46,13 @@ def lines_with(bad: bytes, at: int = 300) -> bytes:
 
 
 BAD_LINES = [
-    (b'{"text": "cut sho', r"a\.jsonl, line 300: not JSON \(Unterminated string"),
-    (b"[" * 100_000, r"line 300: not JSON"),
-    (b'["text"]', r"line 300: a JSON list, not an object with the field text"),
-    (b'{"body": "x", "id": 7}', r"line 300: no field text, but 'body', 'id': .*data\.text_field"),
-    (b'{"text": 5}', r"line 300: the field text is int, not text: .*data\.text_field"),
+    (b'{"text": "cut sho', r"a\.jsonl, line 300: .*JSON \(Unterminated string"),
+    (b"[" * 100_000, r"line 300: .*JSON"),
+    (b'["text"]', r"line 300: .*JSON list.* field text"),
+    (b'{"body": "x", "id": 7}', r"line 300: no field text .*'body', 'id'.*data\.text_field"),
+    (b'{"text": 5}', r"line 300: .*field text is int.*data\.text_field"),
     (b'{"text": "\xff"}', r"line 300, byte [\d,]+: not UTF-8 \(invalid start byte\)"),
-    (b'{"text": "\\ud800"}', r"line 300: the field text has half of a surrogate pair"),
+    (b'{"text": "\\ud800"}', r"line 300: .*field text .*surrogate pair"),
 ]
 
 
@@ -125,12 +125,10 @@ def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None
 def test_a_column_that_is_not_there_or_is_no_text_is_named(tmp_path: Path) -> None:
     table = pyarrow.table({"body": TEXTS, "text": range(len(TEXTS))})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    refuses(
-        tmp_path / "a.parquet", r"a\.parquet: the field text is int64, not text: .*data\.text_field", tmp_path
-    )
+    refuses(tmp_path / "a.parquet", r"a\.parquet: .*field text is int64.*data\.text_field", tmp_path)
     refuses(
         tmp_path / "a.parquet",
-        r"a\.parquet has no field words, but body, text: .*text_field",
+        r"a\.parquet has no field words .*body, text.*text_field",
         tmp_path,
         text_field="words",
     )
@@ -142,7 +140,9 @@ def test_a_column_that_is_not_there_or_is_no_text_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize("content", [b"\n\n", b'{"text": ""}\n{"text": null}\n'])
 def test_a_source_without_text_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.jsonl holds no text: 1 files? with [02] empty documents"):
+    with pytest.raises(
+        DataError, match=r"data\.source=.*a\.jsonl .*no text: 1 files? .*[02] empty documents"
+    ):
         prepare_bytes(tmp_path / "a.jsonl", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -201,7 +201,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(form: str, tmp_path: Pa
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"data\.cache_dir.*cannot write to .*file.*name another folder"):
+    with pytest.raises(DataError, match=r"data\.cache_dir or OUT_DIR.*write to .*file.*another folder"):
         prepare_bytes(source, tmp_path / "file" / "out")
 
 
