@@ -1,4 +1,4 @@
-"""What every tool's command line has in common: how it ends, and how it prints tables and JSON."""
+"""Common parts of the tools' command lines: exit codes, option types, tables and JSON."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run a tool; what the user did wrong becomes one message on stderr and exit code 2, without a
+    """Run a tool. A user's mistake (USER_ERRORS) becomes one message on stderr and exit code 2, without a
     traceback."""
     try:
         main()
@@ -23,20 +23,21 @@ def run_tool(main: Callable[[], None]) -> None:
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:  # whoever reads our output, such as head, has seen enough
-        # Python's own last flush must not fail again
+    except BrokenPipeError:  # the reader of our output, such as head, has exited
+        # Python's own flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def to_json(document: object) -> str:
-    """Of a tool's --json: records are mappings by the names of their fields; what is not finite is null."""
+    """Return the JSON text of a tool's --json. Dataclasses become objects; numbers that are not finite become
+    null."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, two spaces apart, under their headings."""
+    """Return a table with left-aligned columns, two spaces apart, under their headings."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -46,23 +47,23 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def positive(text: str) -> int:
-    """Type of an option that counts something: 1 or more."""
-    return _whole(text, 1)
+    """Option type: an integer of at least 1."""
+    return _integer(text, 1)
 
 
 def natural(text: str) -> int:
-    """Type of an option that may be 0."""
-    return _whole(text, 0)
+    """Option type: an integer of at least 0."""
+    return _integer(text, 0)
 
 
-def _whole(text: str, least: int) -> int:
+def _integer(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
     return int(text)
 
 
 def number_from(least: float, below: float = math.inf) -> Callable[[str], float]:
-    """Type of an option that is a finite number, from `least` on and less than `below`."""
+    """Return an option type: a finite number of at least `least` and less than `below`."""
 
     def read(text: str) -> float:
         try:

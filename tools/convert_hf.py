@@ -1,6 +1,6 @@
-"""`python -m tools.convert_hf import HF_DIR OUT | export CHECKPOINT HF_DIR`: Hugging Face weights in and out.
+"""`python -m tools.convert_hf import HF_DIR OUT | export CHECKPOINT HF_DIR`: converts Hugging Face weights.
 
-Tensors go over one file at a time, so it needs memory for one file (`--shard_gb`), not for the model.
+Tensors are converted file by file, so it needs host memory for one file (`--shard_gb`), not for the model.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path
 
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
-# optimizer steps, in the config of an imported model, as in the shipped ones of its size: the default is
+# checkpoint.every in the config of an imported model, as in the shipped configs of its size: the default is
 # never
 SAVE_EVERY = 500
 TOKENIZER_FILES = (
@@ -62,7 +62,7 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the subcommand asked for. Raises CheckpointError."""
+    """Run the subcommand. Raises CheckpointError."""
     options = make_parser().parse_args(arguments)
     source = user_path(options.source, "SOURCE", CheckpointError)
     out = user_path(options.out, "OUT", CheckpointError)
@@ -82,31 +82,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         json.dumps(written, indent=2)
         if options.json
         else "{path}: {parameters:,} parameters, {dtype}, {size_gb:.3f} GB in "
-        "{files} file{s}; beside: {beside}".format(**written, s="s" * (written["files"] > 1))
+        "{files} file{s}; other files: {beside}".format(**written, s="s" * (written["files"] > 1))
     )
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's subcommands and their options."""
+    """Return the parser of the tool's subcommands and options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert_hf",
-        description="Make a checkpoint of a Hugging Face Llama, or the other way round.",
+        description="Convert a Hugging Face Llama to a checkpoint, or a checkpoint to a Hugging Face folder.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="subcommands (each explains itself with -h):\n"
+        epilog="subcommands (-h after one explains its options):\n"
         "  import HF_DIR OUT             a checkpoint at step 0, with a config.yaml for train.main --config\n"
-        "  export CHECKPOINT HF_DIR      a folder that transformers' "
-        "AutoModelForCausalLM.from_pretrained loads",
+        "  export CHECKPOINT HF_DIR      a folder for transformers' AutoModelForCausalLM.from_pretrained",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
-    into = commands.add_parser("import", help="Hugging Face folder to checkpoint", allow_abbrev=False)
-    into.add_argument("source", metavar="HF_DIR", help="folder with config.json and *.safetensors of a Llama")
-    into.add_argument("out", metavar="OUT", help="the checkpoint to write; dtypes stay as they are")
-    back = commands.add_parser("export", help="checkpoint to Hugging Face folder", allow_abbrev=False)
-    back.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
-    back.add_argument("out", metavar="HF_DIR", help="the folder to write")
-    back.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights (default: as saved)")
-    for command in (into, back):
+    imports = commands.add_parser("import", help="Hugging Face folder to checkpoint", allow_abbrev=False)
+    imports.add_argument(
+        "source", metavar="HF_DIR", help="folder with config.json and *.safetensors of a Llama"
+    )
+    imports.add_argument("out", metavar="OUT", help="the checkpoint to write; dtypes do not change")
+    exports = commands.add_parser("export", help="checkpoint to Hugging Face folder", allow_abbrev=False)
+    exports.add_argument(
+        "source", metavar="CHECKPOINT", help="a checkpoint, or a run, whose newest checkpoint is used"
+    )
+    exports.add_argument("out", metavar="HF_DIR", help="the folder to write")
+    exports.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype of the weights (default: as saved)")
+    for command in (imports, exports):
         command.add_argument(
             "--shard_gb",
             type=number_from(1e-9),
@@ -115,19 +118,19 @@ def make_parser() -> argparse.ArgumentParser:
             help="largest size of a file in gigabytes (default 5); one tensor may exceed it",
         )
         command.add_argument(
-            "--force", action="store_true", help="replace the folder, with all that is in it"
+            "--force", action="store_true", help="replace an existing folder and everything in it"
         )
         command.add_argument(
-            "--json", action="store_true", help="print one JSON document of what was written"
+            "--json", action="store_true", help="print one JSON document that describes the result"
         )
     return parser
 
 
 def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int) -> None:
-    """Write a Hugging Face model into the folder `partial` as a checkpoint at step 0 that will lie at
+    """Write a Hugging Face model into the folder `partial` as a checkpoint at step 0, whose final path is
     `final`."""
     names = {PREFIX + fqn: hf_name(fqn) for fqn in weight_shapes(folder.config)}
-    tensors = {ours: folder.tensors[theirs] for ours, theirs in names.items()}
+    tensors = {name: folder.tensors[hf] for name, hf in names.items()}
     sizes = {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in tensors.items()}
 
     def read(name: str) -> Tensor:
@@ -135,9 +138,9 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
             return opened.get_tensor(names[name])
 
     write_files(partial, sizes, read, limit_bytes)
-    _copy_beside(folder.path, partial)
+    _copy_tokenizer_files(folder.path, partial)
     ids = {key: folder.hf_config[key] for key in TOKEN_IDS if folder.hf_config.get(key) is not None}
-    if ids and not (partial / GENERATION).exists():  # so that an export has them again
+    if ids and not (partial / GENERATION).exists():  # an export reads them from this file
         (partial / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
     has_tokenizer = (partial / "tokenizer.json").is_file()
     (partial / "config.yaml").write_text(
@@ -149,8 +152,8 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
 
 
 def config_text(folder: HfFolder, tokenizer: str | None) -> str:
-    """A config.yaml for `--config`: the model, its tokenizer if it has one, and what else must differ from
-    the defaults."""
+    """Return the text of a config.yaml for `--config`: the model, its tokenizer if it has one, and other keys
+    that must differ from the defaults."""
     sections: dict[str, Any] = {"model": asdict(folder.config)}
     if tokenizer:
         sections["data"] = {"tokenizer": tokenizer}
@@ -158,8 +161,8 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
         sections["train"] = {"seq_len": folder.config.max_seq_len}
     sections["checkpoint"] = {"every": SAVE_EVERY}
     head = (
-        f"# The model of {folder.path}, by tools.convert_hf. Position tables are built model.max_seq_len "
-        "long:\n# it may be less, down to train.seq_len.\n"
+        f"# The model of {folder.path}, by tools.convert_hf. Position tables have model.max_seq_len rows:\n"
+        "# it may be lowered, down to train.seq_len.\n"
     )
     return head + yaml.safe_dump(sections, sort_keys=False)
 
@@ -167,8 +170,7 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
 def export_checkpoint(
     checkpoint: Path, manifest: CheckpointManifest, partial: Path, dtype: str | None, limit_bytes: int
 ) -> None:
-    """Write the model of a checkpoint, which has been verified, into the folder `partial` in the form that
-    transformers loads."""
+    """Write the model of a verified checkpoint into the folder `partial`, in the format of transformers."""
     config = checkpoint_config(checkpoint)
     reader = open_reader(checkpoint, manifest)
     saved = {
@@ -186,12 +188,12 @@ def export_checkpoint(
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _copy_beside(_tokenizer_folder(checkpoint, config.data), partial)
-    of_most = max(
+    _copy_tokenizer_files(_tokenizer_folder(checkpoint, config.data), partial)
+    main_dtype = max(
         dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each)
     )
     written = config_to_hf(
-        config.model, str(of_most).removeprefix("torch."), _token_ids(partial / GENERATION)
+        config.model, str(main_dtype).removeprefix("torch."), _token_ids(partial / GENERATION)
     )
     (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
@@ -199,8 +201,8 @@ def export_checkpoint(
 def write_files(
     folder: Path, sizes: Mapping[str, int], read: Callable[[str], Tensor], limit_bytes: int
 ) -> dict[str, str]:
-    """Write tensors of these sizes in bytes into as few files as the limit allows, in order; the file of each
-    tensor."""
+    """Write tensors of these sizes in bytes, in order, into as few files as the limit allows. Return the file
+    of each tensor."""
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
         if files[-1] and sum(sizes[other] for other in files[-1]) + size > limit_bytes:
@@ -215,23 +217,23 @@ def write_files(
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What a folder of either kind holds, from its headers."""
+    """Return parameters, dtypes, size and files of an imported or exported folder, read from its headers."""
     parameters, size_bytes, dtypes = 0, 0, set()
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         size_bytes += file.stat().st_size
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
                 parameters += math.prod(opened.get_slice(name).get_shape())
                 dtypes.add(str(DTYPES[opened.get_slice(name).get_dtype()]).removeprefix("torch."))
-    beside = sorted(file.name for file in folder.iterdir() if file not in files)
+    others = sorted(file.name for file in folder.iterdir() if file not in files)
     return {
         "path": str(folder),
         "parameters": parameters,
         "dtype": ", ".join(sorted(dtypes)),
         "size_gb": size_bytes / 1e9,
         "files": len(files),
-        "beside": ", ".join(beside),
+        "beside": ", ".join(others),
     }
 
 
@@ -239,14 +241,14 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to(dtype)
     if dtype == torch.float16 and bool((converted.isinf() & tensor.isfinite()).any()):
         raise CheckpointError(
-            f"{name} has values beyond {torch.finfo(dtype).max:g}, the largest of float16: "
+            f"{name} has values beyond {torch.finfo(dtype).max:g}, the largest value of float16: "
             "use --dtype bfloat16 or float32"
         )
     return converted
 
 
 def _tokenizer_folder(checkpoint: Path, data: DataConfig) -> Path:
-    """Where the files of the model's tokenizer are: beside the weights, or where the run had them from."""
+    """The folder of the model's tokenizer files: the checkpoint, or that of the run's data.tokenizer."""
     if (checkpoint / "tokenizer.json").is_file() or data.tokenizer in ("auto", "bytes"):
         return checkpoint
     tokenizer = user_path(data.tokenizer, "data.tokenizer", CheckpointError)
@@ -255,33 +257,33 @@ def _tokenizer_folder(checkpoint: Path, data: DataConfig) -> Path:
     return tokenizer if tokenizer.is_dir() else tokenizer.parent
 
 
-def _copy_beside(source: Path, target: Path) -> None:
+def _copy_tokenizer_files(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def _token_ids(path: Path) -> dict[str, Any]:
-    """The ids of special tokens in a generation_config.json, if it is there."""
+    """The ids of special tokens in a generation_config.json; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
         return {key: value for key, value in read_json(path, GENERATION_BYTES).items() if key in TOKEN_IDS}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error}): mend or remove it") from None
+        raise CheckpointError(f"{path.name} cannot be read ({error}): fix or remove it") from None
 
 
 @contextmanager
 def _new_folder(source: Path, out: Path, force: bool) -> Iterator[Path]:
-    """A hidden folder beside `out` to write into; in the end it takes the name of `out`, and on an error it
-    goes."""
+    """A hidden folder next to `out` to write into. At the end it is renamed to `out`; on an error it is
+    deleted."""
     if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise CheckpointError(f"{out} holds {source}, which is to be read: name another folder")
+        raise CheckpointError(f"{out} contains the source {source}: use another folder")
     if out.exists() and not out.is_dir():
-        raise CheckpointError(f"{out} is a file: name a folder")
+        raise CheckpointError(f"{out} is a file: use a folder")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise CheckpointError(
-            f"{out} is not empty: name another folder, or add --force to replace it with all that is in it"
+            f"{out} is not empty: use another folder, or add --force to replace it and everything in it"
         )
     partial, old = (
         out.resolve().with_name(f".{out.resolve().name}.{os.getpid()}.{kind}") for kind in ("partial", "old")
@@ -291,13 +293,13 @@ def _new_folder(source: Path, out: Path, force: bool) -> Iterator[Path]:
         yield partial
         _replace(out.resolve(), partial, old)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {out} ({error}): name another place") from None
+        raise CheckpointError(f"cannot write {out} ({error}): use another folder") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _replace(out: Path, new: Path, old: Path) -> None:
-    """Give `new` the name `out`; what had it is deleted once that is done."""
+    """Rename `new` to `out`. An existing `out` is deleted after the rename."""
     if out.exists():
         os.rename(out, old)
     try:

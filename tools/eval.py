@@ -1,8 +1,7 @@
-"""`python -m tools.eval CHECKPOINT_OR_RUN_OR_HF_DIR`: how well a model predicts text, sharded over all
-processes.
+"""`python -m tools.eval CHECKPOINT_OR_RUN_OR_HF_DIR`: measures the loss of a model on text.
 
-Under torchrun each process holds its shard of the model, as in training with FSDP2, and takes its share of
-the sequences.
+Under torchrun the model is sharded over all processes, as in training with FSDP2, and each process evaluates
+its share of the sequences.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from meshwright.train.checkpoint.initial_weights import Weights, find_weights, l
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.config_parser import no_warning, parse_config, rename_overrides, warn_once
-from meshwright.train.data.corpus import Corpus, check_data, load_together
+from meshwright.train.data.corpus import Corpus, check_data, load_on_all_ranks
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
@@ -46,9 +45,9 @@ from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.planning.resolve import plan_here
 
 PROG = "tools.eval"
-# How a run was spread over its processes says nothing of how its model is evaluated: fully sharded over those
-# that there are.
-ANEW = (
+# The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of
+# this tool, and keys that only training needs are reset.
+RESET_KEYS = (
     "--run.device=auto",
     "--parallel.plan=manual",
     "--parallel.strategy=null",
@@ -69,8 +68,7 @@ ANEW = (
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """What is evaluated: the folder with the weights, the config to build the model and read the data with,
-    the weights."""
+    """The model to evaluate: the folder of its weights, the config of model and data, the weights."""
 
     folder: Path
     config: Config
@@ -78,7 +76,7 @@ class EvalTarget:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Evaluate, and end the process with what happened as its exit code."""
+    """Evaluate a model, and end the process with an exit code."""
     ranks = read_rank_info()
     options, overrides = make_parser().parse_known_args(arguments)
     code = 0
@@ -97,27 +95,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the tool's options."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        description="Loss (nats per token), perplexity and bits per byte of a model on text: of a run or a "
-        "checkpoint on what its run evaluates, or on --data. Under torchrun the model is sharded and the "
-        "sequences are shared out.",
+        description="Measure loss (nats per token), perplexity and bits per byte of a model on text: of a "
+        "run or a checkpoint on the run's evaluation sets, or on --data. Under torchrun the model is sharded "
+        "and the sequences are divided among the processes.",
         epilog="Config keys of train.main are accepted too, as --section.key=value: --data.text_field, "
         "--data.packing, "
-        "--data.document_mask, --parallel.compile.enabled and so on. They win over those of the run.",
+        "--data.document_mask, --parallel.compile.enabled and so on. They override those of the run.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "model",
         metavar="CHECKPOINT_OR_RUN_OR_HF_DIR",
-        help="a checkpoint, a run (its newest checkpoint), or the folder of a Hugging Face Llama",
+        help="a checkpoint, a run (its newest checkpoint is used), or the folder of a Hugging Face Llama",
     )
     parser.add_argument(
         "--data",
         metavar="SOURCE",
-        help="evaluate on this instead: a file, folder or glob of text, as a whole, or what a folder by "
-        "tools.prepare_data holds out, all if that is nothing; a Hugging Face model needs it",
+        help="evaluate on this instead: all of a file, folder or glob of text; or of a folder by "
+        "tools.prepare_data its held-out documents, all if none is held out; a Hugging Face model needs it",
     )
     add_tokenizer_option(parser)
     parser.add_argument(
@@ -125,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=natural,
         default=0,
         metavar="N",
-        help="the first N sequences of each set; 0, the default, is all",
+        help="evaluate the first N sequences of each set; 0, the default, evaluates all",
     )
     parser.add_argument(
         "--seq_len",
@@ -138,66 +136,67 @@ def make_parser() -> argparse.ArgumentParser:
         type=positive,
         default=1,
         metavar="B",
-        help="sequences that a process takes at once (default 1)",
+        help="sequences per process and forward (default 1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
 
 def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> None:
-    """The whole journey. Raises what train.config.USER_ERRORS lists."""
-    subject = find_subject(options, overrides, warn_once if ranks.is_main else no_warning)
-    config = subject.config
+    """Find, load and evaluate the model, and print the scores. Raises the classes of
+    train.errors.USER_ERRORS."""
+    target = find_target(options, overrides, warn_once if ranks.is_main else no_warning)
+    config = target.config
     device, device_name = choose_device(config.run, ranks)
     plan = plan_here(config.job, ranks, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, ranks.local_world_size)
     check_data(config.data, config.model.vocab_size)
     start_process(config.run, ranks, device)
-    corpus = load_together(config.data, ranks, None)
+    corpus = load_on_all_ranks(config.data, ranks, None)
     sets = choose_sets(corpus, options.data)
     if ranks.is_main:
         processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
         print(
-            f"{subject.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: "
+            f"{target.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: "
             f"{', '.join(sets)}",
             file=sys.stderr,
             flush=True,
         )
-    scores = score_model(subject, plan, corpus, sets, options.sequences, device)
+    scores = score_model(target, plan, corpus, sets, options.sequences, device)
     if ranks.is_main:
-        figures = make_figures(subject, ranks, scores)
+        figures = make_figures(target, ranks, scores)
         print(json.dumps(figures, indent=2) if options.json else to_text(scores), flush=True)
     dist.destroy_process_group()
 
 
-def find_subject(
+def find_target(
     options: argparse.Namespace, overrides: Sequence[str], warn: Callable[[str], None] = warn_once
 ) -> EvalTarget:
-    """The model that the options mean, and a config for it; `warn` as for parse_config. Raises
-    CheckpointError, ConfigError and DataError."""
+    """Return the model that the options name, with its config; `warn` as for parse_config.
+
+    Raises CheckpointError, ConfigError and DataError.
+    """
     path = Path(options.model).expanduser()
     is_hf = (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
     folder = path if is_hf else find_newest(path)
-    chosen = [
-        *ANEW,
+    keys = [
+        *RESET_KEYS,
         f"--train.micro_batch_size={options.micro_batch_size}",
         *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []),
         *rename_overrides(overrides, warn),
     ]
     config = (
-        config_of_hf(folder, chosen)
+        config_of_hf(folder, keys)
         if is_hf
-        else parse_config([f"--config={folder / 'config.yaml'}", *chosen], PROG, no_warning)
+        else parse_config([f"--config={folder / 'config.yaml'}", *keys], PROG, no_warning)
     )
     weights = find_weights(str(folder), config.model, None)
-    assert weights is not None, "it is there, and nothing is resumed"
+    assert weights is not None, "the folder exists, and there is no checkpoint to resume from"
     if is_hf and not options.data:
-        raise ConfigError(
-            f"{folder} is a Hugging Face model and names no text to evaluate it on: add --data SOURCE"
-        )
+        raise ConfigError(f"{folder} is a Hugging Face model and has no evaluation sets: add --data SOURCE")
     if is_hf and options.tokenizer == "auto" and not (folder / "tokenizer.json").is_file():
-        raise DataError(f"{folder} has no tokenizer.json: name the model's own with --tokenizer PATH")
+        raise DataError(f"{folder} has no tokenizer.json: add the model's tokenizer with --tokenizer PATH")
     if options.data or options.tokenizer != "auto":
         tokenizer = find_model_tokenizer(folder, config.data, options.tokenizer)
         data = with_tokenizer(config.data, tokenizer)
@@ -210,7 +209,7 @@ def find_subject(
 
 
 def config_of_hf(folder: Path, overrides: Sequence[str]) -> Config:
-    """The config that tools.convert_hf would write for a Hugging Face model, with overrides."""
+    """Return the config that tools.convert_hf writes for a Hugging Face model, with overrides."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.yaml"
         path.write_text(config_text(open_folder(folder), None), encoding="utf-8")
@@ -218,8 +217,8 @@ def config_of_hf(folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def with_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-    """The same data made with this tokenizer, whose BOS and EOS are named, as nothing beside its file may say
-    them."""
+    """Return a data config with this tokenizer, and with its BOS and EOS by name, because the files next to
+    it may not name them."""
     if not isinstance(tokenizer, JsonTokenizer):
         return dataclasses.replace(data, tokenizer="bytes", bos="auto", eos="auto")
     library = tokenizers.Tokenizer.from_file(str(tokenizer.path))
@@ -230,56 +229,61 @@ def with_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
 
 
 def choose_sets(corpus: Corpus, source: str | None) -> dict[str, TokenStream]:
-    """What to evaluate: of the run its held-out sets and data.validation; of a `source` what it holds out, or
-    all of it. Raises DataError where a run has nothing."""
+    """Return the sets to evaluate: the run's held-out and validation sets, or the held-out documents of
+    `source`, or all of it. DataError if a run has no set."""
     if source:
         return {source: corpus.held_out.get("held_out", corpus.sources[0].split)}
     sets = {**corpus.held_out, **corpus.validation}
     if not sets:
-        raise DataError(
-            "the run's data holds out no document, and there is no data.validation: add --data SOURCE"
-        )
+        raise DataError("the run has neither held-out documents nor data.validation: add --data SOURCE")
     return sets
 
 
 def score_model(
-    subject: EvalTarget,
+    target: EvalTarget,
     plan: Plan,
     corpus: Corpus,
     sets: dict[str, TokenStream],
     limit: int,
     device: torch.device,
 ) -> dict[str, Score]:
-    """Build the model, sharded, load its weights and score every set; all ranks call it and get the same."""
-    config = subject.config
+    """Build the sharded model, load its weights and score every set. Collective: every rank must call it, and
+    all get the same scores."""
+    config = target.config
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config.model, config.train, plan, mesh, device, config.run.seed)
-    load_weights(subject.weights, model)
+    load_weights(target.weights, model)
     shape = make_batch_shape(plan, mesh)
-    with torch.no_grad():  # nothing is kept for a backward pass
+    with torch.no_grad():  # save no activations
         return score_sets(model, sets, sequences, shape, limit, device, data_parallel_group(mesh))
 
 
-def make_figures(subject: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:
-    """The scores as plain data."""
+def make_figures(target: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:
+    """Return the scores as plain data, for --json."""
     names = ("loss", "perplexity", "bits_per_byte", "tokens")
     return {
-        "model": str(subject.folder),
+        "model": str(target.folder),
         "processes": ranks.world_size,
-        "seq_len": subject.config.train.seq_len,
+        "seq_len": target.config.train.seq_len,
         "sets": {set_: {name: getattr(score, name) for name in names} for set_, score in scores.items()},
     }
 
 
 def to_text(scores: dict[str, Score]) -> str:
-    """A line for each set."""
+    """Return the scores as a table with a row for each set."""
     head = ("set", "loss (nats/token)", "perplexity", "bits/byte", "tokens")
     rows = [
-        (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.bits_per_byte:.4f}", f"{one.tokens:,}")
-        for name, one in scores.items()
+        (
+            name,
+            f"{score.loss:.4f}",
+            f"{score.perplexity:.4g}",
+            f"{score.bits_per_byte:.4f}",
+            f"{score.tokens:,}",
+        )
+        for name, score in scores.items()
     ]
     return format_table(head, rows)
 

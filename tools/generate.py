@@ -1,4 +1,4 @@
-"""`python -m tools.generate --run RUN_DIR --prompt TEXT`: text from a checkpoint, in one process.
+"""`python -m tools.generate --run RUN_DIR --prompt TEXT`: generates text with a checkpoint, in one process.
 
 Shapes: T tokens of the context, V vocabulary.
 """
@@ -30,12 +30,13 @@ from meshwright.train.data.tokenizer import (
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.planning.device_defaults import dtype_here
 
-BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet a whole one
+BROKEN = "\ufffd"  # a decoder's character for bytes that are not, or not yet, a character
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. `temperature` 0 takes the likeliest; `top_k` 0 takes all into account."""
+    """How the next token is sampled. `temperature` 0 takes the likeliest token; `top_k` 0 samples from
+    all."""
 
     temperature: float
     top_k: int
@@ -56,16 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.seed)
     new_tokens = generate(model, context, options.max_new_tokens, sampling, window, tokenizer.info)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks
+        sys.stdout.reconfigure(errors="replace")  # question marks on a terminal without UTF-8
     for piece in stream_text(tokenizer, context, new_tokens):
         print(piece, end="", flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.generate",
-        description="Print a prompt and its continuation by a trained model.",
+        description="Print a prompt and a trained model's continuation.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -73,16 +74,16 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="RUN_OR_CHECKPOINT",
         help="folder of a run, whose newest checkpoint is used; or a checkpoint, such as "
-        "runs/NAME/checkpoints/step-00000100 or what tools.convert_hf import wrote",
+        "runs/NAME/checkpoints/step-00000100 or the output of tools.convert_hf import",
     )
     add_tokenizer_option(parser)
-    parser.add_argument("--prompt", default="", help="text to go on with; without it a new document begins")
+    parser.add_argument("--prompt", default="", help="text to continue (default: a new document)")
     parser.add_argument(
         "--max_new_tokens",
         type=natural,
         default=200,
         metavar="N",
-        help="tokens to generate at most (default 200); the end of the document ends it earlier",
+        help="maximum number of tokens to generate (default 200); stops at the end of the document",
     )
     parser.add_argument(
         "--temperature",
@@ -96,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=natural,
         default=50,
         metavar="K",
-        help="sample among the K likeliest tokens (default 50); 0 is all",
+        help="sample from the K likeliest tokens (default 50); 0 samples from all",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument(
@@ -104,44 +105,51 @@ def make_parser() -> argparse.ArgumentParser:
         type=natural,
         default=0,
         metavar="T",
-        help="tokens of context at most, the oldest are dropped; 0, the default, is the run's "
-        "train.seq_len, as it has learned no positions beyond; at most its model.max_seq_len",
+        help="maximum tokens of context, the oldest are dropped; 0, the default, is the run's "
+        "train.seq_len, because it has not learned longer positions; at most its model.max_seq_len",
     )
     return parser
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
-    """`--tokenizer`, as `find_model_tokenizer` takes it."""
+    """Add the option `--tokenizer` of `find_model_tokenizer`."""
     parser.add_argument(
         "--tokenizer",
         default="auto",
         metavar="bytes|PATH",
-        help="a tokenizer.json or the folder it lies in; auto, the default, is the one beside the weights, "
-        "or else that of the run's data",
+        help="a tokenizer.json or its folder; auto, the default, is the tokenizer in the folder of the "
+        "weights, or else that of the run's data",
     )
 
 
-def find_model_tokenizer(folder: Path, data: DataConfig, asked: str) -> Tokenizer:
-    """The tokenizer of the model whose weights lie in `folder`: the one asked for; with auto the one that
-    lies beside them, else that of the data it was trained on. Raises DataError."""
-    if asked != "auto":
-        return load_tokenizer(asked) if asked == "bytes" else load_tokenizer(asked, data.bos, data.eos)
+def find_model_tokenizer(folder: Path, data: DataConfig, requested: str) -> Tokenizer:
+    """Load the tokenizer of the model whose weights are in `folder`.
+
+    With `requested` auto it is the tokenizer in that folder, else that of the training data. Raises
+    DataError.
+    """
+    if requested != "auto":
+        return (
+            load_tokenizer(requested)
+            if requested == "bytes"
+            else load_tokenizer(requested, data.bos, data.eos)
+        )
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder, data.bos, data.eos)
     try:
         source = next(iter(data.mixture), data.source)
         if data.tokenizer == "auto" and not is_prepared(source):
-            # if it is not there, nobody knows whether it was text or prepared data with a tokenizer
+            # raises for a missing source, which may have been text or prepared data with a tokenizer
             find_files(source)
         return find_tokenizer(data)
     except DataError as error:
         raise DataError(
-            f"{folder}: the tokenizer of its run cannot be found ({error}): name it with --tokenizer"
+            f"{folder}: the tokenizer of its run cannot be found ({error}): set it with --tokenizer"
         ) from None
 
 
 def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
-    """The ids to go on from: as a document begins, so with a BOS where the tokenizer has one. Raises
+    """Return the ids of the prompt as the beginning of a document, with BOS if the tokenizer has one. Raises
     DataError."""
     if not prompt:
         return [tokenizer.info.start]
@@ -149,31 +157,31 @@ def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
         ids = tokenizer.encode([prompt])[0].tolist()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"--prompt is not valid UTF-8 at byte {error.start}, and this tokenizer reads nothing else"
+            f"--prompt is not valid UTF-8 at byte {error.start}, which this tokenizer needs"
         ) from None
     return ids if tokenizer.info.bos is None else [tokenizer.info.bos, *ids]
 
 
-def choose_window(asked: int, job: TrainingJob) -> int:
-    """How many tokens of context the model gets. Raises ConfigError if there are no position tables for as
-    many."""
-    if asked > job.model.max_seq_len:
+def choose_window(requested: int, job: TrainingJob) -> int:
+    """Return the maximum tokens of context; 0 is the run's seq_len. ConfigError if the position tables are
+    shorter."""
+    if requested > job.model.max_seq_len:
         raise ConfigError(
-            f"--window={asked} must not exceed the run's model.max_seq_len={job.model.max_seq_len}"
+            f"--window={requested} must not exceed the run's model.max_seq_len={job.model.max_seq_len}"
         )
-    return asked or job.seq_len
+    return requested or job.seq_len
 
 
 def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> Llama:
-    """The plain model of a checkpoint, ready to generate; on a GPU in the dtype it was trained to compute
-    in."""
+    """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
+    CPU in float32."""
     weights = load_whole_weights(checkpoint)
     if job.model.tie_embeddings:
         weights["head.output.weight"] = weights["tok_embeddings.weight"]
     with torch.device("meta"):
         model = Llama(job.model)
-    asked = dtype_here(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
-    dtype = getattr(torch, asked) if device.type == "cuda" else torch.float32
+    name = dtype_here(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
+    dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
     model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
     tables = rope_tables(
         model.config.head_dim, model.config.max_seq_len, model.config.rope_theta, model.config.rope_scaling
@@ -191,15 +199,15 @@ def generate(
     window: int,
     tokenizer: TokenizerInfo,
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` ids that follow `tokens`; ends before the tokenizer's EOS. The context is
+    """Yield up to `max_new_tokens` ids that follow `tokens`, and stop at the tokenizer's EOS. The context is
     the last `window` tokens, recomputed for every new one."""
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(tokens)
     last_only = model.head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
     try:
         for _ in range(max_new_tokens):
-            seen = torch.tensor([context[-window:]], device=model.cos_TH.device)
-            token = choose_token(model(seen)[0, -1, : tokenizer.vocab_size], sampling, generator)
+            inputs = torch.tensor([context[-window:]], device=model.cos_TH.device)
+            token = choose_token(model(inputs)[0, -1, : tokenizer.vocab_size], sampling, generator)
             if token == tokenizer.eos:
                 return
             context.append(token)
@@ -209,24 +217,25 @@ def generate(
 
 
 def choose_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One id drawn from logits[V], on the CPU so that every device draws alike."""
+    """Sample one id from logits[V], on the CPU so that all devices draw the same random numbers."""
     logits = logits_V.float().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
-    # the largest is 0 before the division: however small the temperature, nothing overflows into NaN
+    # the largest is 0 before the division, so that a small temperature does not overflow into NaN
     probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def stream_text(tokenizer: Tokenizer, context: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text of the context, then that of each token as it comes; a character of several tokens once its
-    last one is there. All ids are decoded together, as a tokenizer may show an id otherwise where it stands
-    first."""
+    """Yield the text of the context, then that of each token as soon as its characters are complete.
+
+    All ids are decoded together, because some tokenizers decode the first id of a text differently.
+    """
     ids, text, shown = list(context), tokenizer.decode(context), 0
     while True:
-        # the next token may mend what is broken at the end
+        # the next token may complete a character at the end
         settled = len(text.rstrip(BROKEN))
         if settled > shown:
             yield text[shown:settled]

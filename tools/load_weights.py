@@ -1,4 +1,5 @@
-"""Whole tensors out of a checkpoint's shards, and into files, in one process: no process group, no device."""
+"""Reads full tensors from a checkpoint's shards and writes them to files, in one process without process
+group or device."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,36 +22,36 @@ from meshwright.train.errors import CheckpointError, ConfigError
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The folder that holds the checkpoints of a run, given it or the run's own. CheckpointError if it is not
-    there."""
+    """Return the checkpoints folder of a run, given the run's folder or that one. CheckpointError if it does
+    not exist."""
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: no such folder. Name a run, such as runs/NAME, or its checkpoints folder"
+            f"{path}: no such folder: use the folder of a run, such as runs/NAME, or its checkpoints folder"
         )
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def find_newest(path: Path) -> Path:
-    """A checkpoint as it is; of a run, or of its checkpoints folder, the newest. CheckpointError if there is
-    none."""
+    """Return `path` if it is a checkpoint; else the newest checkpoint of the run or checkpoints folder.
+    CheckpointError if there is none."""
     if (path / MANIFEST).is_file():
         return path
     folder = checkpoints_folder(path)
-    found = list_checkpoints(folder)
-    if not found:
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
         raise CheckpointError(
-            f"{folder} holds no complete checkpoint (a folder step-NNNNNNNN with a {MANIFEST}): "
-            "name a checkpoint, or a run that has saved one"
+            f"{folder} contains no complete checkpoint (a folder step-NNNNNNNN with a {MANIFEST}): "
+            "use a checkpoint, or a run that has saved one"
         )
-    return found[-1]
+    return checkpoints[-1]
 
 
 def checkpoint_config(checkpoint: Path) -> Config:
-    """The config of the run that saved a checkpoint. Raises CheckpointError."""
+    """Read the config of the run that saved a checkpoint. Raises CheckpointError."""
     path = checkpoint / "config.yaml"
     if not path.is_file():
         raise CheckpointError(
-            f"{checkpoint} has no config.yaml, so its model is not known: copy the run's into it"
+            f"{checkpoint} has no config.yaml, so its model is unknown: copy the run's config.yaml into it"
         )
     try:
         return load_config(path)
@@ -61,48 +62,50 @@ def checkpoint_config(checkpoint: Path) -> Config:
 def saved_weights(
     checkpoint: Path, manifest: CheckpointManifest, model: LlamaConfig
 ) -> dict[str, SavedTensor]:
-    """The model's parameters by fqn, as the manifest has them. CheckpointError if it does not have the
-    config's."""
+    """Return the manifest's entries of the model's parameters, by fully qualified name. CheckpointError if a
+    name or shape does not match the config."""
     shapes = weight_shapes(model)
-    found = {fqn: manifest.tensors[PREFIX + fqn] for fqn in shapes if PREFIX + fqn in manifest.tensors}
+    saved = {fqn: manifest.tensors[PREFIX + fqn] for fqn in shapes if PREFIX + fqn in manifest.tensors}
     for fqn, shape in shapes.items():
-        if fqn not in found or found[fqn].shape != shape:
+        if fqn not in saved or saved[fqn].shape != shape:
             raise CheckpointError(
-                f"{checkpoint} does not hold the model of its config.yaml: {fqn} is "
-                f"{found.get(fqn, 'missing')}, not of shape {list(shape)}: use another checkpoint"
+                f"{checkpoint} does not contain the model of its config.yaml: {fqn} is "
+                f"{saved.get(fqn, 'missing')}, not of shape {list(shape)}: use another checkpoint"
             )
-    return found
+    return saved
 
 
 def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The model's whole parameters on the CPU, by fqn and in the order of `model.named_parameters()`, as
-    saved (float32).
+    """Return the model's full parameters on the CPU in their saved dtype, by fully qualified name, in the
+    order of `model.named_parameters()`.
 
-    A tied weight is there once. Needs host memory for the whole model. Raises CheckpointError, also if the
-    checkpoint does not verify.
+    A tied weight is returned once. Needs host memory for the full model. Raises CheckpointError, also if a
+    checksum of the checkpoint does not match.
     """
     manifest = verify_alone(checkpoint)
     saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint).model)
     names = {PREFIX + name: name for name in saved}
-    whole = read_whole(checkpoint, manifest, list(names))
-    return {names[name]: tensor for name, tensor in whole.items()}
+    tensors = read_whole(checkpoint, manifest, list(names))
+    return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 def read_whole(
     checkpoint: Path, manifest: CheckpointManifest, names: Sequence[str], reader: FilesReader | None = None
 ) -> dict[str, Tensor]:
-    """Tensors of a checkpoint, by their names there, each put together from its shards. `reader`: an open
-    one, for who reads several times. Raises CheckpointError."""
+    """Return tensors of a checkpoint by name, each assembled from its shards.
+
+    `reader` is an open reader, for callers that read several times. Raises CheckpointError.
+    """
     saved = {name: manifest.tensors[name] for name in names}
-    whole = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in saved.items()}
-    read_tensors(checkpoint, manifest, whole, alone=True, reader=reader)
-    return whole
+    tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in saved.items()}
+    read_tensors(checkpoint, manifest, tensors, alone=True, reader=reader)
+    return tensors
 
 
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, and wait until the disk has it. Raises OSError and SafetensorError."""
+    """Write a safetensors file and sync it to disk. Raises OSError and SafetensorError."""
     file.touch()
-    # as the user's umask has it; safetensors would leave the file to its owner alone
+    # the mode of the user's umask: safetensors makes the file readable only by its owner
     mode = file.stat().st_mode
     save_file(dict(tensors), file, metadata={"format": "pt"})
     file.chmod(mode)

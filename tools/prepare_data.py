@@ -1,5 +1,4 @@
-"""`python -m tools.prepare_data SOURCE OUT_DIR`: text, in any common form, to a folder of tokenised shards to
-train on."""
+"""`python -m tools.prepare_data SOURCE OUT_DIR`: tokenizes text into a folder of shards for training."""
 
 import argparse
 import json
@@ -14,7 +13,7 @@ import rich.progress
 from rich.console import Console
 
 from meshwright.tools.cli import format_table, number_from, positive, run_tool
-from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, is_there, prepare
+from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, exists_nonempty, prepare
 from meshwright.train.data.sources import HF_PREFIX
 from meshwright.train.data.token_store import MANIFEST, SPLITS, TokenStoreManifest
 from meshwright.train.data.tokenizer import padded_vocab_size
@@ -23,7 +22,7 @@ from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
 
 MIB = 2**20
-LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on
+LINE_EVERY_S = 10.0  # between progress lines, if stderr is not a terminal
 SOURCES = (
     "a file, folder or glob of text (.txt, .md, source code ...: one document each) or of records (.jsonl, "
     ".jsonl.gz, .jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
@@ -32,48 +31,48 @@ SOURCES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepare, and say what came of it. Raises DataError."""
+    """Prepare data and print the result. Raises DataError."""
     options = make_parser().parse_args(arguments)
     folder, source = user_path(options.out_dir, "OUT_DIR"), options.source
     if not source.startswith(HF_PREFIX) and (user_path(source, "SOURCE") / MANIFEST).is_file():
-        raise DataError(f"{source} is prepared data already: use data.source={source}")
+        raise DataError(f"{source} is already prepared data: use data.source={source}")
     settings = PrepareSettings(options.held_out, options.text_field, options.shard_mb * MIB, options.workers)
-    already_there, start_s = is_there(folder), time.perf_counter()
+    already_there, start_s = exists_nonempty(folder), time.perf_counter()
     with show_progress(sys.stderr.isatty()) as progress:
         try:
             manifest = prepare(
                 source, options.tokenizer, options.bos, options.eos, folder, settings, progress
             )
         except KeyboardInterrupt:
-            print("stopped: the same command goes on with what is not finished", file=sys.stderr)
+            print("stopped: the same command continues with the unfinished shards", file=sys.stderr)
             raise
     figures = make_figures(manifest, folder, already_there, time.perf_counter() - start_s)
     print(json.dumps(figures, indent=2) if options.json else to_text(figures))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.prepare_data",
-        description="Tokenise text into a folder of shards, which data.source of a run then names. A start "
-        "that was stopped "
-        "or killed goes on where it was; the result does not depend on the number of workers.",
+        description="Tokenize text into a folder of shards for data.source. After a stop or a kill, the same "
+        "command continues with the unfinished shards. "
+        "The result does not depend on the number of workers.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
-    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to make; it appears when it is complete")
+    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to create; it appears when it is complete")
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="bytes|PATH",
-        help="a tokenizer.json or the folder it lies in; bytes, the default, is built in",
+        help="a tokenizer.json or its folder; bytes, the default, is built in",
     )
     parser.add_argument(
         "--bos",
         default="auto",
         metavar="TOKEN",
-        help="token in front of each document, such as <s>: auto, the default, as the tokenizer's files say; "
-        "none for none",
+        help="token in front of each document, such as <s>; auto, the default, takes it from the tokenizer's "
+        "files; none adds none",
     )
     parser.add_argument(
         "--eos", default="auto", metavar="TOKEN", help="token after each document (default auto)"
@@ -82,14 +81,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--text_field",
         default="text",
         metavar="NAME",
-        help="field of a record that holds its text (default text)",
+        help="field of a record that contains its text (default text)",
     )
     parser.add_argument(
         "--held_out",
         type=number_from(0, below=1),
         default=0.02,
         metavar="SHARE",
-        help="share of documents kept for evaluation (default 0.02): at least one, or none with 0",
+        help="share of documents kept for evaluation (default 0.02): at least one document, none with 0",
     )
     parser.add_argument(
         "--workers",
@@ -103,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=positive,
         default=64,
         metavar="N",
-        help="MiB of source that become one shard, about (default 64; less of a small source)",
+        help="approximate MiB of source per shard (default 64; less for a small source)",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")
     return parser
@@ -111,8 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def show_progress(on_terminal: bool) -> Iterator[Callable[[Progress], None]]:
-    """What to call with progress: it draws a bar on a terminal's stderr, and writes a line now and then
-    elsewhere."""
+    """A function that shows progress: a bar if stderr is a terminal, else a line every LINE_EVERY_S."""
     if not on_terminal:
         yield PlainLines()
         return
@@ -133,22 +131,22 @@ def show_progress(on_terminal: bool) -> Iterator[Callable[[Progress], None]]:
 
 
 class PlainLines:
-    """Progress as lines of text."""
+    """Prints progress as lines of text."""
 
     def __init__(self) -> None:
         self._next_s = LINE_EVERY_S
 
     def __call__(self, progress: Progress) -> None:
         if progress.done_bytes == progress.kept_bytes > 0:
-            told = f"going on after {progress.kept_bytes / 1e6:,.1f} MB that are finished"
-            print(told, file=sys.stderr, flush=True)
+            message = f"continuing after {progress.kept_bytes / 1e6:,.1f} MB that are already finished"
+            print(message, file=sys.stderr, flush=True)
         if progress.elapsed_s >= self._next_s:
             self._next_s = progress.elapsed_s + LINE_EVERY_S
             print(to_line(progress), file=sys.stderr, flush=True)
 
 
 def to_line(progress: Progress) -> str:
-    """Progress in one line."""
+    """Return progress as one line."""
     mb_s = (progress.done_bytes - progress.kept_bytes) / 1e6 / progress.elapsed_s
     left_s = (progress.total_bytes - progress.done_bytes) / 1e6 / mb_s if mb_s else float("inf")
     return (
@@ -160,7 +158,7 @@ def to_line(progress: Progress) -> str:
 def make_figures(
     manifest: TokenStoreManifest, folder: Path, already_there: bool, elapsed_s: float
 ) -> dict[str, Any]:
-    """What the folder holds and how fast it was made; no speed if it was there."""
+    """Return counts, sizes and speed of a preparation for --json; mb_per_s is null if the folder existed."""
     shards = {split: manifest.splits[split] for split in SPLITS}
     tokens = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}
     documents = {split: sum(shard.documents for shard in shards[split]) for split in SPLITS}
@@ -183,9 +181,9 @@ def make_figures(
 
 
 def to_text(figures: dict[str, Any]) -> str:
-    """The figures for people, and the lines to put into a config."""
+    """Return the figures as text, with the keys for a config."""
     vocab_size, padded = figures["vocab_size"], figures["padded_vocab_size"]
-    made, speed = f"{figures['folder']} is already there, made from the same", ""
+    made, speed = f"{figures['folder']} already exists, made from the same text with the same settings", ""
     if not figures["already_there"]:
         made = f"wrote {figures['folder']}"
         speed = f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"
@@ -197,8 +195,8 @@ def to_text(figures: dict[str, Any]) -> str:
             f"{figures['text_bytes'] / 1e6:,.1f} MB of text{speed}, {figures['bytes_per_token']:.2f} bytes "
             f"per token; {figures['empty_documents']:,} documents without text were left out",
             f"tokenizer {figures['tokenizer']}: {vocab_size:,} ids, stored as {figures['dtype']}",
-            f"in a config: data.source: {figures['folder']}, model.vocab_size: {padded} (or any number from "
-            f"{vocab_size} on; a multiple of 128 suits tensor parallelism and GPUs)",
+            f"in a config: data.source: {figures['folder']}, model.vocab_size: {padded} (at least "
+            f"{vocab_size}; a multiple of 128 suits tensor parallelism and GPUs)",
         )
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.tools.eval import find_subject, make_parser
+from meshwright.tools.eval import find_target, make_parser
 from meshwright.tools.run_reader import read_config
 from meshwright.tools.sweep.__main__ import read_overrides
 from meshwright.tools.sweep.spec import read_spec
@@ -247,8 +247,8 @@ def test_the_evaluation_of_an_old_run_takes_a_key_by_its_old_name() -> None:
     """The user's value overrides the tool's own; only the override is warned about, not the file."""
     warnings = list[str]()
     options = make_parser().parse_known_args([str(OLD_RUN), "--parallel.checkpointed_blocks=2"])
-    subject = find_subject(*options, warnings.append)
-    assert subject.config.parallel.activation_checkpoint_blocks == 2
+    found = find_target(*options, warnings.append)
+    assert found.config.parallel.activation_checkpoint_blocks == 2
     assert_warnings(warnings, "parallel.checkpointed_blocks")
 
 
