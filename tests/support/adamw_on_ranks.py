@@ -1,5 +1,5 @@
-"""What test_stochastic_adamw.py has other processes do: AdamW's Triton kernel beside its reference, and steps
-on a mesh."""
+"""Functions that test_stochastic_adamw.py runs in other processes: AdamW's Triton kernel against its
+reference, and steps on a mesh."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ from tests.support.sharded import build_sharded
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = (torch.float32, torch.bfloat16)
 PROGRAM = 512 * 32  # elements, of train.optim.adamw_triton
-# Elements, place of the first, columns, gap: less than a block, more than one, more than a program, beyond 32
-# bits, one.
+# Elements, position of the first, columns, gap: less than a block, more than a block, more than a program
+# with positions beyond 32 bits, one element, several blocks.
 PARTS = [
     (5, 0, 5, 0),
     (3000, 7, 100, 0),
@@ -32,7 +32,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw_kernel.Slice]:
-    """The same values at every call; one gradient is infinite."""
+    """Slices with the same values at every call; one gradient is infinite."""
     generator, slices = torch.Generator().manual_seed(0), []
     for i, (n, first, columns, gap) in enumerate(PARTS):
         values = [torch.randn(n, generator=generator) * scale for scale in (0.1, 1.0, 0.1, 0.1)]
@@ -64,9 +64,9 @@ def make_step(skip: float) -> adamw_kernel.AdamWStep:
     )
 
 
-def bits(one: adamw_kernel.Slice) -> dict[str, Tensor]:
-    """Of each tensor, every NaN the same."""
-    tensors = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+def bits(part: adamw_kernel.Slice) -> dict[str, Tensor]:
+    """The bits of each tensor, with one pattern for every NaN."""
+    tensors = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     return {
         name: value.masked_fill(value.isnan(), torch.nan).view(BITS[value.dtype])
         for name, value in tensors.items()
@@ -75,10 +75,10 @@ def bits(one: adamw_kernel.Slice) -> dict[str, Tensor]:
 
 
 def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], list[str]]]:
-    """The kernel and its reference, bit for bit: dtypes of parameters and moments, whether the step is
-    skipped, which tensors of a slice differ, and which have changed. Where there is no GPU,
-    TRITON_INTERPRET=1 must be set before the process starts."""
-    if DEVICE == "cpu":  # Triton reads the variable as it is imported, which it has been
+    """Compare the kernel with its reference bit for bit: dtypes of parameters and moments, whether the step
+    is skipped, which tensors of a slice differ, and which have changed. Without a GPU TRITON_INTERPRET=1 must
+    be set before the process starts."""
+    if DEVICE == "cpu":  # Triton reads the variable at import, and is already imported
         for name in [
             name
             for name in sys.modules
@@ -88,17 +88,17 @@ def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], l
     from meshwright.train.optim import adamw_triton
 
     assert adamw_triton.BLOCK * adamw_triton.BLOCKS == PROGRAM
-    numpy.seterr(all="ignore")  # the interpreter's arithmetic: infinity by infinity is no reason to stop
+    numpy.seterr(all="ignore")  # the interpreter computes with numpy, and infinity / infinity is expected
     results = []
     for parameter, moment, skip in itertools.product(DTYPES, DTYPES, (0.0, 1.0)):
-        before, expected, got = (make_slices(parameter, moment) for _ in range(3))
+        before, expected, updated = (make_slices(parameter, moment) for _ in range(3))
         adamw_kernel.update(expected, make_step(skip))
-        adamw_triton.update(got, make_step(skip))
-        for slices in zip(before, expected, got, strict=True):
-            was, wanted, has = map(bits, slices)
-            different = [name for name in wanted if not torch.equal(wanted[name], has[name])]
-            moved = [name for name in wanted if not torch.equal(was[name], has[name])]
-            results.append((parameter, moment, skip, different, moved))
+        adamw_triton.update(updated, make_step(skip))
+        for slices in zip(before, expected, updated, strict=True):
+            old, reference, new = map(bits, slices)
+            different = [name for name in reference if not torch.equal(reference[name], new[name])]
+            changed = [name for name in reference if not torch.equal(old[name], new[name])]
+            results.append((parameter, moment, skip, different, changed))
     return results
 
 
@@ -106,7 +106,7 @@ STEPS = 3
 
 
 def train(arguments: list[str]) -> dict[str, Tensor]:
-    """Parameters and moments after some steps on gradients that are the same on any mesh, whole, by name."""
+    """Full parameters and moments by name, after some steps with gradients that are the same on any mesh."""
     run = build_sharded(arguments)
     model, optimizer = run.model, run.optimizer
     for step in range(STEPS):

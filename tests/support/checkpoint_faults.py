@@ -1,4 +1,4 @@
-"""Faults on the disk, done to a committed checkpoint: seeded, each of them a change of something."""
+"""Seeded disk faults for a committed checkpoint; each changes at least one file."""
 
 import hashlib
 import itertools
@@ -18,8 +18,11 @@ Damage = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a checkpoint's folder, in words and as a function of it; `of_tensors`: a flip in a file
-    of tensors; `kind`: what it has in common with others, of which one says nearly as much as all."""
+    """A fault of a checkpoint's folder: its name and a function of the folder.
+
+    `of_tensors`: a bit flip in a file of tensors. `kind`: faults of one kind test nearly the same, so that
+    one of them is enough for a short run.
+    """
 
     name: str
     damage: Damage
@@ -29,7 +32,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Canary:
-    """Leaves a file behind if it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     path: Path
 
@@ -38,8 +41,8 @@ class Canary:
 
 
 def make_faults(good: Path, before: Path, outside: Path, rng: random.Random) -> Iterator[Fault]:
-    """Every fault of the sweep for the checkpoint `good`, with the one of the step before; `outside` holds a
-    copy of `good`, and is where a canary file would appear."""
+    """Every fault of the sweep for the checkpoint `good`. `before`: the checkpoint of the step before;
+    `outside`: a folder with a copy of `good`, in which a canary file would appear."""
     for path in sorted(good.iterdir()):
         yield from _flips(path, rng)
         yield from _of_a_file(path.name, before, outside)
@@ -49,8 +52,8 @@ def make_faults(good: Path, before: Path, outside: Path, rng: random.Random) -> 
 
 
 def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
-    """Single bits: of each part of a safetensors file; of YAML; of the manifest, also of what is only space,
-    and its hash."""
+    """Single bit flips: in each part of a safetensors file, in YAML, and in text, white space and hash of the
+    manifest."""
     content = path.read_bytes()
     regions: dict[str, tuple[list[int], int]] = {"": (list(range(len(content))), 15)}
     if path.suffix == ".safetensors":
@@ -70,9 +73,9 @@ def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
     for region, (places, count) in regions.items():
         for _ in range(count):
             place, bit = rng.choice(places), rng.randrange(8)
-            words = f"bit {bit} of byte {place} ({region}) of {path.name}"
+            name = f"bit {bit} of byte {place} ({region}) of {path.name}"
             yield Fault(
-                words,
+                name,
                 _flip(path.name, place, bit),
                 f"{_class_of(path.name)}: {region}",
                 path.suffix == ".safetensors",
@@ -123,7 +126,7 @@ def _of_a_file(name: str, before: Path, outside: Path) -> Iterator[Fault]:
 
 
 def _class_of(name: str) -> str:
-    """What files are alike: all shards."""
+    """The class of a file: all shards are one class."""
     return "shard" if name.endswith(".safetensors") else name
 
 
@@ -133,25 +136,26 @@ def _append(path: Path, content: bytes) -> None:
 
 
 def _of_ranks(names: list[str]) -> Iterator[Fault]:
-    def swap(folder: Path, one: str, other: str) -> None:
-        os.rename(folder / one, folder / "between")
-        os.rename(folder / other, folder / one)
-        os.rename(folder / "between", folder / other)
+    def swap(folder: Path, first: str, second: str) -> None:
+        os.rename(folder / first, folder / "between")
+        os.rename(folder / second, folder / first)
+        os.rename(folder / "between", folder / second)
 
-    for one, other in itertools.pairwise(names):
+    for first, second in itertools.pairwise(names):
         yield Fault(
-            f"{one} and {other} swapped",
-            lambda folder, one=one, other=other: swap(folder, one, other),
+            f"{first} and {second} swapped",
+            lambda folder, first=first, second=second: swap(folder, first, second),
             "swapped",
         )
-        again = f"{other} is {one}"
         yield Fault(
-            again, lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other), "twice"
+            f"{second} is {first}",
+            lambda folder, first=first, second=second: shutil.copyfile(folder / first, folder / second),
+            "twice",
         )
 
 
 def rewrite_manifest(folder: Path, change: Callable[[str], str]) -> None:
-    """Change the text before the manifest's hash, and make the hash fit it."""
+    """Change the text before the manifest's hash, and update the hash."""
     text = (folder / MANIFEST).read_text()
     body = change(text[: text.index(',\n "sha256": "')] + "\n}")
     digest = hashlib.sha256(body.encode()).hexdigest()
@@ -159,18 +163,18 @@ def rewrite_manifest(folder: Path, change: Callable[[str], str]) -> None:
 
 
 def _single(name: str, damage: Damage) -> Fault:
-    """A fault that is a kind of its own."""
+    """A fault that is the only one of its kind."""
     return Fault(name, damage, name)
 
 
 def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
-    """Its hash is right: somebody has written it so."""
+    """Wrong manifests with a right hash, as if they were written so."""
 
     def change(old: str, new: str) -> Damage:
         def damage(folder: Path) -> None:
-            before_it = (folder / MANIFEST).read_text()
+            original = (folder / MANIFEST).read_text()
             rewrite_manifest(folder, lambda text: text.replace(old, new, 1))
-            assert (folder / MANIFEST).read_text() != before_it
+            assert (folder / MANIFEST).read_text() != original
 
         return damage
 
@@ -187,8 +191,8 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
         "x" * 300: "too long",
         "manifest.json": "of the manifest",
     }
-    for name, words in names.items():
-        yield _single(f"manifest with a name {words}", change('"config.yaml": {', f'"{name}": {{'))
+    for name, description in names.items():
+        yield _single(f"manifest with a name {description}", change('"config.yaml": {', f'"{name}": {{'))
     entry = '"gone.safetensors": {"size_bytes": 1, "sha256": ""},\n  '
     values = {
         "a file that is not there": ('"config.yaml"', f'{entry}"config.yaml"'),
@@ -204,8 +208,8 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
         "a list": ("{", "[{"),
         "NaN": ('"seed": 0', '"seed": NaN'),
     }
-    for words, (old, new) in values.items():
-        yield _single(f"manifest with {words}", change(old, new))
+    for description, (old, new) in values.items():
+        yield _single(f"manifest with {description}", change(old, new))
     deep = "[" * 200_000
     yield _single("manifest of brackets", lambda folder: (folder / MANIFEST).write_text(deep))
     evil = pickle.dumps(Canary(outside / "CANARY"))

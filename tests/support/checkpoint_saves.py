@@ -1,5 +1,5 @@
-"""A small sharded model with an optimizer, and saves of it: also on two ranks, of which one is killed or
-meets with a fault."""
+"""A small sharded model with an optimizer, and saves of it: also on two ranks, one of which is killed or has
+a fault."""
 
 import os
 import resource
@@ -25,7 +25,7 @@ from tests.support.worlds import forked
 
 RANKS = 2
 TEXTS = {"config.yaml": "run: {}\n", "plan.yaml": "plan\n"}
-# Where a rank is killed: before (or in) which call of the saving code, and of which rank.
+# Where a rank is killed: before (or in) a call of the saving code (module and name), and which rank.
 KILLS: dict[str, tuple[Any, str, int]] = {
     "before room is made": (save_module, "begin_save", 0),
     "before its shard": (save_module, "write_shard_file", 0),
@@ -41,7 +41,7 @@ KILLS: dict[str, tuple[Any, str, int]] = {
 
 
 class Trainer:
-    """A model of 200 kB with its optimizer, sharded over all ranks, and what saves them."""
+    """A model of 200 kB with its optimizer, sharded over all ranks, and its saver."""
 
     def __init__(self) -> None:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
@@ -51,7 +51,7 @@ class Trainer:
 
     @property
     def own_weight(self) -> torch.Tensor:
-        """This rank's part of the weight."""
+        """This rank's shard of the weight."""
         return self.model.weight.to_local().data  # type: ignore[operator]
 
     def saver(self, folder: Path, texts: dict[str, str] = TEXTS, **settings: Any) -> CheckpointSaver:
@@ -64,13 +64,13 @@ class Trainer:
 
 
 def save(saver: CheckpointSaver, step: int) -> Saved:
-    """A save from beginning to end."""
+    """Save, and wait for the commit."""
     saver.save(TrainPosition(step, 8 * step, 0, 32, dist.get_world_size(), "data"))
     saver.wait()
-    (news,) = saver.poll()
-    assert saver.failed == news.error
-    assert (news.path is None) == bool(news.error)
-    return news
+    (saved,) = saver.poll()
+    assert saver.failed == saved.error
+    assert (saved.path is None) == bool(saved.error)
+    return saved
 
 
 def names(folder: Path) -> list[str]:
@@ -78,13 +78,12 @@ def names(folder: Path) -> list[str]:
 
 
 def save_with_one_killed(case: str, asynchronous: bool, folder: Path) -> list[str]:
-    """Steps 1 and 2 are saved on two ranks, and in step 2 one is killed: what each of them heard of that, or
-    how it ended."""
+    """Save steps 1 and 2 on two ranks and kill one in step 2: the error or the exit code of each rank."""
     folder.mkdir()
     with forked(RANKS, _rank_of_a_kill, case, asynchronous, folder, folder=folder) as ranks:
         codes = [rank.wait(60) for rank in ranks]
     return [
-        (folder / f"heard.{rank}").read_text() if code == 0 else f"exit {code}"
+        (folder / f"error.{rank}").read_text() if code == 0 else f"exit {code}"
         for rank, code in enumerate(codes)
     ]
 
@@ -97,13 +96,13 @@ def _rank_of_a_kill(case: str, asynchronous: bool, folder: Path) -> None:
     module, name, killed = KILLS[case]
     if dist.get_rank() == killed:
         setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-    (folder / f"heard.{dist.get_rank()}").write_text(save(saver, 2).error)
-    os._exit(0)  # a process group of which one is dead is not taken down
+    (folder / f"error.{dist.get_rank()}").write_text(save(saver, 2).error)
+    os._exit(0)  # a process group with a dead rank cannot be destroyed
 
 
 def save_with_a_fault(fault: str, asynchronous: bool, folder: Path) -> tuple[str, list[str]]:
-    """Steps 1 to 3 are saved on two ranks, and in step 2 rank 1 alone meets with a fault: what this rank
-    hears of it, and what is in the folder then. Runs on each rank."""
+    """Save steps 1 to 3 on two ranks, with a fault of rank 1 alone in step 2: this rank's error, and the
+    names in the folder after it. Runs on each rank."""
     trainer = Trainer()
     saver, weight, limit = (
         trainer.saver(folder, keep=1, asynchronous=asynchronous),

@@ -1,4 +1,4 @@
-"""A checkpoint's files, for the mutations of test_untrusted.py."""
+"""The files of a checkpoint as targets of the mutations of test_untrusted.py."""
 
 import hashlib
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ NAME = "model.weight"
 
 
 def checkpoint_targets(folder: Path) -> Iterator[Target]:
-    """A checkpoint's manifest and header; also signed again by who changed them, so that no hash refuses
-    them."""
+    """A checkpoint's manifest and header; also with hashes that fit the mutant, so that the hash does not
+    refuse it."""
     checkpoint = folder / "step-00000003"
     checkpoint.mkdir()
     shards, manifest = checkpoint / "rank-00000.safetensors", checkpoint / MANIFEST
@@ -48,7 +48,7 @@ def checkpoint_targets(folder: Path) -> Iterator[Target]:
     )
 
     def read() -> None:
-        if shards.is_file() or not shards.exists():  # pipes are refused before, by whoever verifies
+        if shards.is_file() or not shards.exists():  # pipes are refused earlier, by the verification
             read_tensors(checkpoint, valid, {NAME: torch.empty(8, 8)}, alone=True)
 
     yield Target("signed header", shards, read, (CheckpointError,), named=(str(checkpoint),))
@@ -63,7 +63,7 @@ def _read_signed(checkpoint: Path) -> None:
         )
     manifest = read_manifest(checkpoint)
     for name, tensor in manifest.tensors.items():
-        if name == NAME:  # no more than the files say is ever allocated
+        if name == NAME:  # never allocate more than the files contain
             read_tensors(
                 checkpoint,
                 manifest,

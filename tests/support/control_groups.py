@@ -1,4 +1,4 @@
-"""Control groups as Linux shows them below /proc and /sys, written into a folder."""
+"""Writes control groups as Linux shows them below /proc and /sys into a folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,10 +7,10 @@ from pathlib import Path
 def write_groups(
     root: Path, *groups: Mapping[str, str | int], version_1: str = "", container: bool = False
 ) -> Path:
-    """A process in the last of nested groups, the files of each by name. Returns the root.
+    """Write nested groups (the files of each by name) with this process in the last one. Returns the root.
 
-    `version_1`: the controllers of its hierarchy, else it is of version 2. `container`: only its own group is
-    mounted, as Docker does with version 1.
+    `version_1`: the controllers of a version 1 hierarchy; "" is version 2. `container`: only the process's
+    own group is mounted, as Docker does with version 1.
     """
     names = [f"group_{depth}" for depth in range(1, len(groups))]
     own = "/".join(["", *names]) or "/"

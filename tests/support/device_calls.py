@@ -1,8 +1,8 @@
-"""CUDA where there is none: which thread names which device, by torch.cuda's own Python code.
+"""Records which thread uses which device, without CUDA, with torch.cuda's own Python code.
 
-CUDA's current device belongs to a thread, and a new thread's is 0. Whoever asks there for a stream, or enters
-one, without naming the device first makes a second context, of some 0.5 GiB, on another rank's GPU. What
-torch.cuda hands to its C code is recorded.
+CUDA's current device is per thread, and 0 in a new thread. A thread that creates or enters a stream without
+setting the device first creates a second context, of some 0.5 GiB, on another rank's GPU. The arguments that
+torch.cuda passes to its C code are recorded.
 """
 
 import threading
@@ -16,23 +16,22 @@ import torch
 
 @dataclass(frozen=True)
 class FakeStream:
-    """Stands for torch.cuda.Stream."""
+    """A substitute for torch.cuda.Stream."""
 
     device: torch.device
     stream_id: int = 7
-    device_type: int = 1  # CUDA, as C++ counts
+    device_type: int = 1  # CUDA in C++
 
     @property
     def device_index(self) -> int:
         return int(self.device.index)
 
     def record_event(self) -> None:
-        """Copies are done at once here."""
+        """Return no event: copies complete immediately."""
 
 
 class DeviceCalls:
-    """From now on, until the test ends: by thread, the devices that it names or is on as it calls, one after
-    the other."""
+    """Records until the test ends, by thread, the devices that it sets or uses, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_thread: dict[str, list[int]] = defaultdict(list)

@@ -1,14 +1,14 @@
-"""Processes forked from one that has imported torch and this project, and done nothing else.
+"""Processes forked from one that has only imported torch and this project.
 
 Starting Python and importing torch, its compiler and our code takes about six seconds of CPU; a fork takes a
 hundredth of that. `fork` runs a function, `fork_module` does what `python -m MODULE` does. The child has its
-own environment, folder, output and signals, is killed and waited for as any other process, and ends with the
-code of an interpreter. Python's own fork server (multiprocessing) is the parent: no operator has run in it,
-and it has one thread and no process group (tests/support/warm.py).
+own environment, folder, output and signals, is killed and waited for like any other process, and ends with
+the exit code of an interpreter. Its parent is Python's own fork server (multiprocessing), in which no
+operator has run, and which has one thread and no process group (tests/support/warm.py).
 
-What stays different from a command: torch, numpy and Python itself have started already, so of the variables
-that they read then only OMP_NUM_THREADS and CXX are the child's, the others (PYTHONHASHSEED, TORCH_LOGS,
-TORCHINDUCTOR_* ...) those of the server, which are the tests'; and /proc shows the server's command line.
+Differences from a command: torch, numpy and Python itself have already started. Of the variables that they
+read at start only OMP_NUM_THREADS and CXX are the child's; the others (PYTHONHASHSEED, TORCH_LOGS,
+TORCHINDUCTOR_* ...) are those of the server, which are the tests'. /proc shows the server's command line.
 """
 
 import atexit
@@ -70,13 +70,14 @@ _living = set["Fork"]()
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment, without what a launcher may have put there; one thread to a process."""
+    """This process's environment with changes, without the variables of a launcher; one thread per
+    process."""
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER and not k.startswith("TORCHELASTIC_")}
     return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
 class Fork:
-    """A forked process, with the names that subprocess.Popen has for the same things."""
+    """A forked process with the interface of subprocess.Popen."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -115,11 +116,10 @@ def fork(
     env: Mapping[str, str] | None = None,
     folder: Path = ROOT,
 ) -> Fork:
-    """Run function(*arguments), both picklable, in a new process, in `folder` and with `env` as its whole
-    environment.
+    """Run function(*arguments), both picklable, in a new process, in `folder` and with exactly the
+    environment `env`.
 
-    `output`: the file that stdout is appended to, and stderr if `errors` names no other; a terminal has a
-    path too.
+    `output`: the file to which stdout is appended, and stderr without `errors`; it may be a terminal.
     """
     _start_server()
     environ = dict(environment() if env is None else env)
@@ -131,20 +131,22 @@ def fork(
 
 
 def fork_module(module: str, *arguments: str, **options: Any) -> Fork:
-    """What `python -m MODULE ARGUMENTS` does. Options are those of `fork`."""
+    """Do what `python -m MODULE ARGUMENTS` does, in a fork. Options are those of `fork`."""
     return fork(run_module, module, arguments, **options)
 
 
 def _start_server() -> None:
-    """Start the fork server, unless it runs. numpy's linear algebra would start a thread as it is imported:
-    not there. And torch.utils.cpp_extension asks as it is imported whether there is a GPU: asked through
-    CUDA, no fork could use it."""
+    """Start the fork server, unless it runs.
+
+    The environment keeps numpy's linear algebra from starting a thread at import, and makes
+    torch.utils.cpp_extension look for a GPU through NVML at import: through CUDA, no fork could use the GPU.
+    """
     before = dict(os.environ)
     os.environ |= {
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # this tree, wherever we stand
+        # this tree, whatever the working folder is
         "PYTHONPATH": f"{ROOT}:{before.get('PYTHONPATH', '')}",
         "PYTHONSAFEPATH": "1",
     }
@@ -163,7 +165,7 @@ def _run(
     env: Mapping[str, str],
     folder: Path,
 ) -> None:
-    """In the child: make it what a started command would be, run, and end as the interpreter does."""
+    """In the child: set it up like a started command, run the function, and exit as the interpreter does."""
     sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
     paths = (Path(os.devnull), output, errors)
     opened = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY) for path in paths]
@@ -175,8 +177,8 @@ def _run(
 
 
 def become(env: Mapping[str, str] | None, folder: Path | None, files: Sequence[int]) -> None:
-    """Be as a process that was just started: no signal is handled, this environment and folder (None: as they
-    are), and these open files as stdin, stdout and stderr."""
+    """Set up this process like a new one: default signal handlers, this environment and folder (None:
+    unchanged), and these open files as stdin, stdout and stderr."""
     for which in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(which, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -190,8 +192,8 @@ def become(env: Mapping[str, str] | None, folder: Path | None, files: Sequence[i
 
 
 def take_files(files: Sequence[int]) -> None:
-    """These open files are stdin, stdout and stderr from now on."""
-    copies = [os.dup(number) for number in files]  # one of them may be another's place
+    """Make these open files stdin, stdout and stderr."""
+    copies = [os.dup(number) for number in files]  # a file may already have the number of a standard one
     for standard, copy in enumerate(copies):
         os.dup2(copy, standard)
         os.close(copy)
@@ -201,18 +203,18 @@ def take_files(files: Sequence[int]) -> None:
 
 
 def read_environment() -> None:
-    """What torch has read from the environment when it was imported, which was before the fork."""
+    """Apply the variables that torch read at import, before the fork."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     if compiler := os.environ.get("CXX"):
-        from torch._inductor import config  # imported already, in the server
+        from torch._inductor import config  # already imported in the server
 
         config.cpp.cxx = (None, compiler)
 
 
 def exit_code(function: Callable[[], object]) -> int:
-    """Run it, and what the interpreter does at its end; what it would end with. Interrupted it ends by
-    SIGINT, as that does."""
+    """Run a function and the exit steps of the interpreter, and return the exit code. After a
+    KeyboardInterrupt the process ends by SIGINT, as the interpreter does."""
     code: Any = 0
     interrupted = False
     try:
@@ -231,7 +233,7 @@ def exit_code(function: Callable[[], object]) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if interrupted:
-        with contextlib.suppress(ValueError, OSError):  # closed, or nobody reads it
+        with contextlib.suppress(ValueError, OSError):  # closed, or a pipe without a reader
             sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -239,10 +241,10 @@ def exit_code(function: Callable[[], object]) -> int:
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
-    """What `python -m MODULE ARGUMENTS` does, in this process."""
+    """Do what `python -m MODULE ARGUMENTS` does, in this process."""
     sys.argv = [module, *arguments]
     if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # that it is imported already would be warned of
+        sys.modules.pop(module, None)  # runpy warns if the module is already imported
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -251,4 +253,4 @@ def _end_all() -> None:
         process.kill()
 
 
-atexit.register(_end_all)  # after multiprocessing's own, so it runs before that waits for them
+atexit.register(_end_all)  # registered after multiprocessing's handler, so it runs before that one waits

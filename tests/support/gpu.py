@@ -1,4 +1,4 @@
-"""Whether the GPU that tests see, if any, is the fake one (tests/fake_gpu), which computes nothing."""
+"""FAKE: whether the tests run on the fake GPU (tests/fake_gpu), which computes nothing."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Small random Llamas of Hugging Face's own, in memory and as folders that its own code has saved."""
+"""Small random Llamas of transformers, in memory and in folders saved by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def make_hf(
     head_dim: int = 8,
     **changes: Any,
 ) -> Any:
-    """A Llama with 4 query heads, `ratio` of them to a key-value head, whose weights are large enough to be
-    seen."""
+    """A Llama with 4 query heads, `ratio` per key-value head, and weights large enough to show
+    differences."""
     config = HfConfig(
         **{
             "hidden_size": 4 * head_dim,
@@ -59,14 +59,13 @@ def make_hf(
 
 
 def save_hf(folder: Path, model: Any, dtype: torch.dtype = torch.float32, shard_size: str = "5GB") -> Path:
-    """`save_pretrained`, in files of at most `shard_size`."""
+    """Save a model with `save_pretrained`, in files of at most `shard_size`."""
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 
 def make_tokens(vocab_size: int = 263, batch: int = 4, seq_len: int = 64) -> torch.Tensor:
-    """Token ids [batch, seq_len] that can be learned: each is a function of the one before, with some
-    noise."""
+    """Learnable token ids [batch, seq_len]: each is a function of the id before, with some noise."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (batch, seq_len), generator=generator)
     for position in range(1, seq_len):

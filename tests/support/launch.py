@@ -1,5 +1,5 @@
-"""Starts train.main, or another module, as a user would: alone, or on as many ranks as torchrun would
-start."""
+"""Starts train.main or another module as a user would: as one process, or on several ranks as torchrun
+does."""
 
 import json
 import os
@@ -32,28 +32,28 @@ TINY = [
     "--run.threads=1",
 ]
 EAGER = ["--parallel.compile.enabled=false"]
-LIMIT_S = 240.0  # for anything that is waited for: the machine may be busy
-TORCHRUN_GRACE_S = 30.0  # as torchrun: then it kills those that have not ended on SIGTERM
+LIMIT_S = 240.0  # of every wait: the machine may be busy
+TORCHRUN_GRACE_S = 30.0  # after this time torchrun kills workers that have not exited on SIGTERM
 POLL_S = 0.005
 
 
 class Launch:
-    """Ranks of one command, forked (tests/support/forks.py), that behave to each other as torchrun's workers
-    do."""
+    """The ranks of one command, forked (tests/support/forks.py), with torchrun's handling of a failed
+    rank."""
 
     def __init__(self, ranks: list[Fork], output: Path) -> None:
         self.ranks, self._output = ranks, output
-        self._kill_s: float | None = None  # when those are killed that have been asked to end
+        self._kill_s: float | None = None  # when ranks that were sent SIGTERM are killed
 
     @property
     def returncode(self) -> int:
-        """The exit code of the only rank; of several as torchrun has it: 1 if one of them failed."""
+        """The exit code of the only rank; of several ranks, as by torchrun, 1 if one of them failed."""
         codes = [rank.returncode for rank in self.ranks]
         return codes[0] if len(codes) == 1 else int(any(codes))  # type: ignore[return-value]
 
     def running(self) -> bool:
-        """Whether a rank has not ended yet. Once one has failed the others are asked to end, and killed
-        later, as by torchrun."""
+        """Whether a rank still runs. Once a rank has failed, the others are sent SIGTERM and killed later, as
+        by torchrun."""
         codes = [rank.poll() for rank in self.ranks]
         if None not in codes:
             return False
@@ -65,19 +65,19 @@ class Launch:
         return True
 
     def output(self) -> str:
-        """All that was printed so far."""
+        """The output so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float) -> int:
-        """Until all ranks have ended; the exit code."""
+        """Wait until all ranks have ended, and return the exit code."""
         self.wait_until(lambda: False, timeout_s)
         return self.returncode
 
     def wait_until(
         self, happened: Callable[[], object], limit_s: float = LIMIT_S, poll_s: float = POLL_S
     ) -> bool:
-        """Look until something has happened: True; or all ranks have ended without it: False. An error after
-        `limit_s`."""
+        """Poll until `happened()` is true (returns True) or all ranks have ended without it (returns False).
+        Raises TimeoutExpired after `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         while not happened():
             if not self.running():
@@ -90,7 +90,7 @@ class Launch:
         return True
 
     def send_signal(self, which: int) -> None:
-        """To all ranks that there still are."""
+        """Send a signal to all ranks that still run."""
         for rank in self.ranks:
             rank.send_signal(which)
 
@@ -104,7 +104,7 @@ def started(
     module: str = "train.main",
     **env: str,
 ) -> Iterator[Launch]:
-    """A command that runs, whose output goes to a file; at the end nothing of it is left."""
+    """A running command, whose output goes to a file; at the end all its ranks are killed."""
     with launcher_store(processes) as store:
         shared = {**store, "TORCHELASTIC_RUN_ID": "test"} if processes > 1 else {}
         ranks = [
@@ -128,7 +128,7 @@ def started(
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill those that still live."""
+    """Kill these processes, if they still run."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -142,10 +142,9 @@ def family(pid: int) -> list[int]:
 def run(
     processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str
 ) -> Any:
-    """Run to the end, in forked processes; the result has returncode, stdout and stderr.
+    """Run a module to its end in forked processes; the result has returncode, stdout and stderr.
 
-    What `run_command` starts, without its start: for every test that does not ask what torchrun or the
-    interpreter do.
+    Faster than `run_command`: for every test that does not test torchrun or the start of the interpreter.
     """
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
@@ -157,8 +156,7 @@ def run(
 
 
 def run_command(processes: int, *arguments: str) -> Any:
-    """The real command, torchrun and interpreters, to the end; the result has returncode, stdout and
-    stderr."""
+    """Run the real command with torchrun to its end; the result has returncode, stdout and stderr."""
     torchrun = [
         sys.executable,
         "-m",
@@ -179,18 +177,18 @@ def run_command(processes: int, *arguments: str) -> Any:
 
 
 def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    """metrics.jsonl by step; the last row of a step counts."""
+    """The rows of metrics.jsonl by step; the last row of a step counts."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row for row in rows}
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """status.json."""
+    """The content of status.json."""
     return json.loads((folder / "status.json").read_text())
 
 
 def write_text(folder: Path) -> list[str]:
-    """A few hundred kilobytes that can be learned, and the arguments that train on it."""
+    """Write a few hundred kilobytes of learnable text, and return the arguments that train on it."""
     text = folder / "text"
     text.mkdir()
     for i in range(8):

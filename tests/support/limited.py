@@ -1,5 +1,5 @@
-"""`run(1, "NOFILE=64", "tools.doctor", ..., module=LIMITED)`: a command, and all that it starts, under a
-limit that it cannot raise, as after `ulimit -n 64`."""
+"""`run(1, "NOFILE=64", "tools.doctor", ..., module=LIMITED)`: a command and its child processes under a limit
+that they cannot raise, as after `ulimit -n 64`."""
 
 import resource
 import sys

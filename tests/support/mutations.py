@@ -1,4 +1,4 @@
-"""Seeded random mutations of files, and what reading a mutant may do."""
+"""Seeded random mutations of files, and a check of what reading a mutant does."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-CANARY_MODULE = "meshwright_canary"  # importing it leaves a file
-LIMIT_S = 30  # a busy machine comes nowhere near it
+CANARY_MODULE = "meshwright_canary"  # importing it creates a file
+LIMIT_S = 30  # far more than a busy machine needs
 ODD: list[Any] = [
     None,
     True,
@@ -136,15 +136,15 @@ Mutator = Callable[[random.Random, bytes], bytes]
 
 @dataclass(frozen=True)
 class Target:
-    """A file that others may have written.
+    """A file from an untrusted source.
 
     Args:
-        name: for people
+        name: for messages
         path: of the valid file
-        read: the real reader, of that path; checks what comes out
-        errors: what it may raise
-        lines: most lines of a message: 1, or more for a reader that reports every mistake
-        named: words of which one must be in a message; none are needed of a reader within another
+        read: reads that path with the real reader, and checks the result
+        errors: exceptions that it may raise
+        lines: maximum lines of a message: 1, or more for a reader that reports every mistake
+        named: strings, one of which must be in a message; empty for a reader that another one calls
     """
 
     name: str
@@ -160,7 +160,7 @@ class Hang(BaseException):
 
 
 class _Commands:
-    """Unpickled, it runs a command."""
+    """Runs a command when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch CANARY",)
@@ -195,23 +195,23 @@ def _delete(rng: random.Random, content: bytes) -> bytes:
 
 
 def _change_lines(rng: random.Random, content: bytes) -> bytes:
-    """One line twice, gone, indented, or swapped with another."""
+    """Repeat, delete, indent or swap a line."""
     lines = content.splitlines(keepends=True) or [b""]
-    one, other = (rng.randrange(len(lines)) for _ in range(2))
+    a, b = (rng.randrange(len(lines)) for _ in range(2))
     kind = rng.randrange(4)
     if kind == 0:
-        lines.insert(other, lines[one])
+        lines.insert(b, lines[a])
     elif kind == 1:
-        del lines[one]
+        del lines[a]
     elif kind == 2:
-        lines[one] = b"  " + lines[one]
+        lines[a] = b"  " + lines[a]
     else:
-        lines[one], lines[other] = lines[other], lines[one]
+        lines[a], lines[b] = lines[b], lines[a]
     return b"".join(lines)
 
 
 def _replace_number(rng: random.Random, content: bytes) -> bytes:
-    """Digits somewhere become another number."""
+    """Replace a digit with another number."""
     places = [i for i, byte in enumerate(content[:20_000]) if 48 <= byte < 58]
     at = rng.choice(places or [0])
     number = rng.choice(
@@ -232,8 +232,8 @@ def _replace_number(rng: random.Random, content: bytes) -> bytes:
     return content[:at] + number + content[at + 1 :]
 
 
-def _replace_whole(rng: random.Random, content: bytes) -> bytes:
-    """Another kind of file altogether."""
+def _replace_file(rng: random.Random, content: bytes) -> bytes:
+    """Replace the content with another kind of file."""
     return rng.choice(
         (
             b"",
@@ -252,11 +252,11 @@ def _replace_whole(rng: random.Random, content: bytes) -> bytes:
 
 
 def _change_value(rng: random.Random, content: bytes) -> bytes:
-    """Valid YAML or JSON with a value of another kind, gone, moved, or under another name."""
+    """Valid YAML or JSON in which a value is replaced, deleted, copied, renamed or repeated."""
     try:
         text = content.decode()
         plain = json.loads(text) if text.startswith("{") else yaml.safe_load(text)
-    except Exception:  # a mutant already
+    except Exception:  # an earlier mutation made it invalid
         return _flip(rng, content)
     places = list(_places(plain))
     if not places:
@@ -266,8 +266,8 @@ def _change_value(rng: random.Random, content: bytes) -> bytes:
     if kind < 3:
         holder[key] = rng.choice(rng.choice((ODD, HAZARDS)))
     elif kind == 3:
-        other, other_key = rng.choice(places)
-        holder[key] = json.loads(json.dumps(other[other_key], default=str))
+        source, source_key = rng.choice(places)
+        holder[key] = json.loads(json.dumps(source[source_key], default=str))
     elif kind == 4:
         del holder[key]
     elif isinstance(holder, dict):
@@ -290,11 +290,11 @@ def _places(plain: Any) -> Iterator[tuple[Any, Any]]:
 
 
 _OF_BYTES: list[Mutator] = [_flip, _overwrite, _insert, _delete, _change_lines, _replace_number]
-_OF_VALUES: list[Mutator] = [_change_value] * 6 + [_replace_whole]
+_OF_VALUES: list[Mutator] = [_change_value] * 6 + [_replace_file]
 
 
 def put_in_place(rng: random.Random, target: Target, content: bytes, outside: Path) -> str:
-    """Write a mutant, or something that is no file; what it was, in words."""
+    """Write a mutant, or replace the file with a folder, pipe or link; return a description."""
     clear(target.path)
     kind = (
         rng.choice(("gone", "folder", "pipe", "endless", "link outside", "loop"))
@@ -319,7 +319,7 @@ def put_in_place(rng: random.Random, target: Target, content: bytes, outside: Pa
 
 
 def clear(path: Path) -> None:
-    """Remove whatever has this name."""
+    """Remove a file, link or folder of this name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     with suppress(FileNotFoundError):
@@ -327,13 +327,13 @@ def clear(path: Path) -> None:
 
 
 def judge(target: Target) -> str:
-    """Read a mutant; what is wrong with how that went, or ""."""
+    """Read a mutant, and return what is wrong with the result, or ""."""
     try:
         with warnings.catch_warnings(record=True) as caught, _limited():
             warnings.simplefilter("always")
             target.read()
     except target.errors as error:
-        return _what_is_wrong_with(str(error), target)
+        return _message_problem(str(error), target)
     except (Exception, Hang) as error:
         return f"{type(error).__module__}.{type(error).__name__}: {str(error)[:500]}"
     except BaseException as error:  # a panic of a library in Rust
@@ -343,15 +343,15 @@ def judge(target: Target) -> str:
     return f"warns: {caught[0].message}" if caught else ""
 
 
-def _what_is_wrong_with(message: str, target: Target) -> str:
+def _message_problem(message: str, target: Target) -> str:
     lines = message.split("\n")
     shown = message.replace("\n", "")
     if len(lines) > target.lines or any(len(line) >= 1000 for line in lines):
-        return f"a message of {len(lines)} lines and {len(message)} letters: {message[:300]}"
+        return f"a message of {len(lines)} lines and {len(message)} characters: {message[:300]}"
     if not shown.isprintable():
-        return f"a message that cannot be shown: {message[:300]!r}"
-    if target.named and not any(word in message for word in target.named):
-        return f"a message that does not say where: {message[:500]}"
+        return f"a message that is not printable: {message[:300]!r}"
+    if target.named and not any(name in message for name in target.named):
+        return f"a message that names no place: {message[:500]}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What stands in a picture of matplotlib's, for tests."""
+"""Texts, lines and bars of a matplotlib figure or SVG, for tests."""
 
 import re
 from collections.abc import Sequence
@@ -15,24 +15,26 @@ from matplotlib.text import Text
 
 
 def texts_of(figure: Figure) -> list[Text]:
-    """All that is written in it and can be seen, figures beside axes included."""
+    """All visible texts, tick labels included."""
     figure.draw_without_rendering()
-    found = figure.findobj(lambda one: isinstance(one, Text) and one.get_visible() and bool(one.get_text()))
+    texts = figure.findobj(
+        lambda artist: isinstance(artist, Text) and artist.get_visible() and bool(artist.get_text())
+    )
     hidden = {text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in _hidden(axis)}
-    return [text for text in found if text not in hidden]  # type: ignore[misc]
+    return [text for text in texts if text not in hidden]  # type: ignore[misc]
 
 
 def _hidden(axis: object) -> Sequence[Text]:
-    """Ticks beyond the limits, which matplotlib keeps and does not paint."""
+    """The labels of ticks beyond the limits, which matplotlib keeps and does not draw."""
     low, high = sorted(axis.get_view_interval())  # type: ignore[attr-defined]
-    room = 1e-9 * (high - low)
+    tolerance = 1e-9 * (high - low)
     ticks = axis.get_major_ticks()  # type: ignore[attr-defined]
     shown = axis.get_visible() and axis.axes.axison  # type: ignore[attr-defined]
     return [
         label
         for tick in ticks
         for label in (tick.label1, tick.label2)
-        if not shown or not low - room <= tick.get_loc() <= high + room
+        if not shown or not low - tolerance <= tick.get_loc() <= high + tolerance
     ]
 
 
@@ -41,26 +43,26 @@ def words_of(figure: Figure) -> list[str]:
 
 
 def assert_readable(figure: Figure, smallest: float = 8.9) -> None:
-    """Nothing written is cut off by the picture's edge, lies over other words, or is too small."""
+    """Assert that no text is cut off by the figure's edge, overlaps another text, or is too small."""
     boxes = [(text.get_text(), text.get_window_extent(), text) for text in texts_of(figure)]
-    for words, box, text in boxes:
-        assert box.x0 >= 0, words
-        assert box.y0 >= 0, words
-        assert box.x1 <= figure.bbox.width, words
-        assert box.y1 <= figure.bbox.height, words
-        assert text.get_fontsize() >= smallest, words
-    for (one, a, _), (other, b, _) in combinations(boxes, 2):
+    for content, box, text in boxes:
+        assert box.x0 >= 0, content
+        assert box.y0 >= 0, content
+        assert box.x1 <= figure.bbox.width, content
+        assert box.y1 <= figure.bbox.height, content
+        assert text.get_fontsize() >= smallest, content
+    for (first, a, _), (second, b, _) in combinations(boxes, 2):
         apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1
-        assert apart, f"{one!r} over {other!r}"
+        assert apart, f"{first!r} overlaps {second!r}"
 
 
 def lines_of(axes: Axes, color: str) -> list[Line2D]:
-    """Those of a colour that have a point."""
+    """The lines of a color that have at least one point."""
     return [line for line in axes.lines if to_hex(line.get_color()) == color and len(line.get_xdata())]  # type: ignore[arg-type]
 
 
 def spans_of(axes: Axes, color: str) -> list[tuple[float, float]]:
-    """Start and end of the bars that are painted as one line with gaps."""
+    """Start and end of bars that are drawn as one line with gaps."""
     return [
         (start, end)
         for line in lines_of(axes, color)
@@ -69,15 +71,16 @@ def spans_of(axes: Axes, color: str) -> list[tuple[float, float]]:
 
 
 def svg_words(svg: str) -> list[str]:
-    return [one.text or "" for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    root = ElementTree.fromstring(svg)
+    return [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def assert_alike(kept: str, drawn: str) -> None:
-    """Two SVGs say the same and have the same paths, but for what versions of matplotlib place otherwise by
-    less than a point."""
+    """Assert that two SVGs have the same texts, and the same paths up to a point: versions of matplotlib
+    differ by less."""
     assert svg_words(kept) == svg_words(drawn)
-    for one, other in zip(_paths(kept), _paths(drawn), strict=True):
-        assert one == pytest.approx(other, abs=1)
+    for kept_path, drawn_path in zip(_paths(kept), _paths(drawn), strict=True):
+        assert kept_path == pytest.approx(drawn_path, abs=1)
 
 
 def _paths(svg: str) -> list[list[float]]:

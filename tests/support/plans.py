@@ -1,4 +1,4 @@
-"""A small model that publishes what a Llama does, and plans for it."""
+"""A small model description with the same fields as a Llama's, and plans for it."""
 
 import dataclasses
 from typing import Any
@@ -64,20 +64,20 @@ def plan_of(
     )
 
 
-def report_of(*sizes: Any, **asked: Any) -> str:
-    """What the refusal of such a plan says."""
+def report_of(*sizes: Any, **keys: Any) -> str:
+    """The message of the PlanError of such a plan."""
     with pytest.raises(PlanError) as error:
-        plan_of(*sizes, **asked)
+        plan_of(*sizes, **keys)
     return str(error.value)
 
 
 def change(plan: Plan, index: int, **keys: Any) -> Plan:
-    """The plan with one unit treated otherwise, as by a hand edit of its file."""
+    """The plan with other keys of one unit, as by a hand edit of its file."""
     units = list(plan.units)
     units[index] = dataclasses.replace(units[index], **keys)
     return dataclasses.replace(plan, units=tuple(units))
 
 
 def fullest(phase: Phase, micro_batch_size: int) -> float:
-    """Bytes at the fullest moment."""
+    """Bytes at the moment of peak memory."""
     return max(moment.at(micro_batch_size) for moment in phase.live_bytes)

@@ -1,5 +1,4 @@
-"""What the tests of faults have in common: launches of a tiny run, moments to wait for, and what must be left
-behind."""
+"""Common parts of the tests of faults: launches of a tiny run, waits, and checks of its folder."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +19,15 @@ FOR_EVER = 100_000  # steps
 
 
 def tiny(data: Sequence[str], *more: str, steps: int = FOR_EVER) -> list[str]:
-    """The arguments of a tiny eager run that would last for hours, but for its folder. The learning rate
-    stays as it is, so a run of fewer steps is the beginning of a longer one."""
+    """The arguments, except run.dir, of a tiny eager run that would last for hours. The learning rate is
+    constant, so that a run of fewer steps is the beginning of a longer one."""
     ends = (f"--train.steps={steps}", "--optim.schedule=constant", "--metrics.tensorboard=false")
     return [*TINY, "--train.global_batch_size=4", *EAGER, *data, *ends, *more]
 
 
 @contextmanager
 def started(processes: int, folder: Path, arguments: Sequence[str]) -> Iterator[Launch]:
-    """A run in `folder` on so many ranks, whose output goes beside it."""
+    """A run in `folder` on `processes` ranks; its output is in a file next to the folder."""
     with launch.started(
         processes, *arguments, f"--run.dir={folder}", output=folder.with_name(f"{folder.name}.txt")
     ) as running:
@@ -39,11 +38,11 @@ def started(processes: int, folder: Path, arguments: Sequence[str]) -> Iterator[
 def torchrun(
     folder: Path, options: Sequence[str], arguments: Sequence[str], name: str = "torchrun", limit: str = ""
 ) -> Iterator[Launch]:
-    """The same under torchrun, which is the launch's only process; `workers` are those that it has started.
-    `limit`: of tests/support/limited.py, on it and them."""
-    words = ["torch.distributed.run", *options, "-m", "train.main", *arguments, f"--run.dir={folder}"]
-    words, module = ([limit, *words], LIMITED) if limit else (words, NESTED)
-    with launch.started(1, *words, output=folder.with_name(f"{name}.txt"), module=module) as running:
+    """`started` with torchrun as the launch's only process; `workers` returns the processes that it has
+    started. `limit`: a limit of tests/support/limited.py for all of them."""
+    command = ["torch.distributed.run", *options, "-m", "train.main", *arguments, f"--run.dir={folder}"]
+    command, module = ([limit, *command], LIMITED) if limit else (command, NESTED)
+    with launch.started(1, *command, output=folder.with_name(f"{name}.txt"), module=module) as running:
         try:
             yield running
         finally:
@@ -53,8 +52,7 @@ def torchrun(
 
 
 def workers(running: Launch) -> list[int]:
-    """Process ids of torchrun's workers that there are at this moment, in the order of their ranks, in which
-    it starts them."""
+    """The process ids of torchrun's running workers, in rank order, which is the order of their start."""
     return sorted(pid for pid in children(running.ranks[0].pid) if find_running([pid]))
 
 
@@ -64,18 +62,18 @@ def steps_of(folder: Path) -> set[int]:
 
 
 def wait(running: Launch, happened: Callable[[], object]) -> None:
-    """Until it has happened; an AssertionError if the run ends before."""
+    """Wait until `happened()` is true; AssertionError if the run ends before."""
     assert running.wait_until(happened), f"the run has ended, and printed:\n{running.output()[-3000:]}"
 
 
 def wait_for_step(running: Launch, folder: Path, step: int) -> None:
-    """Until a step is in metrics.jsonl."""
+    """Wait until a step is in metrics.jsonl."""
     wait(running, lambda: max(steps_of(folder), default=0) >= step)
 
 
 def wait_for_commit(running: Launch, folder: Path, step: int) -> None:
-    """Until the checkpoint of this step or of a later one is committed: retention (checkpoint.keep) deletes
-    the older ones."""
+    """Wait until the checkpoint of this step or of a later one is committed: retention (checkpoint.keep)
+    deletes older ones."""
     wait(running, lambda: any(step_of(path) >= step for path in list_checkpoints(folder / "checkpoints")))
 
 
@@ -85,7 +83,7 @@ def partials(folder: Path) -> list[Path]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows of metrics.jsonl, in the order in which they were written."""
+    """All rows of metrics.jsonl in file order."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -97,8 +95,8 @@ def curve(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 def check_stopped(folder: Path, reason: str) -> int:
-    """The run has stopped as it was asked to, saved at the step that it says, and everything committed
-    verifies; that step."""
+    """Assert that the run stopped for this reason, that it saved the step in its status, and that every
+    commit verifies. Return that step."""
     status = read_status(folder)
     assert (status["state"], status["reason"]) == ("stopped", reason)
     assert check_commits(folder) == status["step"]
@@ -108,6 +106,6 @@ def check_stopped(folder: Path, reason: str) -> int:
 
 
 def check_commits(folder: Path) -> int:
-    """Everything committed verifies; the newest step, 0 if there is none."""
-    found = [verify_alone(path).position.step for path in list_checkpoints(folder / "checkpoints")]
-    return max(found, default=0)
+    """Assert that every commit verifies. Return the newest step, 0 without commits."""
+    steps = [verify_alone(path).position.step for path in list_checkpoints(folder / "checkpoints")]
+    return max(steps, default=0)

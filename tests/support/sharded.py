@@ -1,5 +1,5 @@
-"""A model of a config, planned, sharded and with its optimizer, as train.main builds it: what a test trains
-step by step."""
+"""A planned and sharded model with its optimizer, as train.main builds it, for tests that train step by
+step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of a run. `shape`: of its batches; `group`: of the data-parallel ranks."""
+    """This rank's part of a run. `shape`: of its batches; `group`: the data-parallel ranks."""
 
     config: Config
     plan: Plan
@@ -39,7 +39,7 @@ class Sharded:
 
 
 def build_sharded(arguments: Sequence[str]) -> Sharded:
-    """The run that config overrides describe, on the ranks of the group that is up."""
+    """Build the run of these config overrides on the ranks of the existing process group."""
     config = parse_config(arguments)
     plan = plan_run(config.job, dist.get_world_size())
     mesh = build_mesh(plan.mesh, "cpu")
@@ -53,7 +53,7 @@ def build_sharded(arguments: Sequence[str]) -> Sharded:
 
 @contextmanager
 def sharded_alone(arguments: Sequence[str]) -> Iterator[Sharded]:
-    """The same in this process, in a group of its own that is gone afterwards."""
+    """`build_sharded` in this process, with a process group of one rank that is destroyed afterwards."""
     start_process(parse_config(arguments).run, RankInfo(0, 1, 0, 1, False), CPU)
     try:
         yield build_sharded(arguments)
@@ -62,7 +62,7 @@ def sharded_alone(arguments: Sequence[str]) -> Iterator[Sharded]:
 
 
 def random_batches(run: Sharded) -> list[Batch]:
-    """The micro batches of one step: tokens of any kind, the same on the ranks of one tp group."""
+    """The micro batches of one step: random tokens, the same on all ranks of a tp group."""
     generator = torch.Generator().manual_seed(run.shape.data_rank)
     size = (run.shape.micro_batch_size, run.config.train.seq_len + 1)
     rows = [

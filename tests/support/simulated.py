@@ -1,4 +1,4 @@
-"""One step of one rank, simulated, and short ways to write its collectives down."""
+"""A simulated step of one rank, and a short notation of its collectives."""
 
 import functools
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ SHORT = {"tok_embeddings": "tok", "tok_embeddings+head": "tok+head", "head": "he
 
 @functools.cache
 def simulated(world_size: int, *arguments: str, rank: int = 0) -> Simulation:
-    """One step of a run that the config arguments describe."""
+    """One simulated step of the run of these config arguments."""
     config = parse_config(arguments)
     return simulate_run(config.job, plan_run(config.job, world_size, 8), rank)
 
@@ -32,12 +32,12 @@ def simulated(world_size: int, *arguments: str, rank: int = 0) -> Simulation:
 def in_words(
     collectives: Iterable[Collective], phases: Iterable[str] = ("forward", "backward", "recompute")
 ) -> str:
-    """Collectives of the units in order: `2` gathers layers.2, `-2` reduce-scatters it, `=2` all-reduces it
-    over dp_replicate, `~2` is any number of tp collectives within it, that is: it computes."""
-    words: list[str] = []
+    """The collectives of the units in order: `2` all-gathers layers.2, `-2` reduce-scatters it, `=2`
+    all-reduces it over dp_replicate, `~2` is any number of tp collectives in its computation."""
+    symbols: list[str] = []
     for c in collectives:
         unit = SHORT.get(c.unit, c.unit.removeprefix("layers."))
         sign = "~" if c.axis == "tp" else {"all_gather": "", "reduce_scatter": "-", "all_reduce": "="}[c.op]
-        if c.unit and c.phase in phases and (sign != "~" or words[-1:] != [f"~{unit}"]):
-            words.append(sign + unit)
-    return " ".join(words)
+        if c.unit and c.phase in phases and (sign != "~" or symbols[-1:] != [f"~{unit}"]):
+            symbols.append(sign + unit)
+    return " ".join(symbols)

@@ -1,4 +1,4 @@
-"""Prepared data, written shard by shard without a source: as many and as small shards as a test wants."""
+"""Writes prepared data shard by shard without a source: shards of any number and size."""
 
 import functools
 import hashlib
@@ -27,7 +27,7 @@ _NUMBERS = itertools.count()
 def write_store(
     folder: Path, train: Sequence[Documents], held_out: Sequence[Documents] = ()
 ) -> TokenStoreManifest:
-    """A prepared folder of byte tokens, of which each shard holds the documents of one item."""
+    """Write a prepared folder of byte tokens with one shard for each item."""
     folder.mkdir(parents=True)
     splits = {
         split: tuple(
@@ -49,7 +49,7 @@ def split_of(*shards: Documents) -> TokenStream:
 
 @functools.cache
 def _folders() -> tempfile.TemporaryDirectory[str]:
-    """Until this process ends."""
+    """A folder that exists until this process ends."""
     return tempfile.TemporaryDirectory()
 
 

@@ -1,4 +1,4 @@
-"""Plans with times that are easy to add up by hand."""
+"""Step times that are easy to add up by hand, and the events of a timeline."""
 
 import dataclasses
 from typing import Any
@@ -24,22 +24,22 @@ def times_of(
     other_modules: dict[str, dict[str, float]] | None = None,
     **unit: float,
 ) -> StepTimes:
-    """The same seconds for every unit and module (tp: forward, backward), apart from those named in
-    `other_`."""
-    of_units: dict[str, UnitTimes] = {}
-    for one in plan.units:
-        keys: dict[str, Any] = unit | (other_units or {}).get(one.name, {})
+    """The same seconds for every unit and module (tp: forward, backward), except those named in `other_units`
+    and `other_modules`."""
+    unit_times: dict[str, UnitTimes] = {}
+    for plan_unit in plan.units:
+        keys: dict[str, Any] = unit | (other_units or {}).get(plan_unit.name, {})
         keys.setdefault("regather_s", keys.get("gather_s", 0))
-        of_units[one.name] = dataclasses.replace(NOTHING, **keys)
+        unit_times[plan_unit.name] = dataclasses.replace(NOTHING, **keys)
     module = ModuleTimes(forward, tp[0], backward, tp[1])
-    of_modules: dict[str, Any] = {
+    module_times: dict[str, Any] = {
         m: dataclasses.replace(module, **(other_modules or {}).get(m, {})) for m in plan.modules
     }
-    return StepTimes(of_units, of_modules, optimizer, overlaps, slowdown)
+    return StepTimes(unit_times, module_times, optimizer, overlaps, slowdown)
 
 
 def bars(timeline: Timeline, lane: str, phase: str = "") -> list[tuple[str, float, float]]:
-    """Unit (e the embedding, h the head, blocks by number), start and end of the lane's events, in order."""
+    """Unit (e: embedding, h: head, blocks by number), start and end of the lane's events, in order."""
     return [
         (_short(event.module or event.unit), round(event.start_s, 9), round(event.end_s, 9))
         for event in timeline.events
@@ -52,7 +52,7 @@ def _short(name: str) -> str:
 
 
 def exposed_by_unit(step: Timeline) -> dict[str, float]:
-    """Seconds for which each unit is waited for, its tensor-parallel collectives included."""
+    """Exposed seconds of each unit, its tensor-parallel collectives included."""
     waited: dict[str, float] = {}
     for event in step.events:
         if event.lane in (EXPOSED, "tp"):

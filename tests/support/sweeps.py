@@ -1,4 +1,4 @@
-"""Runs' folders written by hand, and a parser of pages, for the tests of sweeps and comparisons."""
+"""Hand-written run folders and a parser of HTML pages, for the tests of sweeps and comparisons."""
 
 import json
 import math
@@ -14,7 +14,7 @@ SHAPE = {"model.dim": 32, "model.n_layers": 2, "model.n_heads": 4, "model.n_kv_h
 
 
 def write_spec(place: Path, name: str = "study", **keys: Any) -> Path:
-    """A sweep's file, with a small model."""
+    """Write a sweep's YAML file with a small model."""
     spec = {"config": "llama_debug.yaml", "processes": 2, "folder": str(place / name), **keys}
     spec["overrides"] = {**SHAPE, "train.steps": 20, "metrics.every": 1, **keys.get("overrides", {})}
     path = place / f"{name}.yaml"
@@ -23,7 +23,7 @@ def write_spec(place: Path, name: str = "study", **keys: Any) -> Path:
 
 
 def row(step: int, loss: float | None = None, **more: Any) -> dict[str, Any]:
-    """Of metrics.jsonl; by default a loss that falls."""
+    """A row of metrics.jsonl, by default with a falling loss."""
     loss = 6.0 / (1 + step / 10) if loss is None else loss
     figures = {
         "step": step,
@@ -47,11 +47,11 @@ def write_run(
     config: Mapping[str, Any] | None = None,
     **status: Any,
 ) -> Path:
-    """A run's folder with these rows, in this order."""
+    """Write a run's folder with these rows, in this order."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(rows)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    last = max((one["step"] for one in rows), default=0)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last = max((row["step"] for row in rows), default=0)
     (folder / "status.json").write_text(
         json.dumps({"state": state, "step": last, "resumed_from": None, "reason": "", **status})
     )
@@ -61,7 +61,8 @@ def write_run(
 
 
 class Page(HTMLParser):
-    """Elements of a page; it fails on one that is not closed, or that asks for anything from elsewhere."""
+    """The elements of a page. An element that is not closed, or that loads anything from outside, is an
+    AssertionError."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -86,13 +87,14 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def _check(self, name: str, value: str) -> None:
-        """Within a page only marks and clips of its own charts are named; xmlns names no place."""
+        """Links and url() may refer only to markers and clips of the page's own charts; xmlns loads
+        nothing."""
         assert name not in ("src", "srcset", "action"), name
         assert not name.startswith("on"), name
         if name in ("href", "xlink:href"):
             assert value.startswith("#"), (name, value)
         elif not name.startswith("xmlns"):
-            assert not [word for word in ("url(", "//") if word in value.replace("url(#", "")], (name, value)
+            assert not [part for part in ("url(", "//") if part in value.replace("url(#", "")], (name, value)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -104,7 +106,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if "style" in self.open:
-            assert not [word for word in ("url(", "@import", "//") if word in data], data
+            assert not [part for part in ("url(", "@import", "//") if part in data], data
         self.words.append(data)
         if "td" in self.open or "th" in self.open:
             self.rows[-1][-1] += data

@@ -1,4 +1,4 @@
-"""Tests that go through a table: every row is tried, and all that fail are shown."""
+"""Tests over a table: every row is checked, and all failures are shown."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,8 +7,7 @@ import pytest
 
 
 def try_each(rows: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
-    """check(*row) for every row of the table. Raises one AssertionError that shows each row that failed, and
-    how."""
+    """Call check(*row) for every row. Raises one AssertionError with every row that failed and its error."""
     failures = []
     for row in rows:
         try:

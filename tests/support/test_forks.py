@@ -1,4 +1,4 @@
-"""Forks end as commands do, and ranks of one command as torchrun's workers."""
+"""Forks end like commands, and the ranks of one command like torchrun's workers."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def ends(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "printed"),
     [
         ("well", 0, ""),
         ("by a code", 3, ""),
@@ -29,9 +29,11 @@ def ends(how: str) -> None:
         ("unheard of", 1, "KeyError"),
     ],
 )
-def test_a_fork_ends_with_the_code_of_an_interpreter(how: str, code: int, said: str, tmp_path: Path) -> None:
-    assert fork(ends, how, output=tmp_path / "said").wait(LIMIT_S) == code
-    assert said in (tmp_path / "said").read_text()
+def test_a_fork_ends_with_the_code_of_an_interpreter(
+    how: str, code: int, printed: str, tmp_path: Path
+) -> None:
+    assert fork(ends, how, output=tmp_path / "output").wait(LIMIT_S) == code
+    assert printed in (tmp_path / "output").read_text()
 
 
 def waits(folder: Path) -> None:
@@ -53,9 +55,9 @@ def fails(folder: Path) -> None:
 def test_when_one_rank_has_failed_the_others_are_asked_to_end(
     until: Callable[[Launch], object], tmp_path: Path
 ) -> None:
-    ranks = [fork(function, tmp_path, output=tmp_path / "said") for function in (waits, fails)]
+    ranks = [fork(function, tmp_path, output=tmp_path / "output") for function in (waits, fails)]
     try:
-        assert until(launch := Launch(ranks, tmp_path / "said")) in (1, False)
+        assert until(launch := Launch(ranks, tmp_path / "output")) in (1, False)
         assert [rank.returncode for rank in launch.ranks] == [-signal.SIGTERM, 7]
     finally:
         for rank in ranks:

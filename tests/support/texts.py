@@ -1,4 +1,4 @@
-"""Texts, tokenizers and files for tests of preparing data."""
+"""Texts, tokenizers and files for the tests of data preparation."""
 
 import gzip
 import json
@@ -62,14 +62,14 @@ BITS = [
 
 
 def odd_texts(count: int, seed: int, mean_bits: int = 12) -> list[str]:
-    """Texts of odd characters, of lengths from nothing up."""
+    """Texts of odd characters; some are empty."""
     rng = np.random.default_rng(seed)
     lengths = rng.geometric(1 / mean_bits, count) - 1
     return ["".join(BITS[i] for i in rng.integers(0, len(BITS), length)) for length in lengths]
 
 
 def train_bpe(folder: Path, vocab_size: int = 600) -> Path:
-    """A small byte-level tokenizer.json with <s> and </s>, in a folder of its own."""
+    """Train a small byte-level tokenizer.json with <s> and </s> in `folder`."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -88,7 +88,7 @@ def train_bpe(folder: Path, vocab_size: int = 600) -> Path:
 def write_jsonl(
     path: Path, texts: Sequence[str | None], field: str = "text", ascii_only: bool = False
 ) -> Path:
-    """A record a line; gzip where the name says so."""
+    """Write one record per line; compressed if the name ends in .gz."""
     lines = [
         json.dumps({"id": i, field: text}, ensure_ascii=ascii_only) + "\n" for i, text in enumerate(texts)
     ]
@@ -103,41 +103,44 @@ def prepare_bytes(source: Path, folder: Path, **settings: object) -> TokenStoreM
 
 
 def documents_of(folder: Path, manifest: TokenStoreManifest, split: str) -> list[NDArray[np.int64]]:
-    """Ids of every document of a split."""
+    """The ids of every document of a split."""
     opened = open_split(folder, manifest, split)
-    found = []
+    documents = []
     for index in range(opened.documents):
         first, end = opened.document(index)
-        found.append(np.empty(end - first, np.int64))
-        opened.read(first, found[-1])
-    return found
+        documents.append(np.empty(end - first, np.int64))
+        opened.read(first, documents[-1])
+    return documents
 
 
 def texts_of(folder: Path, manifest: TokenStoreManifest) -> dict[str, list[str]]:
-    """The documents of both splits, made with the byte tokenizer."""
-    every = {split: documents_of(folder, manifest, split) for split in SPLITS}
-    assert all(ids[-1] == 256 for split in SPLITS for ids in every[split])
-    return {split: [bytes(ids[:-1].astype(np.uint8)).decode() for ids in every[split]] for split in SPLITS}
+    """The texts of both splits of data made with the byte tokenizer."""
+    documents = {split: documents_of(folder, manifest, split) for split in SPLITS}
+    assert all(ids[-1] == 256 for split in SPLITS for ids in documents[split])
+    return {
+        split: [bytes(ids[:-1].astype(np.uint8)).decode() for ids in documents[split]] for split in SPLITS
+    }
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """The content of every file of a folder, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def processes_of(session: int) -> list[int]:
-    """Processes of a session that are not dead, from the system's own list."""
-    found = []
+    """The living processes of a session, from /proc."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            _, state, _, _, its_session = re.sub(r"\(.*\)", "()", stat.read_text()).split()[1:6]
-        except OSError:  # ended meanwhile
+            _, state, _, _, process_session = re.sub(r"\(.*\)", "()", stat.read_text()).split()[1:6]
+        except OSError:  # the process has ended
             continue
-        if int(its_session) == session and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+        if int(process_session) == session and state != "Z":
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 def spawned_workers(parent: int) -> list[int]:
-    """The processes that Python's multiprocessing has started for a process, without its resource tracker."""
+    """The worker processes that Python's multiprocessing started for a process, without its resource
+    tracker."""
     return [pid for pid in children(parent) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

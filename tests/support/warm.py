@@ -1,8 +1,7 @@
-"""The last thing that the fork server imports: it makes once what every run would make for itself from the
-same files.
+"""The last module that the fork server imports: it does once what every run would repeat.
 
-That is the parser of train.main and the machine kinds. What there is by then, half a million objects, is set
-apart from Python's collector, which would go over all of it in every fork.
+It builds the parser of train.main and reads the hardware files. The half a million objects that exist then
+are hidden from Python's garbage collector, which would visit all of them in every fork.
 """
 
 import gc

@@ -1,10 +1,9 @@
-"""`train.main` on CPUs whose torch is told of what async tensor parallelism needs of GPUs. Run by
-test_async_tp.py.
+"""`train.main` with async tensor parallelism on CPUs. Run by test_async_tp.py.
 
-torch has the fused operators' own slow form, a real collective and a real product, for GPUs under test only:
-here it is what CPUs run. Inductor's pass does nothing in a torch without NCCL: here it is told that there is
-one. And the check of the device, which would refuse the run, is left out. All else is what a GPU would get:
-our plan, our switches, inductor's pass and code.
+torch has a slow fallback of the fused operators (a real collective and a real matrix product) for its tests
+on GPUs: here CPUs run it. Inductor's pass does nothing without NCCL: here NCCL is reported as available. The
+check of the device, which would refuse the run, is skipped. Everything else is as on a GPU: our plan, our
+switches, inductor's pass and code.
 """
 
 import sys

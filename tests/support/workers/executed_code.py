@@ -1,10 +1,11 @@
-"""How much of the project a run executes: files of which a function ran, and the lines of those functions.
+"""Measures how much of the project a run executes: files with an executed function, and lines of those
+functions.
 
     torchrun --nproc-per-node 4 -m tests.support.workers.executed_code --config llama_debug.yaml \
         --parallel.tp=2 --train.steps=3 --run.dir=/tmp/executed
 
-Takes the arguments of meshwright.train.main, and counts on rank 0. What runs while a module is being imported
-does not count, nor what only the compiler sees: blocks that are compiled are counted in their first call.
+Takes the arguments of meshwright.train.main, and counts on rank 0. Code that runs during an import is not
+counted, nor code that only the compiler sees: compiled blocks are counted in their first call.
 """
 
 import os
@@ -23,7 +24,7 @@ _foreign = set[CodeType]()
 
 
 def watch(frame: FrameType, event: str, argument: Any) -> None:
-    """A profile function (sys.setprofile): notes each function of the project that is called."""
+    """A profile function (sys.setprofile) that records each called function of the project."""
     code = frame.f_code
     if event != "call" or code in _code or code in _foreign:
         return
@@ -34,7 +35,7 @@ def watch(frame: FrameType, event: str, argument: Any) -> None:
 
 
 def project_file(name: str) -> str:
-    """The file's path from the project's root, by whatever link it was imported; "" for others' files."""
+    """The file's path relative to the project's root, with links resolved; "" for other files."""
     path = Path(os.path.realpath(name))
     inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FOLDERS
     return path.relative_to(ROOT).as_posix() if inside else ""
@@ -61,15 +62,18 @@ def summary(executed: Iterable[CodeType]) -> str:
         files = [name for name in lines if str(Path(name).parent) == folder]
         names = " ".join(f"{Path(name).stem} {len(lines[name])}" for name in sorted(files))
         rows.append(f"{folder}: {len(files)} files, {sum(len(lines[name]) for name in files)} lines: {names}")
-    whole = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in lines)
-    ran = sum(map(len, lines.values()))
+    total = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in lines)
+    executed_lines = sum(map(len, lines.values()))
     return "\n".join(
-        [*rows, f"executed: {len(lines)} files ({whole} lines), of these {ran} in functions that ran"]
+        [
+            *rows,
+            f"executed: {len(lines)} files ({total} lines), of these {executed_lines} in functions that ran",
+        ]
     )
 
 
 def main() -> None:
-    """Run the trainer, and print the table before this process ends, however it does."""
+    """Run the trainer, and print the table when this process exits."""
     from meshwright.train.main import main as train
 
     leave = os._exit

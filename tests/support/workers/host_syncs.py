@@ -1,5 +1,4 @@
-"""A run of train.main that notes every operator that makes the host wait for a value, with the step that the
-loop was in.
+"""A run of train.main that records every operator that makes the host wait for a value, with the step.
 
 Arguments: the folder for a JSON file per rank, then those of train.main. Run by test_host_syncs.py.
 """
@@ -18,7 +17,7 @@ from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.main import run
 
 PACKAGE = Path(__file__).parents[3] / "meshwright"
-# not a virtual environment that lies beside them
+# excludes a virtual environment in the same folder
 OURS = tuple(f"{PACKAGE / name}/" for name in ("models", "parallel", "train"))
 # Reading a value (.item(), .tolist(), if tensor), and shapes that depend on values.
 READS = (
@@ -32,7 +31,7 @@ READS = (
 
 
 class Reads(TorchDispatchMode):
-    """Notes (step, operator, function of ours that called it); step 0 is outside train_loop."""
+    """Records (step, operator, function of this project that called it); step 0 is outside train_loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Reads(TorchDispatchMode):
 
 
 def where(frame: FrameType | None) -> tuple[int, str]:
-    """The step of the train_loop around a frame, and the nearest function of ours."""
+    """The step of the train_loop around a frame, and the nearest function of this project."""
     caller = ""
     while frame is not None:
         code = frame.f_code

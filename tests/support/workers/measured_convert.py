@@ -1,5 +1,5 @@
-"""`run(1, ..., module="tests.support.workers.measured_convert")`: tools.convert_hf, and by how many bytes its
-process has grown."""
+"""`run(1, ..., module="tests.support.workers.measured_convert")`: tools.convert_hf with the growth of its
+process in bytes."""
 
 import re
 import sys
@@ -16,14 +16,14 @@ highest_bytes = 0
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file lies behind (proc(5), status)."""
-    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    """Anonymous memory of this process: without mapped files (proc(5), status)."""
+    match = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def save_and_look(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """What the tool does with each file, looked at before and after."""
+    """write_weights of the tool, with a measurement before and after."""
     global highest_bytes
     highest_bytes = max(highest_bytes, anonymous_bytes())
     save(file, tensors)
@@ -32,7 +32,7 @@ def save_and_look(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 if __name__ == "__main__":
     tool.write_weights = save_and_look
-    tool.weight_shapes(LlamaConfig())  # what is imported late must not be counted
+    tool.weight_shapes(LlamaConfig())  # do late imports now, so that they are not counted
     before_bytes = anonymous_bytes()
     tool.main(sys.argv[1:])
     print("grew", highest_bytes - before_bytes)

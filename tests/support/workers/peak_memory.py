@@ -1,5 +1,5 @@
-"""`run(1, "tools.plan", ..., module="tests.support.workers.peak_memory")`: a command, and the most KiB that
-it ever had."""
+"""`run(1, "tools.plan", ..., module="tests.support.workers.peak_memory")`: a command and its peak memory in
+KiB."""
 
 import resource
 import sys

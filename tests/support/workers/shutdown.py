@@ -1,5 +1,5 @@
-"""One rank of a run without a model: steps that sleep, and the agreement to stop. Says in a file of its own
-what it does."""
+"""One rank of a run without a model: steps that sleep, and the agreement to stop. Each rank logs to a
+file."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ FOR_EVER_S = 600
 
 @dataclass(frozen=True)
 class Scene:
-    """What is to happen: `trouble` in one word, and to which rank."""
+    """The scenario: the kind of `trouble`, its rank, and the time limits."""
 
     folder: Path
     ranks: int
@@ -35,11 +35,11 @@ class Scene:
 
 
 def play(scene: Scene, rank: int) -> None:
-    """A rank's life; its exit code is the process's."""
-    say = Log(scene.folder / f"{rank}.log")
+    """Run one rank of the scenario."""
+    log = Log(scene.folder / f"{rank}.log")
 
     def on_end(reason: str) -> None:
-        say(f"ends: {reason}")
+        log(f"ends: {reason}")
         if scene.trouble == "dead disk":
             time.sleep(FOR_EVER_S)
 
@@ -50,27 +50,27 @@ def play(scene: Scene, rank: int) -> None:
     )
     shutdown.connect()
     if scene.trouble == "set-up":
-        say("step 3")
+        log("step 3")
         time.sleep(FOR_EVER_S)
     shutdown.begin()
     step = 0
     try:
         while not shutdown.should_stop():
             step += 1
-            say(f"step {step}")
+            log(f"step {step}")
             take_step(scene, shutdown, rank, step)
     except PeerLostError as error:
-        say(f"PeerLostError: {error}")
+        log(f"PeerLostError: {error}")
         started_s = time.monotonic()
         shutdown.close()
-        say(f"closed in {time.monotonic() - started_s:.3f} s")
+        log(f"closed in {time.monotonic() - started_s:.3f} s")
         os._exit(1)
     if scene.trouble in ("long save", "dead disk", "holds Python's lock"):
-        say("saves")
+        log("saves")
         if scene.trouble == "holds Python's lock":
             ctypes.PyDLL(None).sleep(FOR_EVER_S)
         time.sleep(FOR_EVER_S)
-    say(f"stopped at {step}: {shutdown.reason}, failed {shutdown.failed}")
+    log(f"stopped at {step}: {shutdown.reason}, failed {shutdown.failed}")
     shutdown.close()
     dist.destroy_process_group()
 
@@ -89,7 +89,7 @@ def take_step(scene: Scene, shutdown: GracefulShutdown, rank: int, step: int) ->
 
 
 class Log:
-    """A file that is complete at any moment, whatever becomes of its process."""
+    """A file written without a buffer, so that it is complete if the process is killed."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

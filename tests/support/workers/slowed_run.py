@@ -1,8 +1,8 @@
 """A run of train.main with a slow unit and a late all-gather, for test_trace_run.py. Arguments: those of
 train.main.
 
-The forward of SLOW sleeps. Parameters are gathered asynchronously, as on a GPU (over gloo FSDP2 waits in each
-launch), and each unit starts the next one's gather in its forward, but for the one before LATE.
+The forward of SLOW sleeps. All-gathers are asynchronous, as on a GPU (over gloo FSDP2 waits in each launch),
+and each unit starts the next unit's all-gather in its forward, except the unit before LATE.
 """
 
 import sys
@@ -23,7 +23,7 @@ SLEEP_S = 0.1
 
 
 def build_slowed(*arguments: Any) -> Llama:
-    """The model of the plan, and what is wrong with it."""
+    """Build the model of the plan, with the slow unit and the late all-gather."""
     model = build_model(*arguments)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,9 +1,8 @@
-"""One rank of a small loop under a watchdog, and what goes wrong in it: `WAY FOLDER [STUCK_RANK]`.
+"""One rank of a small loop under a watchdog, with a fault: `WAY FOLDER [STUCK_RANK]`.
 
-The ways: stop (a rank stops itself, by SIGSTOP), asleep (a rank sleeps in a function of its own), desync (a
-rank gathers objects where the others reduce), behind (a rank stays in its evaluation; here the folder cannot
-be made), slow (steps take long but end), ended (a rank has its last step early), alone (init_process_group
-waits).
+The ways: stop (a rank stops itself with SIGSTOP), asleep (a rank sleeps in a separate function), desync (a
+rank gathers objects while the others reduce), behind (a rank stays in its evaluation, and the folder cannot
+be created), slow (steps are slow but end), ended (a rank ends early), alone (init_process_group waits).
 """
 
 import os
@@ -43,7 +42,7 @@ def stop_here() -> None:
 
 
 def go_wrong(watchdog: Watchdog) -> None:
-    """What this rank does instead of a step."""
+    """Run this rank's fault instead of a step."""
     if WAY == "behind":
         watchdog.enter("evaluation", STUCK_STEP - 1)
     {"stop": stop_here, "asleep": fall_asleep, "behind": fall_asleep, "desync": gather_objects}[WAY]()
@@ -54,15 +53,16 @@ def note(message: str) -> None:
 
 
 def wait_for_diagnosis() -> None:
-    """Of rank 0, which waits in vain for this one; meanwhile the connections of this one stay open."""
+    """Wait until rank 0, which waits in vain for this rank, has written its diagnosis; until then keep this
+    rank's connections open."""
     deadline_s = time.monotonic() + 120
     while not (FOLDER / "on_stuck_0.txt").exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 
 def main() -> None:
-    """The loop; at STUCK_STEP the stuck rank goes wrong. Prints when that was, so that a test can tell how
-    long it took."""
+    """Run the loop; at STUCK_STEP the stuck rank has its fault. Prints the time of that step, so that a test
+    can measure the delay."""
     timeouts = TimeoutConfig(
         setup_s=3 if WAY == "alone" else 60, step_s=5.5 if WAY == "slow" else 3, evaluation_s=60
     )
@@ -84,7 +84,7 @@ def main() -> None:
             if RANK == STUCK_RANK:
                 go_wrong(watchdog)
         if WAY == "slow":
-            time.sleep(0.45 + 0.05 * RANK)  # all together longer than the time-out
+            time.sleep(0.45 + 0.05 * RANK)  # all steps together take longer than the timeout
         reduce()
     watchdog.close()
     if WAY == "ended":
