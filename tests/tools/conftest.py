@@ -1,5 +1,5 @@
-"""Two finished runs, made by the real trainer: one process with tied embeddings, and two processes with
-uneven shards."""
+"""Two finished runs of the real trainer: one process with tied embeddings, and two processes with uneven
+shards."""
 
 import subprocess
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def tied_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes: the vocabulary of 265 does not divide by 2, so the shards differ in size."""
+    """Two processes: a vocabulary of 265 is not divisible by 2, so the shards differ in size."""
     return _train(tmp_path_factory.mktemp("sharded"), 2)
 
 
@@ -40,13 +40,13 @@ def run(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test starts as `python -m MODULE` is a fork."""
+    """Make the `python -m MODULE` commands of a test forks."""
     monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
 
 
 @pytest.fixture
 def tool() -> Callable[..., CompletedProcess[str]]:
-    """Runs what `python -m tools.NAME ...` does."""
+    """Run a tool as `python -m tools.NAME ...` does."""
 
     def call(name: str, *arguments: str) -> CompletedProcess[str]:
         done: CompletedProcess[str] = launch(1, *arguments, module=f"tools.{name}")

@@ -1,5 +1,5 @@
-"""tools/convert_hf.py: in and out again is bitwise the same, transformers loads what comes out, and nothing
-is left half done."""
+"""tools/convert_hf.py: import and export are bitwise the same, transformers loads the export, and no partial
+folder is left."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_hf(folder: Path) -> Any:
-    """What transformers makes of a folder, which must fit exactly."""
+    """Load a folder with transformers, without missing or unexpected weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -58,11 +58,11 @@ def load_hf(folder: Path) -> Any:
     return model.eval()
 
 
-def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype, name
-        assert torch.equal(tensor, other[name]), name
+def check_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,8 @@ def test_in_and_out_again_is_bitwise_the_same(
 def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
     tied: bool, ratio: int, rope: str, head_dim: int, tmp_path: Path
 ) -> None:
-    """Logits and greedy text; head.output of tools.generate is the tied weight."""
+    """Compare logits and greedy text; with tied embeddings tools.generate uses the tied weight as
+    head.output."""
     hf, tokens = make_hf(2, tied, ratio, rope, head_dim), make_tokens(batch=2, seq_len=40)
     source = save_hf(tmp_path / "hf", hf)
     main(["import", str(source), str(tmp_path / "ours"), SMALL_FILES])
@@ -124,7 +125,7 @@ def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path)
     config = parse_config([f"--config={out / 'config.yaml'}"])
     assert config.model == config_from_hf(json.loads((hf_dir / "config.json").read_text()))
     assert config.train.seq_len == config.model.max_seq_len  # 96, less than the default
-    assert config.checkpoint.every > 0, "a run of it saves, though the default is never"
+    assert config.checkpoint.every > 0, "its config saves checkpoints, although the default is never"
     weights = load_whole_weights(out)
     whole = consolidate(out, tmp_path / "whole.safetensors", force=False)
     check_same(load_file(whole), weights)
@@ -132,7 +133,8 @@ def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path)
 
 
 def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
-    """Of one process tied, and of two with shards of different sizes."""
+    """A run of one process with tied embeddings, and a run of two processes with shards of different
+    sizes."""
     main(["export", str(run), str(tmp_path / "hf"), SMALL_FILES])
     config, weights = checkpoint_config(find_newest(run)), load_whole_weights(find_newest(run))
     ours, theirs = load_model(find_newest(run), config.job, torch.device("cpu")), load_hf(tmp_path / "hf")
@@ -182,7 +184,7 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
         assert (folder / "tokenizer_config.json").read_text() == '{"b": 2}'
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (5, [6, 7], None)
-    # a run that was trained from it has the files only where its data.tokenizer says
+    # a run trained from it has these files only in the folder of its data.tokenizer
     trained = copy_of(tmp_path / "ours", tmp_path / "trained")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (trained / name).unlink()
@@ -206,7 +208,7 @@ def test_old_tables_and_equal_copies_are_left_out(tmp_path: Path) -> None:
 
 
 def test_files_are_as_few_as_the_limit_allows(tmp_path: Path) -> None:
-    """And never more than one file's tensors are alive."""
+    """And never more than one file's tensors are in memory."""
     sizes, alive, most = {"a": 400, "b": 400, "c": 900, "d": 400, "e": 400, "f": 400}, [], []
 
     def read(name: str) -> torch.Tensor:
@@ -232,7 +234,7 @@ def test_files_are_as_few_as_the_limit_allows(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see a process's memory")
 def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
-    """A model of 88 MB goes in and out in files of 10 MB: no process ever holds half of it."""
+    """Import and export a model of 88 MB in files of 10 MB: the process never grows by half of it."""
     source = save_hf(
         tmp_path / "hf", make_hf(head_dim=128, intermediate_size=4096, num_hidden_layers=3, ratio=1)
     )
@@ -249,7 +251,7 @@ def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
 
 
 def commit_again(checkpoint: Path) -> None:
-    """Give a changed checkpoint the manifest that it would have, had it been saved so."""
+    """Write the manifest that a changed checkpoint would have if it had been saved like this."""
     files = {path.name: hash_file(path) for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST}
     (checkpoint / MANIFEST).write_text(
         manifest_to_text(dataclasses.replace(read_manifest(checkpoint), files=files))
@@ -264,7 +266,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 def test_what_is_there_is_kept_unless_forced(hf_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    main(["import", str(hf_dir), str(out)])  # an empty folder is no obstacle
+    main(["import", str(hf_dir), str(out)])  # an existing empty folder is accepted
     (out / "mine").write_text("x")
     with pytest.raises(CheckpointError, match=r"out is not empty: .*--force"):
         main(["import", str(hf_dir), str(out)])
@@ -283,7 +285,7 @@ def test_what_is_there_is_kept_unless_forced(hf_dir: Path, tmp_path: Path) -> No
 
 
 def test_a_failure_leaves_what_was_there(hf_dir: Path, tmp_path: Path) -> None:
-    """A tensor that cannot be read, found when some files are written already."""
+    """A tensor that cannot be read."""
     main(["import", str(hf_dir), str(tmp_path / "ours"), SMALL_FILES])
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "mine").write_text("x")
@@ -300,7 +302,7 @@ def test_a_failure_leaves_what_was_there(hf_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_behind(hf_dir: Path, tmp_path: Path) -> None:
-    """A limit on the size of a file stands for it: writing fails in the middle of one."""
+    """A limit on the file size simulates it: writing fails in the middle of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
@@ -331,7 +333,7 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but the files contain 21 tensors"),
         (
@@ -343,28 +345,28 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_cannot_be_is_refused_at_once(
-    change: dict[str, Any], said: str, hf_dir: Path, tmp_path: Path
+    change: dict[str, Any], message: str, hf_dir: Path, tmp_path: Path
 ) -> None:
-    """And no block of a billion is built first, which would take hours."""
+    """Without building a billion blocks first, which would take hours."""
     source = copy_of(hf_dir, tmp_path / "hf")
     text = json.dumps(json.loads((source / "config.json").read_text()) | change)
     (source / "config.json").write_text(text.replace('"deep": null', '"deep": ' + "[" * 10**5 + "]" * 10**5))
     start_s = time.monotonic()
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         main(["import", str(source), str(tmp_path / "ours")])
     assert time.monotonic() - start_s < 20
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         find_weights(str(source), config_from_hf(json.loads((hf_dir / "config.json").read_text())), None)
     assert not (tmp_path / "ours").exists()
 
 
 def test_a_name_that_no_folder_can_have_is_refused(hf_dir: Path) -> None:
-    for source, out, said in (
+    for source, out, message in (
         ("~nosuchuser/x", "out", "SOURCE='~nosuchuser/x' is no usable path"),
         ("", "out", "SOURCE is empty"),
         (str(hf_dir), "o" * 5000, r"OUT='o{80}\.\.\. \(5,000 letters\)' is no usable path .*too long"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             main(["import", source, out])
     with pytest.raises(CheckpointError, match=r"checkpoint\.init_from='~nosuchuser/x' is no usable path"):
         find_weights("~nosuchuser/x", Config().model, None)

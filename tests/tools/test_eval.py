@@ -1,5 +1,5 @@
-"""tools/eval.py: the score of a model is its run's own, transformers' own, and that computed by hand;
-mistakes are one line."""
+"""tools/eval.py: scores equal those of the run, of transformers, and those computed by hand; mistakes are one
+line."""
 
 import json
 import math
@@ -40,14 +40,13 @@ def evaluate(*arguments: object, processes: int = 1) -> dict[str, Any]:
 
 
 def find(*arguments: object) -> EvalTarget:
-    """What the tool would evaluate."""
+    """The target that the tool would evaluate."""
     return find_target(*make_parser().parse_known_args(list(map(str, arguments))))
 
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face model with grouped heads, scaled positions and a tokenizer that puts <s> in front of a
-    document."""
+    """A Hugging Face model with grouped heads, rope scaling and a tokenizer whose BOS is <s>."""
     folder = save_hf(tmp_path_factory.mktemp("models") / "hf", make_hf(3, rope="llama3", vocab_size=640))
     train_bpe(folder)
     return folder
@@ -59,7 +58,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loss_of_transformers(hf_dir: Path) -> tuple[float, int]:
-    """Mean loss over the packed stream of the documents, and the number of tokens, by transformers itself."""
+    """Mean loss over the packed stream of the documents, and the number of tokens, by transformers."""
     tokenizer = JsonTokenizer(hf_dir)
     ids = tokenizer.encode([text.encode() for text in TEXTS if text])
     stream = torch.tensor([i for document in ids for i in (0, *document.tolist(), 1)])
@@ -75,7 +74,7 @@ def loss_of_transformers(hf_dir: Path) -> tuple[float, int]:
 def test_the_score_of_a_checkpoint_is_its_runs_own(
     made: str, processes: int, request: pytest.FixtureRequest
 ) -> None:
-    """Of runs of two processes and of one, whatever the number now; the limit is the run's
+    """Runs of two processes and of one, with another number in the evaluation; the limit is the run's
     train.eval_sequences."""
     run = request.getfixturevalue(made)
     figures = evaluate(run, "--sequences=8", "--micro_batch_size=3", processes=processes)
@@ -88,7 +87,7 @@ def test_the_score_of_a_checkpoint_is_its_runs_own(
 
 
 def test_the_keys_of_how_a_run_was_spread_are_left_behind(tmp_path: Path) -> None:
-    """Of a run on more ranks, with what only such a run may have."""
+    """The config of a run on more ranks, with keys that need them."""
     path = tmp_path / "config.yaml"
     spread = [
         "--parallel.tp=2",
@@ -123,8 +122,8 @@ def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(
 
 
 def test_bits_per_byte_by_hand(tied_run: Path, tmp_path: Path) -> None:
-    """17 characters of 19 bytes, three times, each with its separator: 60 tokens, of which 59 are predicted,
-    the last 11 in a shorter sequence."""
+    """17 characters of 19 bytes, three times, each with its EOS: 60 tokens, of which 59 are predicted, the
+    last 11 in a shorter sequence."""
     text = "h\xe9llo w\xf6rld, twice"[:17]
     assert len(text.encode()) == 19
     source = write_jsonl(tmp_path / "three.jsonl", [text] * 3)
@@ -151,7 +150,8 @@ def test_bits_per_byte_by_hand(tied_run: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def store_run(tmp_path_factory: pytest.TempPathFactory, hf_dir: Path, records: Path) -> Path:
-    """A run on prepared data without BOS, and with a validation set; its data lies in `store` beside it."""
+    """A run on prepared data without BOS, with a validation set; its data is in `store` in the same
+    folder."""
     folder = tmp_path_factory.mktemp("store_run")
     extra = write_jsonl(folder / "extra.jsonl", MORE_TEXTS)
     for source, name, held_out in ((records, "store", 0.3), (extra, "more", 0.0)):
@@ -189,10 +189,10 @@ def test_every_set_of_a_run_compiled_and_other_data_with_its_tokenizer(store_run
             assert score[figure] == pytest.approx(row[f"eval/{name}/{figure}"], rel=1e-5)
     store, extra = str(store_run.parent / "store"), str(store_run.parent / "extra.jsonl")
     of_store = evaluate(store_run, f"--data={store}", *EAGER)["sets"]
-    assert of_store[store] == pytest.approx(sets["held_out"], rel=1e-5), "what it holds out"
+    assert of_store[store] == pytest.approx(sets["held_out"], rel=1e-5), "its held-out documents"
     of_extra = evaluate(store_run, f"--data={extra}", *EAGER)["sets"]
     assert of_extra[extra] == pytest.approx(sets["more"], rel=1e-5), (
-        "all of it, without BOS as the run's data"
+        "all of it, without BOS like the run's data"
     )
 
 
@@ -229,7 +229,7 @@ def test_a_mistake_is_one_line(tied_run: Path, tmp_path: Path) -> None:
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         make_parser().parse_args(["-h"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for option in (
         "CHECKPOINT_OR_RUN_OR_HF_DIR",
         "--data SOURCE",
@@ -238,4 +238,4 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         "--seq_len T",
         "--json",
     ):
-        assert option in said
+        assert option in output

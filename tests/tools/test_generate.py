@@ -1,4 +1,4 @@
-"""tools/generate.py: the model is the run's, the sampling is as asked, and the text streams."""
+"""tools/generate.py: the run's model is loaded, sampling follows its options, and the text streams."""
 
 import io
 import json
@@ -95,14 +95,14 @@ def test_a_separator_ends_the_text_and_ids_without_text_are_never_chosen() -> No
         LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64)
     )
     init_weights(model, seed=0)
-    # blocks add nothing and every input is ones, so logits are the row sums of the output head
+    # blocks add nothing and every input is ones, so the logits are the row sums of the output weight
     with torch.no_grad():
         model.layers[0].attention.wo.weight.zero_()
         model.layers[0].feed_forward.w2.weight.zero_()
         model.tok_embeddings.weight.fill_(1.0)
         model.head.output.weight.zero_()
         model.head.output.weight[ord("a")] = 1.0
-        model.head.output.weight[260] = 2.0  # of the padding of the vocabulary
+        model.head.output.weight[260] = 2.0  # an id in the padding of the vocabulary
     assert bytes(generate(model, [1], 5, GREEDY, 64, BYTES.info)) == b"aaaaa"
     with torch.no_grad():
         model.head.output.weight[BYTES.info.eos] = 1.5
@@ -143,9 +143,9 @@ def test_tokens_of_a_vocabulary_are_written_as_they_settle(tmp_path: Path) -> No
     start = len(tokenizer.encode([b"the quick"])[0])
     written = [*stream_text(tokenizer, context, iter(ids[start:]))]
     assert "".join(written) == text + "\n"
-    assert len(written) > 10, "as it comes, not at the end"
+    assert len(written) > 10, "streamed, not printed at the end"
     assert not any("\ufffd" in part for part in written)
-    assert "鯨" in "".join(written), "its bytes are tokens of their own, which no merge joins"
+    assert "鯨" in "".join(written), "its bytes are separate tokens, which no merge joins"
     with pytest.raises(DataError, match="--prompt is not valid UTF-8 at byte 1"):
         make_context(tokenizer, b"a\xff")
 
@@ -166,8 +166,7 @@ def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture(scope="module")
 def bpe_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on prepared data of a small vocabulary, BOS in front of each document; the data lies in `store`
-    beside it."""
+    """A run on prepared data with a small vocabulary and BOS; the data is in `store` in the same folder."""
     folder = tmp_path_factory.mktemp("bpe_run")
     source = write_jsonl(folder / "text.jsonl", ["漢字 the quick brown é 😀 fox " * 8] * 40)
     made = run_nested(
@@ -205,7 +204,9 @@ def test_a_run_with_a_vocabulary_has_learnt_its_text(
     main([f"--run={bpe_run}", "--prompt=漢字 the", "--temperature=0", "--max_new_tokens=30"])
     assert capsys.readouterr().out.startswith("漢字 the quick brown é 😀 fox 漢字 the quick brown")
     main([f"--run={bpe_run}", "--temperature=0", "--max_new_tokens=8"])
-    assert capsys.readouterr().out.startswith("漢字 the quick"), "as a document begins after BOS"
+    assert capsys.readouterr().out.startswith("漢字 the quick"), (
+        "a text that begins after BOS, like a document"
+    )
 
 
 def test_a_tokenizer_is_asked_for_or_beside_the_weights_or_of_the_data(bpe_run: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""tools/prepare_data.py: as users call it."""
+"""tools/prepare_data.py as a command."""
 
 import json
 import os
@@ -129,15 +129,15 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
     tokenizer, out = train_bpe(tmp_path / "bpe"), tmp_path / "out"
     call = [str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
     results = tmp_path / ".out.partial" / "results"
-    process = fork(prepare_with_a_worker_held, call, output=tmp_path / "said")
-    preparing = Launch([process], tmp_path / "said")
+    process = fork(prepare_with_a_worker_held, call, output=tmp_path / "output")
+    preparing = Launch([process], tmp_path / "output")
     try:
         assert preparing.wait_until(lambda: list(results.glob("*.json"))), preparing.output()
         workers = spawned_workers(process.pid)
         assert all(signal.SIGINT in blocked_signals(worker) for worker in workers), (
-            "Ctrl-C reaches the one only that then ends them"
+            "Ctrl-C reaches only the parent, which then kills them"
         )
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its group
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the process group
         assert preparing.wait(LIMIT_S) == 130
     finally:
         kill(children(process.pid))
@@ -161,8 +161,8 @@ def blocked_signals(pid: int) -> set[int]:
 
 
 def prepare_with_a_worker_held(call: Sequence[str]) -> None:
-    """The command, in a group of its own. The second of its two workers is stopped from the start, so it is
-    not soon done."""
+    """Run the command in a separate process group. The second of its two workers is stopped from the start,
+    so that it does not finish."""
     begin, started = worker_pool._Worker.start, []
 
     def start(worker: worker_pool._Worker) -> None:
@@ -182,7 +182,7 @@ def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
     with started(
         1,
         *call,
-        output=tmp_path / "said",
+        output=tmp_path / "output",
         errors=Path(os.ttyname(its_end)),
         module=NESTED,
         TERM="xterm",

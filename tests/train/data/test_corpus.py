@@ -1,5 +1,4 @@
-"""The data of a run: what the cache does, prepared folders, one tokenizer for all, checksums, and what does
-not fit."""
+"""The data of a run: the cache, prepared folders, the common tokenizer, checksums, and errors."""
 
 import hashlib
 import json
@@ -35,7 +34,7 @@ def documents_in(split: TokenStream) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 documents, a tokenizer.json, and the documents prepared with it. Not to be changed."""
+    """60 documents, a tokenizer.json, and the documents prepared with it. Tests must not change them."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "many").mkdir()
     for i in range(60):
@@ -49,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def many(made: Path, tmp_path: Path) -> DataConfig:
-    """60 documents, of which about a quarter is held out."""
+    """60 documents, about a quarter of them held out."""
     folder = Path(shutil.copytree(made / "many", tmp_path / "many"))
     return DataConfig(source=str(folder), eval_fraction=0.25, cache_dir=str(tmp_path / "cache"))
 
@@ -73,8 +72,7 @@ def test_another_document_does_not_move_the_others_between_the_splits(many: Data
 
 
 def caches(config: DataConfig) -> dict[str, int]:
-    """Everything in the cache's folder but the notes of what was verified, hidden or not, and when it was
-    written."""
+    """The names in the cache folder (hidden ones too, without the verification records), with their times."""
     return {
         path.name: path.stat().st_mtime_ns
         for path in Path(str(config.cache_dir)).iterdir()
@@ -112,8 +110,7 @@ def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(rounds: int, many: DataConfig) -> None:
-    """Many rounds: whoever ends removes the folder of the work while others wait for it, and each moment of
-    that must do."""
+    """Many rounds: a run that ends removes the work folder while others wait for it, at any moment."""
     for name in sorted(os.listdir(many.source))[3:]:
         os.remove(Path(many.source, name))
     for i in range(rounds):
@@ -123,7 +120,7 @@ def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(rounds: int, many: 
         assert {corpus.sources[0].split.tokens for corpus in corpora} == {
             load_corpus(config).sources[0].split.tokens
         }
-        assert not list(Path(config.cache_dir).glob(".*")), "nothing of the work is left"
+        assert not list(Path(config.cache_dir).glob(".*")), "no work folder is left"
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused_by_name(many: DataConfig, tmp_path: Path) -> None:
@@ -142,7 +139,7 @@ def test_a_name_that_is_not_utf8_is_a_name(many: DataConfig) -> None:
 
 @pytest.fixture
 def prepared(made: Path, tmp_path: Path) -> Path:
-    """The same documents, prepared with a tokenizer.json."""
+    """The same documents, prepared with a tokenizer.json; a copy for one test."""
     shutil.copytree(made / "bpe", tmp_path / "bpe")
     return Path(shutil.copytree(made / "prepared", tmp_path / "prepared"))
 
@@ -215,7 +212,7 @@ def test_a_shard_that_changed_is_named_with_both_fingerprints(
 
 
 def test_a_copy_with_the_files_own_time_is_looked_at_again(prepared: Path) -> None:
-    """As rsync makes it: on another node's disk, under the same path."""
+    """Like a copy by rsync: on another node's disk, under the same path."""
     config, shard = with_cache(prepared), prepared / "train-00000.bin"
     load_corpus(config)
     content, times = bytearray(shard.read_bytes()), shard.stat()
@@ -258,7 +255,7 @@ def test_held_out_and_validation_sets_have_their_names(
     extra = load_corpus(with_cache(prepared, validation={"extra": str(tmp_path / "b" / "prepared")}))
     assert sorted(extra.held_out) == ["held_out"]
     assert [source.name for source in extra.sources] == ["prepared"]
-    assert extra.validation["extra"].documents == 60, "prepared data too is evaluated whole"
+    assert extra.validation["extra"].documents == 60, "all of a prepared folder is evaluated"
     with pytest.raises(DataError, match=r"data\.validation\.held_out: .*another name"):
         load_corpus(with_cache(prepared, validation={"held_out": str(tmp_path / "b" / "prepared")}))
     with pytest.raises(DataError, match=r"data\.validation\.again=.*prepared.* training source"):
@@ -268,11 +265,11 @@ def test_held_out_and_validation_sets_have_their_names(
     )
     assert sorted(source.weight for source in corpus.sources) == [1.0, 3.0]
     assert set(corpus.held_out) == {str(prepared), str(tmp_path / "b" / "prepared")}, (
-        "two of one name have their whole path"
+        "two sources with the same last part have their full path"
     )
     raw = DataConfig(many.source, cache_dir=many.cache_dir, validation={"one": str(tmp_path / "one.jsonl")})
     assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], (
-        "a validation set of raw text is all of it"
+        "all of a raw validation set is evaluated"
     )
 
 

@@ -1,4 +1,4 @@
-"""From tokens to batches: which sequence, in which order, cut over ranks without overlap or loss."""
+"""Sample order and batches: every rank reads its part of the order, without overlap or loss."""
 
 import threading
 import time
@@ -74,7 +74,7 @@ def test_the_seed_decides_the_order() -> None:
 
 
 def test_every_sample_is_as_likely_at_every_place() -> None:
-    """1,400 orders of 7 samples: each is first 200 times, give or take 5 standard deviations of 13."""
+    """1,400 orders of 7 samples: each is first 200 times, within 5 standard deviations of 13."""
     firsts = Counter(int(between(0, 1, 7, seed)[0]) for seed in range(1400))
     assert set(firsts) == set(range(7))
     assert all(abs(count - 200) < 65 for count in firsts.values()), firsts
@@ -112,7 +112,7 @@ def load(
 
 
 def samples_of(batches: list[Batch]) -> list[int]:
-    """Which sequences the batches hold, checked token by token."""
+    """The sequences in the batches, checked token by token."""
     for batch in batches:
         assert batch.tokens.dtype == batch.targets.dtype == torch.int64
         assert torch.equal(batch.tokens, batch.tokens[:, :1] + torch.arange(SEQ_LEN))
@@ -141,7 +141,7 @@ def test_a_step_has_the_same_samples_however_it_is_cut_and_no_rank_has_anothers(
 
 
 def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun local rank 1 of 2 computes on cuda:1, and every new thread begins on cuda:0."""
+    """Under torchrun local rank 1 of 2 computes on cuda:1, and every new thread starts on cuda:0."""
     calls = DeviceCalls(monkeypatch)
     monkeypatch.setattr(
         loader_module, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape)
@@ -163,8 +163,8 @@ def test_an_epoch_shows_every_sample_once() -> None:
 
 @pytest.mark.parametrize("done", [1, 5, 12, 13])
 def test_going_on_at_a_step_is_as_never_having_stopped(done: int) -> None:
-    whole = steps_of(shape_of(1, 2, 2), 16)
-    assert steps_of(shape_of(1, 2, 2), 16 - done, first_sample=done * 8) == whole[done:]
+    expected = steps_of(shape_of(1, 2, 2), 16)
+    assert steps_of(shape_of(1, 2, 2), 16 - done, first_sample=done * 8) == expected[done:]
 
 
 def test_micro_batches_have_the_shape_of_the_plan() -> None:
@@ -185,18 +185,20 @@ def hashes_of(ranks: int, micro: int, steps: int, first_sample: int = 0) -> list
 
 
 def test_the_hash_of_a_step_is_the_same_on_every_mesh_and_after_going_on() -> None:
-    whole = hashes_of(1, 8, 10)
-    assert len(set(whole)) == 10
-    assert hashes_of(4, 1, 10) == hashes_of(2, 2, 10) == whole
-    assert hashes_of(8, 1, 4, first_sample=6 * 8) == whole[6:]
+    expected = hashes_of(1, 8, 10)
+    assert len(set(expected)) == 10
+    assert hashes_of(4, 1, 10) == hashes_of(2, 2, 10) == expected
+    assert hashes_of(8, 1, 4, first_sample=6 * 8) == expected[6:]
 
 
 def test_the_hash_of_a_step_changes_when_two_sequences_change_places() -> None:
     loader = load(shape_of(0, 1, 8), seed=3)
-    (batch,), told = loader.next().micro_batches, hashes_of(1, 8, 1)[0]
+    (batch,), reported = loader.next().micro_batches, hashes_of(1, 8, 1)[0]
     loader.close()
     rows = [hash_tokens(row, position) for position, row in enumerate(batch.tokens[[1, 0, *range(2, 8)]])]
-    assert sum(hash_tokens(row, position) for position, row in enumerate(batch.tokens)) == told != sum(rows)
+    assert (
+        sum(hash_tokens(row, position) for position, row in enumerate(batch.tokens)) == reported != sum(rows)
+    )
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -211,11 +213,11 @@ def test_close_ends_the_thread(taken: int) -> None:
     assert len(loader_threads()) == 1
     loader.close()
     assert loader_threads() == []
-    loader.close()  # and again, as a `finally` may
+    loader.close()  # a second call is allowed
 
 
 class Noted(SampleOrder):
-    """Notes the first position of every step that is read."""
+    """Records the first position of every step that is read."""
 
     def __init__(self) -> None:
         super().__init__((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
@@ -244,7 +246,7 @@ def test_no_more_than_so_many_steps_are_read_before_they_are_asked_for(ahead: in
 
 def test_an_exception_in_the_thread_reaches_whoever_asks_for_the_next_batch() -> None:
     loader, thread = load(shape_of(0, 1), seed=-1), ThreadPool(1)
-    for _ in range(2):  # whoever asks again hears the same
+    for _ in range(2):  # every later call raises it again
         with pytest.raises(ValueError, match="non-negative"):
             thread.apply_async(loader.next).get(60)
     thread.terminate()

@@ -1,4 +1,4 @@
-"""More shards than a process may have open files, and files that change under a run."""
+"""More shards than a process may open files, and files that change during a run."""
 
 import errno
 import os
@@ -66,7 +66,7 @@ def load_with_no_file_left(folder: Path) -> str:
 
 @contextmanager
 def no_file_left() -> Iterator[None]:
-    """All numbers up to the limit are taken."""
+    """A context in which this process has no free file descriptor."""
     limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
     try:
@@ -86,8 +86,7 @@ def test_files_that_others_need_are_given_back(tmp_path: Path) -> None:
 
 
 def read_with_a_limit_lowered(folder: Path) -> list[int]:
-    """All shards are mapped, and then nothing is left: those that are read next take the place of the
-    others."""
+    """Map all shards, then take all free file descriptors: the next reads must close mapped files."""
     manifest, out = read_manifest(folder), np.empty(40, np.int64)
     open_split(folder, manifest, "train").read(0, out)
     assert opened_in(folder) == 80
@@ -97,7 +96,7 @@ def read_with_a_limit_lowered(folder: Path) -> list[int]:
 
 
 def opened_in(folder: Path) -> int:
-    """How many files of a folder this process has open."""
+    """The number of open files of this process in a folder."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return sum(Path(os.readlink(link)).parent == folder for link in links if os.path.lexists(link))
 
@@ -136,7 +135,7 @@ def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "shorter, of the same time", "gone"])
 def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_path: Path) -> None:
-    """But one that was touched is, as some do so that their cluster does not delete it."""
+    """Except a touched file: users touch files so that their cluster does not delete them."""
     split = open_split(
         tmp_path / "store", write_store(tmp_path / "store", [[[1, 2, 3]], [[4, 5, 6]]]), "train"
     )

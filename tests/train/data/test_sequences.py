@@ -1,5 +1,5 @@
-"""Documents in sequences: packed, kept apart, or one each; read across shards, with mixtures, and what is
-refused."""
+"""Documents in sequences: packed, masked, or one per sequence; reading across shards, mixtures, and
+errors."""
 
 import math
 
@@ -25,7 +25,7 @@ FEW = settings(deadline=None, derandomize=True, database=None, suppress_health_c
 
 
 def split_of(documents: list[list[int]], cuts: tuple[int, ...] = ()) -> TokenStream:
-    """Documents one after another, in shards that end after the documents `cuts`."""
+    """A split of these documents, in shards that end after `cuts` documents."""
     return stores.split_of(
         *(documents[a:b] for a, b in zip((0, *cuts), (*cuts, len(documents)), strict=True))
     )
@@ -70,8 +70,11 @@ def test_a_document_mask_knows_where_each_document_begins_and_lets_no_target_cro
     batch = read_batch([split_of(DOCUMENTS, (2,))], rows(0, 1), shape)
     assert batch.tokens.tolist() == [[1, 10, 11, 2, 1, 2, 1, 20], [21, 22, 23, 24, 25, 26, 27, 28]]
     assert batch.first.tolist() == [[0, 0, 0, 0, 4, 4, 6, 6], [0] * 8]
-    no = IGNORE_INDEX
-    assert batch.targets.tolist() == [[10, 11, 2, no, 2, no, 20, 21], [22, 23, 24, 25, 26, 27, 28, 2]]
+    ignored = IGNORE_INDEX
+    assert batch.targets.tolist() == [
+        [10, 11, 2, ignored, 2, ignored, 20, 21],
+        [22, 23, 24, 25, 26, 27, 28, 2],
+    ]
 
 
 def test_without_packing_every_document_is_a_sequence_clipped_or_padded():
@@ -120,7 +123,7 @@ def model() -> Llama:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "layers" in name and parameter.dim() > 1:
-                parameter.mul_(10)  # attention that looks at single tokens, whose mistakes show
+                parameter.mul_(10)  # sharp attention, so that a wrong mask changes the loss
     return model
 
 
@@ -149,7 +152,7 @@ def test_packed_documents_that_are_kept_apart_train_as_documents_alone(model):
             gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name
         )
     crossing = loss_and_gradients(model, [Batch(packed.tokens, packed.targets)])[0]
-    assert abs(crossing - loss) > 1e-3 * loss, "attention across documents would show"
+    assert abs(crossing - loss) > 1e-3 * loss, "attention across documents changes the loss"
 
 
 def test_padded_documents_train_as_documents_alone_whatever_the_padding_is(model):
@@ -162,8 +165,8 @@ def test_padded_documents_train_as_documents_alone_whatever_the_padding_is(model
         torch.testing.assert_close(
             gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name
         )
-    other = batch.tokens.masked_fill(batch.targets == IGNORE_INDEX, 77)
-    assert loss_and_gradients(model, [Batch(other, batch.targets)])[0] == loss
+    padded = batch.tokens.masked_fill(batch.targets == IGNORE_INDEX, 77)
+    assert loss_and_gradients(model, [Batch(padded, batch.targets)])[0] == loss
 
 
 # Mixtures
@@ -188,8 +191,8 @@ def test_each_source_is_drawn_from_in_its_own_order_without_gaps_wherever_one_be
     before = count_draws(first, weights, seed)
     sources, places = draw(first, count, weights, seed)
     for source in range(3):
-        mine = places[sources == source]
-        assert mine.tolist() == list(range(before[source], before[source] + len(mine)))
+        drawn = places[sources == source]
+        assert drawn.tolist() == list(range(before[source], before[source] + len(drawn)))
     assert count_draws(first + count, weights, seed) == [
         b + int((sources == s).sum()) for s, b in enumerate(before)
     ]
@@ -203,20 +206,20 @@ def test_a_mixture_draws_by_weight_and_each_source_runs_through_epochs_of_its_ow
         shape,
         0,
     )
-    found = order.rows(0, CYCLE)
-    assert [(found[:, 0] == s).sum() for s in (0, 1)] == [7500, 2500]
-    second = found[found[:, 0] == 1, 1]
+    order_rows = order.rows(0, CYCLE)
+    assert [(order_rows[:, 0] == s).sum() for s in (0, 1)] == [7500, 2500]
+    second = order_rows[order_rows[:, 0] == 1, 1]
     assert all(sorted(second[i : i + 8]) == list(range(8)) for i in range(0, 2400, 8))
     counts = {"sequences/s0": 7500.0, "sequences/s1": 2500.0, "epoch/s0": 7500 / 40, "epoch/s1": 2500 / 8}
     assert data_progress(order, CYCLE) == counts
-    assert np.array_equal(np.concatenate([order.rows(0, 77), order.rows(77, 23)]), found[:100])
+    assert np.array_equal(np.concatenate([order.rows(0, 77), order.rows(77, 23)]), order_rows[:100])
 
 
 # Scores
 
 
 class OneBitOff(torch.nn.Module):
-    """A model that is off by exactly one bit for each token."""
+    """A model whose loss is exactly one bit per token."""
 
     def forward(self, tokens, targets, first):
         return (targets != IGNORE_INDEX).sum() * math.log(2)

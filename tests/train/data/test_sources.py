@@ -1,4 +1,4 @@
-"""train/data/sources.py and prepare/partition.py: which files a source has, and how they are cut."""
+"""train/data/sources.py and prepare/partition.py: the files of a source, and their division into pieces."""
 
 import os
 import sysconfig
@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Files by name, with __ for the dot."""
+    """Write files; the keys are their names, with __ for the dot."""
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(text)
     return folder
@@ -58,7 +58,7 @@ def test_names_are_relative_and_a_glob_finds_what_it_matches(
     write(tmp_path, a__txt="a", b__txt="b", c__log="c")
     assert names(tmp_path / "a.txt") == ["a.txt"]
     assert names(tmp_path / "*.txt") == ["a.txt", "b.txt"]
-    assert names(tmp_path / "c.*") == ["c.log"], "a file that is named is text, whatever its ending"
+    assert names(tmp_path / "c.*") == ["c.log"], "a file given by name is text, whatever its suffix"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert names("~/[ab].txt") == ["a.txt", "b.txt"]
 
@@ -76,7 +76,7 @@ def test_a_saved_dataset_is_its_arrow_files_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "pattern"),
     [
         ("nowhere", "no such file, folder or glob"),
         ("hf:some/set", r"python -m tools\.prepare_data hf:some/set"),
@@ -94,12 +94,12 @@ def test_a_saved_dataset_is_its_arrow_files_only(tmp_path: Path) -> None:
     ],
 )
 def test_a_source_without_text_is_refused(
-    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path, empty__txt="", packed__gz="x")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=pattern):
         find_files(source)
 
 

@@ -1,4 +1,4 @@
-"""train/data/tokenizer.py: any tokenizer.json gives what the tokenizers library gives, and its BOS and EOS
+"""train/data/tokenizer.py: any tokenizer.json gives the ids of the tokenizers library, and its BOS and EOS
 are found."""
 
 import hashlib
@@ -26,16 +26,16 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_bpe(tmp_path_factory.mktemp("of") / "small")
 
 
-def with_special(path: Path, folder: Path, *special: str, **said: object) -> Path:
-    """The same tokenizer with other special tokens, and a tokenizer_config.json if anything is said in it."""
+def with_special(path: Path, folder: Path, *special: str, **config: object) -> Path:
+    """Copy a tokenizer with other special tokens, and a tokenizer_config.json if `config` has keys."""
     plain = json.loads(path.read_text())
     for i, old in enumerate(("<s>", "</s>")):
         plain["model"]["vocab"][special[i]] = plain["model"]["vocab"].pop(old)
         plain["added_tokens"][i]["content"] = special[i]
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(plain))
-    if said:
-        (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -60,11 +60,11 @@ def test_ids_are_those_of_the_library_and_come_back_as_the_text(bpe: Path) -> No
     assert all(ids.dtype == np.uint32 for ids in found)
     assert [tokenizer.decode(ids.tolist()) for ids in found] == texts
     assert tokenizer.info == TokenizerInfo("small", tokenizer.info.sha256, 600, 0, 1)
-    assert load_tokenizer(str(bpe.parent)).info == tokenizer.info, "its folder means the same"
+    assert load_tokenizer(str(bpe.parent)).info == tokenizer.info, "the folder is the same tokenizer"
 
 
 def test_what_looks_like_a_special_token_in_a_text_is_text(bpe: Path) -> None:
-    """Else a document that spells out </s> would end there."""
+    """Otherwise a document that spells out </s> would end there."""
     tokenizer, library = load_tokenizer(str(bpe)), tokenizers.Tokenizer.from_file(str(bpe))
     (ids,) = tokenizer.encode([b"a</s>b<s>"])
     assert 1 in library.encode("a</s>b<s>").ids
@@ -96,7 +96,7 @@ def test_bos_and_eos_that_the_file_has_as_ordinary_tokens_never_come_out_of_text
 
 
 def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
-    """As a Unigram model does, and its score is the best."""
+    """A Unigram model knows them as words, with the best score."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -5.0) for letter in "abs<>/")]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
     tokenizer.add_special_tokens(["</s>"])
@@ -122,7 +122,7 @@ def test_a_text_without_ids_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("config", "message"),
     [
         ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] .*token"),
         ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} .*token"),
@@ -132,9 +132,11 @@ def test_a_text_without_ids_is_one_error(tmp_path: Path) -> None:
         ("[" * 10**5, r"nested too deeply"),
     ],
 )
-def test_what_is_said_beside_must_have_its_types(said: str, message: str, bpe: Path, tmp_path: Path) -> None:
+def test_what_is_said_beside_must_have_its_types(
+    config: str, message: str, bpe: Path, tmp_path: Path
+) -> None:
     shutil.copy(bpe, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(said)
+    (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(DataError, match=rf"tokenizer_config\.json cannot be read \(.*{message}"):
         load_tokenizer(str(tmp_path))
 
@@ -163,7 +165,7 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("special", "said", "bos", "eos", "expected"),
+    ("special", "config", "bos", "eos", "expected"),
     [
         (("<|begin_of_text|>", "<|end_of_text|>"), {}, "auto", "auto", (0, 1)),
         (("<bos>", "<|endoftext|>"), {}, "auto", "auto", (0, 1)),
@@ -191,14 +193,14 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
 )
 def test_bos_and_eos_are_as_asked_as_said_beside_or_known(
     special: tuple[str, str],
-    said: dict[str, object],
+    config: dict[str, object],
     bos: str,
     eos: str,
     expected: tuple[int | None, int],
     bpe: Path,
     tmp_path: Path,
 ) -> None:
-    info = load_tokenizer(str(with_special(bpe, tmp_path / "other", *special, **said)), bos, eos).info
+    info = load_tokenizer(str(with_special(bpe, tmp_path / "other", *special, **config)), bos, eos).info
     assert (info.bos, info.eos) == expected
     assert info.start == (info.eos if info.bos is None else info.bos)
 

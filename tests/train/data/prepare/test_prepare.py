@@ -1,4 +1,4 @@
-"""Prepared data are the documents of the source, each once, whatever the form and the processes."""
+"""Prepared data has every document of the source once, for every file format and number of processes."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ SMALL = {"held_out": 0.1, "shard_bytes": 4000}
     "count", [2000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.sampled(10)])]
 )
 def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_path: Path) -> None:
-    """One of them so long that it is encoded in parts."""
+    """One document is so long that it is encoded in parts."""
     texts = odd_texts(count - 1, seed=count)
     long = "".join(
         "the quick brown fox 0123456789 " * 60 + text for text in odd_texts(count // 2 + 1250, seed=2)
@@ -72,9 +72,11 @@ def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_pat
             expected[split].append([bos, *encoding.ids, eos])
     assert len(manifest.splits["train"]) > 3
     for split in SPLITS:
-        read = documents_of(tmp_path / "out", manifest, split)
-        assert len(read) == len(expected[split]) > 99
-        assert all(ids.tolist() == wanted for ids, wanted in zip(read, expected[split], strict=True))
+        documents = documents_of(tmp_path / "out", manifest, split)
+        assert len(documents) == len(expected[split]) > 99
+        assert all(
+            ids.tolist() == reference for ids, reference in zip(documents, expected[split], strict=True)
+        )
     assert manifest.settings["empty_documents"] == texts.count("")
     shards = [shard for split in SPLITS for shard in manifest.splits[split]]
     assert sum(shard.text_bytes for shard in shards) == sum(len(text.encode()) for text in texts)
@@ -82,7 +84,7 @@ def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_pat
 
 
 BYTE_LEVEL = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-# as Llama 3's
+# similar to Llama 3's
 DIGITS = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|[^\s]+"), "isolated")
 
 
@@ -114,16 +116,16 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
         parts = list(worker_module.cut_text(encode, text))
         assert b"".join(parts) == text
         assert (len(parts) > 20) == cut
-        said: list[tuple[int, int]] = []
+        reported: list[tuple[int, int]] = []
         arrays = worker_module.encode_in_parts(
-            encode, text, np.dtype(np.uint16), lambda *counts: said.append(counts)
+            encode, text, np.dtype(np.uint16), lambda *counts: reported.append(counts)
         )
         assert np.array_equal(np.concatenate(arrays), encode([text])[0])
-        assert said == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
+        assert reported == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
 
 
 def write_as(form: str, folder: Path, texts: list[str]) -> Path:
-    """The texts as records of one file, or as a folder of a saved dataset."""
+    """Write the texts as records of one file."""
     path = folder / f"all.{form}"
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
     if form.startswith("jsonl"):
@@ -176,14 +178,14 @@ def test_every_type_of_text_column_is_read_and_null_is_no_text(kind: str, tmp_pa
 
 
 def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
-    """In processes of their own, as the library reads HF_HOME once; the second finds the folder to be of the
-    same."""
+    """In separate processes, because the library reads HF_HOME once; the second one reuses the existing
+    folder."""
     if not importlib.util.find_spec("datasets"):
         pytest.skip("needs the datasets library")
     env = environment(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
     for names in (["plain", "parts::test", "loose"], ["loose"]):
-        process = fork(prepare_datasets, names, tmp_path, output=tmp_path / "said", env=env)
-        assert process.wait(120) == 0, (tmp_path / "said").read_text()
+        process = fork(prepare_datasets, names, tmp_path, output=tmp_path / "output", env=env)
+        assert process.wait(120) == 0, (tmp_path / "output").read_text()
     for name, wanted in (("plain", TEXTS), ("parts::test", TEXTS[50:60]), ("loose", TEXTS)):
         folder = tmp_path / f"out-{name[:5]}"
         texts = texts_of(folder, read_manifest(folder))
@@ -195,7 +197,7 @@ def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
 
 
 def prepare_datasets(names: list[str], folder: Path) -> None:
-    """Each of these datasets, made if it is not there."""
+    """Prepare these datasets; save them first if they do not exist."""
     if not (folder / "plain").exists():
         save_datasets(folder)
     for name in names:
@@ -206,7 +208,7 @@ def prepare_datasets(names: list[str], folder: Path) -> None:
 
 
 def save_datasets(folder: Path) -> None:
-    """A dataset, a dictionary of two, and a folder of a file."""
+    """Save a dataset, a dictionary of two datasets, and a folder with a .jsonl file."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -285,7 +287,7 @@ def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_pat
 
 
 def test_bytes_take_the_standard_library_as_it_is(tmp_path: Path) -> None:
-    """Its tests try other encodings."""
+    """The tests of the standard library use other encodings."""
     files = {path: path.read_bytes() for _, path in find_files("stdlib")}
     settings = PrepareSettings(workers=2)
     manifest = prepare("stdlib", "bytes", "auto", "auto", tmp_path / "out", settings)
@@ -299,7 +301,7 @@ def test_bytes_take_the_standard_library_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("texts", [["one two three"], ["a", "b"], ["a"] * 30, ["", "only this has text", ""]])
 def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str], tmp_path: Path) -> None:
-    """Two workers do the same: the only record is cut in two, or one is moved to the other split."""
+    """The only record is cut in two, or one record is moved to the other split; two workers do the same."""
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     for share in (0.0001, 0.9999):
         every = []

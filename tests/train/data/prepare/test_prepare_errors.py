@@ -1,4 +1,4 @@
-"""Text that cannot be prepared: one clear sentence with the place, and no folder under the final name."""
+"""Text that cannot be prepared: one message with the place, and no folder under the final name."""
 
 import errno
 import gzip
@@ -27,12 +27,13 @@ TEXTS = odd_texts(500, seed=3)
 
 
 def refuses(
-    source: object, said: str, tmp_path: Path, workers: tuple[int, ...] = (1,), **settings: object
+    source: object, pattern: str, tmp_path: Path, workers: tuple[int, ...] = (1,), **settings: object
 ) -> None:
-    """With each of these numbers of processes; nothing is left in the folder but the source."""
+    """Assert that preparing raises this error with each of these numbers of processes, and leaves no
+    output."""
     for processes in workers:
         out = tmp_path / "results" / "out"
-        with pytest.raises(DataError, match=said) as caught:
+        with pytest.raises(DataError, match=pattern) as caught:
             prepare_bytes(Path(str(source)), out, workers=processes, **settings)
         assert "\n" not in str(caught.value)
         assert not out.exists()
@@ -56,20 +57,20 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "said"), BAD_LINES)
+@pytest.mark.parametrize(("bad", "pattern"), BAD_LINES)
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "pieces"])
-def test_a_bad_line_is_named_by_its_number(bad: bytes, said: str, form: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named_by_its_number(bad: bytes, pattern: str, form: str, tmp_path: Path) -> None:
     path = tmp_path / ("a.jsonl.gz" if form == "jsonl.gz" else "a.jsonl")
     content = lines_with(bad)
     path.write_bytes(gzip.compress(content) if form == "jsonl.gz" else content)
-    said = said.replace(r"a\.jsonl", path.name)
-    if form == "pieces":  # no line before its piece's first is read: they are counted then
+    pattern = pattern.replace(r"a\.jsonl", path.name)
+    if form == "pieces":  # lines before the piece are not read, but counted for the message
         piece = next(p for p in cut_source(str(path), 0.1, 5000)[1] if p.parts[0].last > content.index(bad))
         assert piece.parts[0].first > 0
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=pattern):
             list(read_part(piece.parts[0], "text", True))
     else:
-        refuses(path, said, tmp_path, workers=(1, 2) if bad == BAD_LINES[0][0] else (1,))
+        refuses(path, pattern, tmp_path, workers=(1, 2) if bad == BAD_LINES[0][0] else (1,))
 
 
 def test_the_byte_of_invalid_utf8_is_that_of_the_file(tmp_path: Path) -> None:
@@ -102,21 +103,23 @@ def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None
         path.write_bytes(
             gzip.compress(content) if form == "jsonl.gz" else pyarrow.compress(content, "zstd", asbytes=True)
         )
-    whole = path.read_bytes()
+    content = path.read_bytes()
     if damage == "cut":
-        path.write_bytes(whole[: len(whole) * 2 // 3])
+        path.write_bytes(content[: len(content) * 2 // 3])
     elif damage == "flipped":
         if form.endswith("arrow"):
             pytest.skip("Arrow files have no checksums")
-        path.write_bytes(whole[:200] + bytes(byte ^ 0x55 for byte in whole[200:260]) + whole[260:])
+        path.write_bytes(content[:200] + bytes(byte ^ 0x55 for byte in content[200:260]) + content[260:])
     else:
         path.write_bytes(b"this is no such file" * 10)
-    said = r".*cannot be read; it may be damaged or cut short \(.+\): restore it"
+    pattern = r".*cannot be read; it may be damaged or cut short \(.+\): restore it"
     if (form, damage) == ("jsonl.zst", "flipped"):
-        said = ", line .*not JSON|" + said  # pyarrow writes no checksums: the damage shows a little later
+        pattern = (
+            ", line .*not JSON|" + pattern
+        )  # pyarrow writes no checksums: the damage is found later, as invalid JSON
     refuses(
         path,
-        f"{path.name}({said})",
+        f"{path.name}({pattern})",
         tmp_path,
         workers=(1, 2) if (form, damage) == ("parquet", "flipped") else (1,),
     )
@@ -207,8 +210,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_path: Path) -> None:
-    """The limit on a file's size is how this process sees a full disk; small shards fit, a large one does
-    not."""
+    """A limit on the file size simulates a full disk: small shards fit, a large one does not."""
     source = tmp_path / "source"
     source.mkdir()
     write_jsonl(source / "a.jsonl", ["x" * 1000] * 50)
@@ -224,7 +226,7 @@ def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "out").exists()
-    assert not list((tmp_path / ".out.partial" / "data").glob(".*")), "what did not fit is gone"
+    assert not list((tmp_path / ".out.partial" / "data").glob(".*")), "the partial shard is deleted"
     found = texts_of(
         tmp_path / "out", prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers)
     )
@@ -280,6 +282,6 @@ def test_a_system_that_gives_no_more_processes_is_told(
         SpawnProcess.start(worker)
 
     monkeypatch.setattr(worker_pool._Worker, "start", start)
-    said = r"cannot start its worker processes \(Too many open files\): use fewer"
-    refuses(tmp_path / "texts", said, tmp_path, workers=(2,))
+    pattern = r"cannot start its worker processes \(Too many open files\): use fewer"
+    refuses(tmp_path / "texts", pattern, tmp_path, workers=(2,))
     assert not started[0].is_alive()

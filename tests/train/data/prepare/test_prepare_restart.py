@@ -1,4 +1,4 @@
-"""Preparing data that is killed, stopped, or done twice at once: finished shards are kept, and the result is
+"""Preparations that are killed, stopped, or run at the same time: finished shards are kept, and the result is
 the same."""
 
 import os
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(source: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What comes of it undisturbed."""
+    """The files of an undisturbed preparation."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     prepare(str(source), str(tokenizer), "auto", "auto", folder, SETTINGS)
     assert len(list(folder.glob("train-*.bin"))) > 20
@@ -54,9 +54,11 @@ def whole(source: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactor
 def start(
     source: Path, tokenizer: Path, out: Path, workers: int, stop_at: int, act: Callable[[], object]
 ) -> Fork:
-    """A process that prepares, with its workers in a session of its own; it does `act` once so many shards
-    are finished."""
-    return fork(run_preparation, source, tokenizer, out, workers, stop_at, act, output=out.with_name("said"))
+    """Start a process that prepares, with its workers in a separate session; it calls `act` once `stop_at`
+    shards are finished."""
+    return fork(
+        run_preparation, source, tokenizer, out, workers, stop_at, act, output=out.with_name("output")
+    )
 
 
 def run_preparation(
@@ -76,12 +78,12 @@ def run_preparation(
 
 
 def kill_self() -> None:
-    """The process that calls it, and its workers with it, which notice that it has ended."""
+    """Kill this process; its workers then exit, because their parent has ended."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def prepare_with_a_worker_killed(source: Path, tokenizer: Path, out: Path) -> None:
-    """Prepares with two workers. Once a shard is finished, one of them is killed amid a piece."""
+    """Prepare with two workers. Once a shard is finished, kill one of them in the middle of a piece."""
     follow = worker_pool._follow
 
     def kill_and_follow(jobs: set, table: np.ndarray, on_batch: OnBatch) -> None:
@@ -94,7 +96,7 @@ def prepare_with_a_worker_killed(source: Path, tokenizer: Path, out: Path) -> No
 
 
 def kill_amid_a_piece(table: np.ndarray) -> bool:
-    """One of the workers; False if it had finished its piece when it was stopped."""
+    """Kill one of the workers; False if it had finished its piece when it was stopped."""
     pid = int(table[:, 0].max())
     if pid and pid in spawned_workers(os.getpid()):
         os.kill(pid, signal.SIGSTOP)
@@ -137,16 +139,16 @@ def test_killed_twice_it_keeps_finished_shards_and_ends_the_same(
     )
     assert all(os.path.samestat((out / name).stat(), stat) for name, stat in kept.items())
     assert files_of(out) == whole
-    assert [path.name for path in tmp_path.iterdir() if path.name != "said"] == ["out"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "output"] == ["out"]
 
 
 def test_a_dead_worker_is_an_error_that_says_so(
     source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = fork(prepare_with_a_worker_killed, source, tokenizer, out, output=out.with_name("said"))
+    process = fork(prepare_with_a_worker_killed, source, tokenizer, out, output=out.with_name("output"))
     assert process.wait(60) == 1
-    output = (tmp_path / "said").read_text()
+    output = (tmp_path / "output").read_text()
     assert re.search(
         rf"DataError: .*\(pid \d+\) .*SIGKILL.*memory.* at {source} \(bytes [\d,]+ to [\d,]+\): start again; "
         "finished shards are kept$",
@@ -175,17 +177,17 @@ def test_a_kept_shard_that_was_damaged_is_made_again(
 
 @pytest.mark.parametrize("change", ["tokenizer", "bos", "held_out", "text_field"])
 def test_what_was_begun_with_other_settings_is_not_used(change: str, tokenizer: Path, tmp_path: Path) -> None:
-    """The second file is bad at first, so that the shards of the first are finished and kept."""
+    """The second file is invalid at first, so that the shards of the first are finished and kept."""
     folder, out = tmp_path / "source", tmp_path / "out"
     folder.mkdir()
     (folder / "a.jsonl").write_text(
         "".join(f'{{"text": "text {i}", "body": "body {i}"}}\n' for i in range(100))
     )
     (folder / "b.jsonl").write_text("no JSON\n")
-    asked = {"tokenizer": str(tokenizer), "bos": "auto", "held_out": 0.3, "text_field": "body"}
+    changed = {"tokenizer": str(tokenizer), "bos": "auto", "held_out": 0.3, "text_field": "body"}
     plain = {"tokenizer": "bytes", "bos": "none", "held_out": 0.0, "text_field": "text"}
-    first, second = plain | {change: asked[change]}, dict(plain)
-    if change == "bos":  # of bytes there is none to ask for
+    first, second = plain | {change: changed[change]}, dict(plain)
+    if change == "bos":  # the byte tokenizer has no BOS
         first, second = ({**plain, "tokenizer": str(tokenizer), "bos": bos} for bos in ("auto", "none"))
 
     def attempt(where: Path, tokenizer: str, bos: str, held_out: float, text_field: str) -> None:
@@ -202,7 +204,7 @@ def test_what_was_begun_with_other_settings_is_not_used(change: str, tokenizer: 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_change_between_two_starts_is_noticed(workers: int, tmp_path: Path) -> None:
-    """The second file is bad at first, so that the shards of the first are finished and kept."""
+    """The second file is invalid at first, so that the shards of the first are finished and kept."""
     folder, out = tmp_path / "source", tmp_path / "out"
     folder.mkdir()
     texts = [f"text {i}" for i in range(100)]
