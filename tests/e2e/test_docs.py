@@ -28,6 +28,8 @@ from tests.support.pictures import assert_alike
 PAGES = (
     "README.md",
     "docs/README.md",
+    "docs/data.md",
+    "docs/huggingface.md",
     "docs/architecture.md",
     "docs/planner.md",
     "docs/profiling.md",
@@ -135,6 +137,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save(str(folder / name / "tokenizer.json"))
         (folder / name / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     save_hf(folder / "HF_DIR", make_hf(max_position_embeddings=128))
+    (folder / "FSDP.yaml").write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 8\nfsdp_config:\n"
+        "  fsdp_version: 2\n  fsdp_activation_checkpointing: true\n"
+    )
     return folder
 
 
