@@ -1,1 +1,1 @@
-"""What this machine has, what of it will fail or be slow, and how to mend it."""
+"""Inspect this machine: what it has, what will fail or be slow in a run, and how to fix it."""

@@ -1,4 +1,4 @@
-"""`python -m tools.doctor`: what this machine has; what of it will fail or be slow, and how to mend it."""
+"""`python -m tools.doctor`: what this machine has, what will fail or be slow in a run, and how to fix it."""
 
 import argparse
 import dataclasses
@@ -33,7 +33,7 @@ WIDTH = 110
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the report; exit code 1 if something will fail."""
+    """Print the report; exit with code 1 if something will fail."""
     options = make_parser().parse_args(arguments)
     facts = look(user_path(options.run_dir, "--run_dir", ConfigError))
     findings = judge(facts)
@@ -41,37 +41,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_json({"facts": facts, "findings": findings}))
     else:
         print(format_report(facts, findings))
-    if any(one.kind == "fails" for one in findings):
+    if any(finding.kind == "fails" for finding in findings):
         sys.stdout.flush()
         sys.exit(EXIT_WILL_FAIL)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.doctor",
         allow_abbrev=False,
-        description="What this machine has: versions, GPUs, compiler, folders, limits, network, environment; "
-        "a compiled product and an all-reduce tried for real. Then what of it will fail or be slow, the most "
-        "important first, and how to mend it. Exit code 0 if nothing will fail, else 1.",
+        description="Print what this machine has: versions, GPUs, compiler, folders, limits, network, "
+        "environment, the results of a compiled matrix product and an all-reduce. Then print what will fail "
+        "or be slow, the most important first, and how to fix it. Exit code 0 if nothing will fail, else 1.",
     )
     parser.add_argument(
         "--run_dir",
         default="runs",
         metavar="FOLDER",
-        help="where runs go (default runs); its disk is tried with a file of 256 MB",
+        help="the folder of your runs (default runs); a file of 256 MB measures its disk",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 
 def look(run_dir: Path) -> Facts:
-    """Everything. The compiler works while the rest is looked at; the all-reduce has the machine for
-    itself."""
-    # before torch's compiler adds its own
+    """Collect all facts. The compile trial runs in parallel to the inspection, the all-reduce trial alone."""
+    # first: torch's compiler sets environment variables
     environment, cache = choose_shown(os.environ), cache_folder(CompileConfig())
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(1) as beside:
-        compiling = beside.submit(try_compile, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(1) as executor:
+        compiling = executor.submit(try_compile, Path(folder))
         software, machine = look_at_software(), look_at_machine()
         gpus, topology = find(look_at_gpus), find(look_at_topology)
         graphs = look_at_folder(cache)
@@ -82,17 +81,17 @@ def look(run_dir: Path) -> Facts:
 
 
 def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
-    """The facts as YAML, then what will be slow or fail, and how to mend it."""
+    """Return the facts as YAML, then the findings."""
     shown = yaml.safe_dump(dataclasses.asdict(facts), sort_keys=False, allow_unicode=True, width=WIDTH)
     return f"{shown}\n{format_findings(findings)}"
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
-    """The most important first."""
+    """Return the findings as text: a line for each, and its remedy below it."""
     if not findings:
-        return "nothing will fail or be slow, as far as can be seen"
-    lines = [f"  {one.kind.upper():<6}{one.what}\n        {one.remedy}" for one in findings]
-    return "\n".join(["what will be slow or fail, and how to mend it", *lines])
+        return "no problem found: nothing here should fail or be slow"
+    lines = [f"  {each.kind.upper():<6}{each.what}\n        {each.remedy}" for each in findings]
+    return "\n".join(["what will fail or be slow, and how to fix it", *lines])
 
 
 if __name__ == "__main__":

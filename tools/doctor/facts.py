@@ -1,5 +1,7 @@
-"""What is known of a machine, and what a rule says of it: plain data, so that the rules can be tried on
-machines that are not there. The report shows the fields by their names, in text as in JSON."""
+"""Facts about a machine and the findings of the rules: plain data, so that tests can describe any machine.
+
+The report shows the fields by their names, in text and in JSON.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,29 +10,29 @@ from typing import Literal, TypeVar
 from meshwright.parallel.errors import one_line
 
 OPTIONAL = ("transformers", "datasets", "torchao")  # packages that some features need
-MAX_WHY = 200  # characters of why something is unknown
+MAX_REASON = 200  # characters of the reason why a fact is unknown
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """What could not be found out: why not."""
+    """A fact that could not be determined, with the reason."""
 
     unknown: str
 
 
 def find(look: Callable[[], T]) -> T | Unknown:
-    """What `look` finds, or why not: a report must not end because one thing in it cannot be had."""
+    """Return what `look` returns, or Unknown if it raises: one missing fact must not end the report."""
     try:
         return look()
     except Exception as error:
-        return Unknown(one_line(str(error), MAX_WHY) or type(error).__name__)
+        return Unknown(one_line(str(error), MAX_REASON) or type(error).__name__)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver sees it; what it does not tell is None. Power: the limit set, and the one it came
-    with."""
+    """One GPU as the driver reports it; None for values that it does not report. `power_limit_w` is the limit
+    in force, `default_power_limit_w` the factory's."""
 
     name: str
     power_limit_w: float | None = None
@@ -39,8 +41,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in use; None is not looked at. `filesystem`: its type, as ext4 or nfs4. `problem`: why it is
-    not writable, where more is known than that."""
+    """A folder that a run uses; None: not inspected. `filesystem`: its type, such as ext4 or nfs4. `problem`:
+    why it is not writable, if known."""
 
     path: str
     writable: bool = True
@@ -52,39 +54,42 @@ class Folder:
 
 @dataclass(frozen=True)
 class Software:
-    """Versions by name, "" for what is not installed; what torch can use; how code is compiled."""
+    """Versions by package, "" if not installed; the GPUs and dtype that torch can use; the C++ compiler."""
 
     versions: Mapping[str, str | Unknown] = field(default_factory=dict)
-    torch_cuda: str = ""  # the CUDA that torch was built for, "" for a CPU build
+    torch_cuda: str = ""  # the CUDA version that torch was built for, "" for a CPU build
     gpus_of_torch: int | Unknown = 0
-    compiler: str | Unknown = "g++"  # "" where there is none
+    compiler: str | Unknown = "g++"  # "" if there is none
     python_headers: bool = True
-    bfloat16: str | Unknown = ""  # whether auto computes in it, and why
+    bfloat16: str | Unknown = ""  # whether param_dtype auto selects bfloat16, and why
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Memory in GiB, cores, limits. memlock_kib, open_files and most_open_files, to which a run raises it:
-    None is unlimited; cgroup_gib: None is no limit."""
+    """Memory in GiB, cores, limits and network of this machine.
+
+    A run raises open_files to most_open_files. memlock_kib, open_files, most_open_files: None is unlimited;
+    cgroup_gib: None is no limit.
+    """
 
     memory_gib: float | Unknown | None = 64.0
     available_gib: float | Unknown | None = 64.0
     cgroup_gib: float | Unknown | None = None
-    cores: int | Unknown = 8  # physical ones that this process may use
-    threads: int | Unknown = 8  # hardware threads that it may use
+    cores: int | Unknown = 8  # physical cores that this process may use
+    threads: int | Unknown = 8  # hardware threads that this process may use
     memlock_kib: int | Unknown | None = None
     open_files: int | Unknown | None = None
     most_open_files: int | Unknown | None = None
     shm_gib: float | Unknown | None = 32.0
     hostname: str = "node"
-    addresses: tuple[str, ...] | Unknown = ("10.0.0.1",)  # what the host's own name resolves to
+    addresses: tuple[str, ...] | Unknown = ("10.0.0.1",)  # to which the host name resolves
     interfaces: tuple[str, ...] | Unknown = ()
     infiniband: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Something tried for real: what came out, in words, or why it failed."""
+    """The result of a trial as text (`said`), or why it failed."""
 
     said: str = ""
     failed: str = ""
@@ -92,7 +97,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it."""
+    """All facts of the report."""
 
     software: Software = Software()
     machine: MachineFacts = MachineFacts()
@@ -107,8 +112,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is so, with its value, and how to mend it. kind: a run will fail; will be slower than it could be;
-    or it may matter."""
+    """A problem with its value, and how to fix it. `kind`: a run will fail, a run will be slow, or a note
+    that may matter."""
 
     kind: Literal["fails", "slow", "note"]
     what: str

@@ -1,5 +1,5 @@
-"""What this machine has: memory, cores, limits, network, the folders that a run writes to, what is installed,
-and what of it torch really uses."""
+"""Inspect this machine: memory, cores, limits, network, the folders of a run, installed packages, and the
+compiler, GPUs and dtype that torch uses."""
 
 import importlib.metadata
 import os
@@ -29,11 +29,11 @@ from meshwright.train.memory import free_host_bytes
 from meshwright.train.planning.device_defaults import describe_dtype
 
 WRITTEN_BYTES = 256 * 2**20
-SOFT, HARD = 0, 1  # of a limit: what holds, and how far a process may raise it
+SOFT, HARD = 0, 1  # resource.getrlimit: the limit in force, and the maximum to which a process may raise it
 
 
 def look_at_machine() -> MachineFacts:
-    """Everything of it; what cannot be found out is Unknown."""
+    """Return memory, cores, limits and network; Unknown for values that cannot be determined."""
     name = socket.gethostname()
     return MachineFacts(
         memory_gib=find_gib(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
@@ -46,84 +46,83 @@ def look_at_machine() -> MachineFacts:
         most_open_files=find(lambda: min(limit(resource.RLIMIT_NOFILE, HARD) or ENOUGH, ENOUGH)),
         shm_gib=find_gib(lambda: shutil.disk_usage("/dev/shm").free),
         hostname=name,
-        addresses=find(lambda: tuple(sorted({str(one[4][0]) for one in socket.getaddrinfo(name, None)}))),
+        addresses=find(lambda: tuple(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))),
         interfaces=find(look_at_interfaces),
         infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
 
 
 def find_gib(look: Callable[[], int | None]) -> float | Unknown | None:
-    """Bytes in GiB; None for no limit."""
-    found = find(look)
-    return round(found / GIB, 4) if isinstance(found, int) else found
+    """Return the bytes that `look` returns in GiB; None for no limit."""
+    size = find(look)
+    return round(size / GIB, 4) if isinstance(size, int) else size
 
 
 def limit(kind: int, which: int, unit: int = 1) -> int | None:
-    """A limit of this process in `unit`s; None is unlimited."""
-    found = resource.getrlimit(kind)[which]
-    return None if found == resource.RLIM_INFINITY else found // unit
+    """Return a resource limit of this process in `unit`s; None is unlimited."""
+    value = resource.getrlimit(kind)[which]
+    return None if value == resource.RLIM_INFINITY else value // unit
 
 
 def look_at_interfaces() -> tuple[str, ...]:
-    """Network interfaces that are up but the loopback, with their speed where they know it."""
+    """Return the network interfaces that are up, except the loopback, with their speed if known."""
     import psutil
 
     up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup and name != "lo"}
     return tuple(f"{name} ({speed / 1000:g} Gb/s)" if speed else name for name, speed in sorted(up.items()))
 
 
-def look_at_run_folder(asked: Path) -> Folder:
-    """Where runs go, made or not; measured by a file that is flushed to the disk."""
-    found, folder, first = look_at_folder(asked), nearest_existing(asked), _first_there(asked)
+def look_at_run_folder(path: Path) -> Folder:
+    """Inspect the folder of the runs, existing or not, and time a file that is flushed to its disk."""
+    facts, folder, first = look_at_folder(path), nearest_existing(path), _nearest_entry(path)
     if first != folder:
-        return replace(found, writable=False, problem=f"{first} is a file, or a link to nothing")
-    if not found.writable:
-        return found
-    if isinstance(found.free_gib, float) and found.free_gib * GIB < 4 * WRITTEN_BYTES:
-        return replace(found, write_mb_s=Unknown("not measured: less than 1 GiB is free"))
+        return replace(facts, writable=False, problem=f"{first} is a file or a broken link")
+    if not facts.writable:
+        return facts
+    if isinstance(facts.free_gib, float) and facts.free_gib * GIB < 4 * WRITTEN_BYTES:
+        return replace(facts, write_mb_s=Unknown("not measured: less than 1 GiB is free"))
     try:
-        return replace(found, write_mb_s=measure_write(folder))
+        return replace(facts, write_mb_s=measure_write(folder))
     except OSError as error:
-        return replace(found, writable=False, problem=f"a file of 256 MB there: {error.strerror or error}")
+        return replace(facts, writable=False, problem=f"writing 256 MB: {error.strerror or error}")
 
 
-def look_at_folder(asked: Path) -> Folder:
-    """A folder that a run writes to, made or not."""
-    here = nearest_existing(asked)
+def look_at_folder(path: Path) -> Folder:
+    """Inspect a folder that a run writes to, existing or not."""
+    folder = nearest_existing(path)
     return Folder(
-        str(asked),
-        writable=os.access(here, os.W_OK | os.X_OK),
-        free_gib=find_gib(lambda: shutil.disk_usage(here).free),
-        filesystem=find(lambda: find_filesystem(here)),
+        str(path),
+        writable=os.access(folder, os.W_OK | os.X_OK),
+        free_gib=find_gib(lambda: shutil.disk_usage(folder).free),
+        filesystem=find(lambda: find_filesystem(folder)),
     )
 
 
-def _first_there(path: Path) -> Path:
-    """The path itself, or the first above it at which there is anything."""
+def _nearest_entry(path: Path) -> Path:
+    """Return the path itself, or its nearest parent that exists as a folder, file or link."""
     path = path.expanduser().absolute()
-    return next(one for one in (path, *path.parents) if os.path.lexists(one))
+    return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate))
 
 
 def nearest_existing(path: Path) -> Path:
-    """The folder itself, or the first above it that exists: on the same disk, with the same rights to make
-    it."""
-    first = _first_there(path)
+    """Return the folder itself, or its nearest existing parent, whose disk and rights decide about it."""
+    first = _nearest_entry(path)
     return first if os.path.isdir(first) else first.parent
 
 
 def find_filesystem(folder: Path) -> str:
-    """Type of the file system it is on: that of the longest mount point above it."""
+    """Return the type of the folder's file system: that of the longest mount point above it."""
     import psutil
 
     mounts = psutil.disk_partitions(all=True)
     above = [mount for mount in mounts if folder.resolve().is_relative_to(mount.mountpoint)]
-    # of several at one point the first is found: they are rare
+    # of several mounts at one point this takes the first; they are rare
     return str(max(above, key=lambda mount: len(mount.mountpoint)).fstype)
 
 
 def measure_write(folder: Path) -> float:
-    """10^6 bytes per second of a file of 256 MiB, flushed to the disk. Raises OSError."""
-    # a disk may compress what repeats in small
+    """Return the rate in 10^6 bytes per second of a 256 MiB file, flushed to the disk. Raises OSError."""
+    # random bytes: a disk may compress repeated ones
     path, block = folder / f".doctor-{secrets.token_hex(8)}", os.urandom(2**22)
     start_s = time.perf_counter()
     try:
@@ -139,11 +138,11 @@ def measure_write(folder: Path) -> float:
 
 PACKAGES = ("torch", "triton", "tensorboard", "numpy", "safetensors", "tokenizers")
 QUERY = ("name", "power.limit", "power.default_limit")
-DRIVER_S = 20.0  # nvidia-smi hangs where a GPU has fallen off the bus
+DRIVER_S = 20.0  # timeout: nvidia-smi hangs if a GPU has fallen off the bus
 
 
 def look_at_software() -> Software:
-    """Everything of it; what cannot be found out is Unknown."""
+    """Return versions, compiler, GPUs and dtype of torch; Unknown for values that cannot be determined."""
     gpus = find(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return Software(
         versions=find_versions(bool(gpus)),
@@ -156,8 +155,8 @@ def look_at_software() -> Software:
 
 
 def find_versions(gpu: bool) -> dict[str, str | Unknown]:
-    """By name; "" for what is not there."""
-    found: dict[str, str | Unknown] = {
+    """Return versions by name, "" if a package is not installed; with `gpu` also those of NCCL and cuDNN."""
+    versions: dict[str, str | Unknown] = {
         "meshwright": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -165,20 +164,22 @@ def find_versions(gpu: bool) -> dict[str, str | Unknown]:
     }
     for name in (*PACKAGES, *OPTIONAL):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    found["CUDA of torch"] = torch.version.cuda or ""
+            versions[name] = importlib.metadata.version(name)
+    versions["CUDA of torch"] = torch.version.cuda or ""
     query = ("--query-gpu=driver_version", "--format=csv,noheader")
-    found["driver"] = find(lambda: ask_driver(*query).partition("\n")[0])
+    versions["driver"] = find(lambda: run_nvidia_smi(*query).partition("\n")[0])
     if gpu:
-        found["NCCL"] = find(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-        # torch refuses one that is too old for it, and says where it comes from
-        found["cuDNN"] = find(lambda: str(torch.backends.cudnn.version()))
-    return found
+        versions["NCCL"] = find(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        # torch raises for a cuDNN that is too old for it, and names its origin
+        versions["cuDNN"] = find(lambda: str(torch.backends.cudnn.version()))
+    return versions
 
 
 def find_compiler() -> str:
-    """The C++ compiler that inductor takes; "" where there is none, or $CXX names something that cannot be
-    run. Raises what it raises for any other reason."""
+    """Return the C++ compiler that inductor uses; "" if there is none or $CXX cannot be run.
+
+    Any other error of the search is raised unchanged.
+    """
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -192,39 +193,39 @@ def find_compiler() -> str:
 
 
 def look_at_gpus() -> tuple[Gpu, ...]:
-    """Those that the driver sees. Raises as `ask_driver`."""
-    return parse_gpus(ask_driver(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
+    """Return the GPUs that the driver reports. Raises as `run_nvidia_smi`."""
+    return parse_gpus(run_nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Of nvidia-smi's table, one line a GPU, values by commas; what it does not know it calls [N/A] and the
-    like."""
+    """Parse nvidia-smi's CSV table, one line per GPU. Values that it does not know, such as [N/A], become
+    None."""
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
     return tuple(Gpu(row[0], *map(_number, row[1:])) for row in rows if len(row) == len(QUERY))
 
 
 def look_at_topology() -> tuple[str, ...]:
-    """What nvidia-smi says of the links, line by line. Raises as `ask_driver`."""
-    return read_topology(ask_driver("topo", "-m"))
+    """Return the lines of nvidia-smi's table of links. Raises as `run_nvidia_smi`."""
+    return read_topology(run_nvidia_smi("topo", "-m"))
 
 
 def read_topology(text: str) -> tuple[str, ...]:
-    """Lines of nvidia-smi's table, whose head it underlines by escape sequences, also where nobody sees
-    them."""
+    """Return the lines of nvidia-smi's table without the escape sequences that underline its header, which it
+    prints to a pipe too."""
     return tuple(re.sub(r"\x1b\[[0-9;]*m", "", text).expandtabs().splitlines())
 
 
-def ask_driver(*arguments: str) -> str:
-    """What nvidia-smi prints; "" where there is none, so no driver. Raises RuntimeError where it fails,
-    TimeoutExpired where it hangs."""
+def run_nvidia_smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi; "" if it is not installed, so there is no driver. Raises RuntimeError
+    if it fails, TimeoutExpired if it hangs."""
     if not shutil.which("nvidia-smi"):
         return ""
-    done = subprocess.run(
+    result = subprocess.run(
         ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=DRIVER_S, check=False
     )
-    if done.returncode:
-        raise RuntimeError(f"nvidia-smi: {(done.stdout or done.stderr).strip()}")
-    return done.stdout
+    if result.returncode:
+        raise RuntimeError(f"nvidia-smi: {(result.stdout or result.stderr).strip()}")
+    return result.stdout
 
 
 def _number(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""`python -m tools.doctor.trial_worker compile|all_reduce`: one process of a check. Prints one line of
+"""`python -m tools.doctor.trial_worker compile|all_reduce`: one process of a trial. It prints one line of
 JSON."""
 
 import json
@@ -20,14 +20,15 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
-    """Do what the first argument says."""
-    said = {"compile": try_compile, "all_reduce": try_all_reduce}[sys.argv[1]]()
-    print(json.dumps({"said": said}), flush=True)
+    """Run the trial that the first argument names, and print its result."""
+    result = {"compile": try_compile, "all_reduce": try_all_reduce}[sys.argv[1]]()
+    print(json.dumps({"said": result}), flush=True)
     end_process(0)
 
 
 def try_compile() -> str:
-    """Compile a product with what follows it, compare with the eager one, and time both parts."""
+    """Compile a matrix product with ReLU and addition, compare it with eager execution, and time both the
+    compilation and the compiled function."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, b = (torch.randn(SIZE, SIZE, device=device) for _ in range(2))
 
@@ -41,23 +42,23 @@ def try_compile() -> str:
     timer = Timer("work()", globals={"work": compiled}, num_threads=torch.get_num_threads())
     rate = 2 * SIZE**3 / timer.blocked_autorange().median / 1e9
     return (
-        f"{compiling_s:.1f} s to compile; a product of {SIZE} runs at {rate:.0f} GFLOP/s, float32, "
-        f"{device.type}"
+        f"{compiling_s:.1f} s to compile; a matrix product of size {SIZE} runs at {rate:.0f} GFLOP/s, "
+        f"float32, {device.type}"
     )
 
 
 def try_all_reduce() -> str:
-    """16 MiB over two processes, and the sum is right."""
+    """All-reduce 16 MiB over two processes, check the sum, and time it."""
     rank, nccl = int(os.environ["RANK"]), torch.cuda.is_available() and torch.cuda.device_count() > 1
     backend, device = ("nccl", torch.device("cuda", rank)) if nccl else ("gloo", torch.device("cpu"))
     if nccl:
-        torch.cuda.set_device(device)  # the one that the timer waits for
+        torch.cuda.set_device(device)  # Timer synchronizes the current device
     dist.init_process_group(backend, timeout=TIMEOUT)
     tensor = torch.full((REDUCED_BYTES // 4,), float(rank + 1), device=device)
     dist.all_reduce(tensor)
     if tensor[-1].item() != 3:
         raise RuntimeError(f"the sum of 1 and 2 over two processes is {tensor[-1].item()}")
-    # both ranks the same number of times: as often as it is asked, and twice to warm up
+    # timeit, unlike autorange, runs equally often on both ranks: ROUNDS times after 2 warmups
     seconds = (
         Timer("reduce(tensor)", globals={"reduce": dist.all_reduce, "tensor": tensor}).timeit(ROUNDS).mean
     )
