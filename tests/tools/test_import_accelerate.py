@@ -1,4 +1,4 @@
-"""tools/import_accelerate: every key of theirs is mapped, dropped with a reason or refused, and the result
+"""tools/import_accelerate: every accelerate key is mapped, dropped with a reason or refused, and the result
 plans and trains."""
 
 import json
@@ -31,7 +31,7 @@ def accelerate(version: int = 1, machines: int = 1, processes: int = 8, top: str
 
 @pytest.fixture
 def imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Importer:
-    """The JSON document of a config given as text, from a real file."""
+    """Return a function from a config's text to the tool's JSON document, through a real file."""
 
     def call(text: str) -> dict[str, Any]:
         path = tmp_path / "theirs.yaml"
@@ -45,7 +45,8 @@ def imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Importer:
 
 @pytest.fixture
 def plans(imports: Importer, tmp_path: Path) -> Callable[..., Plan]:
-    """The plan of an imported config, read back from a file as train.main would, for 8 processes."""
+    """Return a function from a config's text to the plan of the imported config for 8 processes, read from a
+    file as train.main would."""
 
     def call(text: str) -> Plan:
         path = tmp_path / "ours.yaml"
@@ -60,7 +61,7 @@ def degrees(plan: Plan) -> tuple[int, int, int]:
 
 
 def of_kind(done: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The keys that became this: mapped or dropped."""
+    """Return the items of a kind: mapped or dropped."""
     return [item for item in done["items"] if item["verdict"]["kind"] == kind]
 
 
@@ -90,8 +91,8 @@ def test_version_1_strategies(
     expected: tuple[int, ...],
     reshard: bool | None,
 ) -> None:
-    """Under either key, by its name in any letters or its number: all of that is one config, and this is its
-    plan."""
+    """A strategy under either key, by name in any case or by number, gives the same config, and its plan is
+    the expected one."""
     text = accelerate(machines=machines, sharding_strategy=strategy)
     config = imports(text)["config"]
     for key in ("sharding_strategy", "reshard_after_forward"):
@@ -118,7 +119,9 @@ def test_version_1_prefers_the_strategy_and_warns(imports: Importer, plans: Call
     assert {unit.reshard_after_forward for unit in plans(text).units} == {False}
     done = imports(text)
     assert any(
-        "warning: fsdp_sharding_strategy=SHARD_GRAD_OP wins over fsdp_reshard_after_forward" in n
+        n.startswith("warning: fsdp_sharding_strategy=SHARD_GRAD_OP")
+        and "fsdp_reshard_after_forward=FULL_SHARD" in n
+        and "delete one of them" in n
         for n in done["notes"]
     )
     assert "fsdp_config.fsdp_reshard_after_forward" in [entry["key"] for entry in of_kind(done, "dropped")]
@@ -274,12 +277,15 @@ def test_precision(imports: Importer, kind: str, precision: str, expected: tuple
         ),
         (
             "deepspeed_config: {zero_stage: 3}\n",
-            "DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op",
+            "DeepSpeed is not supported: for ZeRO 2 use parallel.strategy shard_grad_op",
         ),
         ("megatron_lm_config: {megatron_lm_tp_degree: 2}\n", "Megatron-LM is not supported"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "only LOCAL_MACHINE is supported"),
         ("tpu_use_cluster: true\n", "TPUs are not supported"),
-        ("dynamo_config: {dynamo_backend: TENSORRT}\n", "no backend for training here"),
+        (
+            "dynamo_config: {dynamo_backend: TENSORRT}\n",
+            "dynamo_backend=TENSORRT: the backend is not supported",
+        ),
         (
             "dynamo_config: {dynamo_backend: EAGER, dynamo_mode: max-autotune}\n",
             "parallel.compile.mode=max-autotune is for backend inductor",
@@ -288,7 +294,7 @@ def test_precision(imports: Importer, kind: str, precision: str, expected: tuple
         ("mixed_precison: bf16\n", "Did you mean mixed_precision?"),
         ("fsdp_offload_params: true\n", "Did you mean fsdp_config.fsdp_offload_params?"),
         ("use_cpu: maybe\n", "use_cpu=maybe: it must be true or false"),
-        ("gradient_accumulation_steps: 1.5\n", "it must be a whole number"),
+        ("gradient_accumulation_steps: 1.5\n", "gradient_accumulation_steps=1.5: it must be an integer"),
         ("dynamo_config: inductor\n", "it is a section and needs a mapping"),
     ],
 )
@@ -303,13 +309,13 @@ def test_what_is_refused(imports: Importer, top: str, message: str) -> None:
         ({"sharding_strategy": 6}, "must be one of FULL_SHARD"),
         (
             {"transformer_layer_cls_to_wrap": "GPTJBlock,LlamaDecoderLayer"},
-            "GPTJBlock is not a block of the model here",
+            "GPTJBlock is not supported: the model is a Llama, its block is LlamaDecoderLayer",
         ),
-        ({"activation_checkpointing_offload": True}, "offloading activations is not in this version"),
-        ({"ignored_modules": "lm_head"}, "every parameter is in a unit here"),
+        ({"activation_checkpointing_offload": True}, "not in this version: set it to false"),
+        ({"ignored_modules": "lm_head"}, "ignored_modules=lm_head: every parameter belongs to an FSDP unit"),
         ({"backward_prefetch": "BACKWARD_PREE"}, "Did you mean BACKWARD_PRE?"),
         ({"offload_params": [1]}, "it must be true or false"),
-        ({"min_num_params": "1e8"}, "it must be a whole number of at least 0"),
+        ({"min_num_params": "1e8"}, "min_num_params=1e8: it must be an integer of at least 0"),
         ({"versoin": 2}, "Did you mean fsdp_config.fsdp_version?"),
     ],
 )
@@ -330,8 +336,8 @@ def test_all_refusals_are_in_one_report(imports: Importer) -> None:
 
 
 def test_what_must_be_there(imports: Importer) -> None:
-    assert "distributed_type: the file must have it" in refusal(imports, "num_processes: 8\n")
-    assert "num_processes: the file must say" in refusal(imports, "distributed_type: FSDP\n")
+    assert "distributed_type: the key is missing: one of FSDP" in refusal(imports, "num_processes: 8\n")
+    assert "num_processes: the key is missing" in refusal(imports, "distributed_type: FSDP\n")
 
 
 @pytest.mark.parametrize(
@@ -433,14 +439,15 @@ def test_torchtitans_settings_are_no_longer_read(tool: Tool, tmp_path: Path, arg
     (tmp_path / "titan.toml").write_text("[parallelism]\ntensor_parallel_degree = 2\n")
     done = tool("import_accelerate", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "torchtitan's settings are no longer read: write a config of your own" in done.stderr
+    assert "torchtitan settings are no longer read: write a config" in done.stderr
+    assert "parallel.dp_shard" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("- a\n- b\n", "the top level must be a mapping"),
-        ("", "the file is empty"),
+        ("", "theirs.yaml: the file is empty"),
         ("a: &x 1\nb: *x\n", "aliases"),
         ("num_processes: 1\nnum_processes: 2\n", "appears twice"),
         ("a: !!python/object/apply:os.system [echo]\n", "tags"),

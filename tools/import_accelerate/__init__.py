@@ -1,1 +1,1 @@
-"""`python -m tools.import_accelerate`: a config of ours from an accelerate YAML."""
+"""`python -m tools.import_accelerate`: convert an accelerate YAML to a config of this trainer."""

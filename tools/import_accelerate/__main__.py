@@ -1,6 +1,7 @@
-"""`python -m tools.import_accelerate FSDP.yaml`: an accelerate config as a config of ours.
+"""`python -m tools.import_accelerate FSDP.yaml`: convert an accelerate config to a config of this trainer.
 
-YAML on stdout, the report on stderr: every key of theirs mapped, dropped with the reason, or refused.
+The YAML is on stdout, the report on stderr: every accelerate key is mapped, dropped with the reason, or
+refused.
 """
 
 import argparse
@@ -15,23 +16,23 @@ from meshwright.tools.import_accelerate.table import judge_accelerate
 from meshwright.train.errors import ConfigError
 
 EPILOG = """examples:
-  python -m tools.import_accelerate FSDP.yaml > my.yaml            FSDP.yaml: what `accelerate config` wrote
+  python -m tools.import_accelerate FSDP.yaml > my.yaml            FSDP.yaml: the file of `accelerate config`
 
-The model and the data are not in such files: launch with a config that has them before this one, as in
+Such files do not contain the model and the data: put a config that does before this one, as in
   torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
 """
 NO_TORCHTITAN = (
-    "{}: torchtitan's settings are no longer read: write a config of your own, with its degrees as "
-    "parallel.dp_replicate, parallel.dp_shard and parallel.tp, over a shape in configs/, such as llama_8b"
+    "{}: torchtitan settings are no longer read: write a config that extends one in configs/, such as "
+    "llama_8b, and sets the degrees parallel.dp_replicate, parallel.dp_shard and parallel.tp"
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Import, and print the result. Raises ConfigError."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if any(word.partition("=")[0] == "--flags" for word in words):
+    """Convert the file and print the result. Raises ConfigError."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(argument.partition("=")[0] == "--flags" for argument in arguments):
         raise ConfigError(NO_TORCHTITAN.format("--flags"))
-    options = make_parser().parse_args(words)
+    options = make_parser().parse_args(arguments)
     imported = read_accelerate(options.file)
     if options.json:
         print(to_json(imported))
@@ -41,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.import_accelerate",
-        description="A config of ours from an accelerate FSDP config. Every key is mapped, dropped with the "
-        "reason, or refused; the report is on stderr.",
+        description="Convert an accelerate FSDP config to a config of this trainer. Every key is mapped, "
+        "dropped with the reason, or refused; the report is on stderr.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
         allow_abbrev=False,
@@ -58,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_accelerate(file: str) -> Imported:
-    """What an accelerate file becomes. Raises ConfigError."""
+    """Read and convert an accelerate file. Raises ConfigError."""
     if file.endswith(".toml"):
         raise ConfigError(NO_TORCHTITAN.format(file))
     try:
@@ -66,7 +67,7 @@ def read_accelerate(file: str) -> Imported:
     except YamlError as error:
         raise ConfigError(str(error)) from None
     if not mapping:
-        raise ConfigError(f"{file}: the file is empty. It should be what `accelerate config` writes")
+        raise ConfigError(f"{file}: the file is empty; expected the YAML that `accelerate config` writes")
     return make_imported(file, judge_accelerate(mapping))
 
 

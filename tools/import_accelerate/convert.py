@@ -1,4 +1,4 @@
-"""From what became of each key to a config that plans, how to launch it, and a report."""
+"""Turn the verdicts on all keys into a config that plans, a launch command, and a report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from meshwright.train.planning.resolve import plan_run
 
 LAUNCH_ORDER = ("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint")
 NO_MODEL = (
-    "model and data are not in what was imported: start with a config that has them, as in --config "
-    "llama_8b --config CONFIG.yaml"
+    "the imported config has no model and no data: put a config with them before it, as in --config llama_8b "
+    "--config CONFIG.yaml"
 )
-# What a plan refuses of the default model and length, which the config beside this one may give others.
+# PlanErrors about the default model and sequence length, which the config before this one may replace.
 OF_THE_MODEL = (" must divide model.", " must divide train.seq_len")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A config of ours, nested as in YAML; what became of each key of theirs; how to launch it; what to
-    know."""
+    """The converted config, nested as in YAML; the verdict on each accelerate key; the launch command;
+    notes."""
 
     source: str
     config: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Imported:
 
 
 def make_imported(source: str, items: Sequence[Item]) -> Imported:
-    """Put the verdicts together and plan the result. Raises ConfigError with all refusals in one report."""
+    """Combine the verdicts and plan the result. Raises ConfigError with all refusals in one report."""
     if refusals := [item for item in items if item.verdict.kind == "refused"]:
         lines = [f"{source}: {_entry(item)}: {item.verdict.why}" for item in refusals]
         raise ConfigError(each_line("\n".join(lines)))
@@ -58,7 +58,7 @@ def _entry(item: Item) -> str:
 
 
 def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings, by section."""
+    """Return the dotted keys as nested mappings, by section."""
     config = Namespace()
     for key in sorted(settings, key=lambda key: key.split(".")[0]):
         config[key] = settings[key]
@@ -66,38 +66,39 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan(settings: Mapping[str, Any], processes: int) -> list[str]:
-    """Plan the settings as train.main would; notes on what depends on the model, which is the default one.
+    """Plan the settings as train.main would, with the default model; return notes on errors that depend on
+    the model.
 
-    Raises ConfigError and PlanError for what no model could mend.
+    Raises ConfigError and PlanError for errors that no model can fix.
     """
     try:
         plan_run(parse_config([f"--{key}={_plain(value)}" for key, value in settings.items()]).job, processes)
     except PlanError as error:
         lines = str(error).splitlines()
-        if not all(any(words in line for words in OF_THE_MODEL) for line in lines):
+        if not all(any(phrase in line for phrase in OF_THE_MODEL) for line in lines):
             raise
-        return [f"for the configs beside this one: {line} (that is the default's)" for line in lines]
+        return [f"checked with the default model only: {line}" for line in lines]
     return []
 
 
 def launch_line(options: Mapping[str, str]) -> str:
-    """The command that starts the run, on every machine alike."""
+    """Return the command that starts the run, the same on every machine."""
     known = {name: options[name] for name in LAUNCH_ORDER if name in options}
     variables = "".join(f"{k}={quote(v)} " for k, v in options.items() if k not in known)
-    alone = known == {"--nproc-per-node": "1"}
+    single = known == {"--nproc-per-node": "1"}
     torchrun = " ".join(["torchrun", *(f"{name} {quote(value)}" for name, value in known.items())])
-    return f"{variables}{'python' if alone else torchrun} -m train.main --config CONFIG.yaml"
+    return f"{variables}{'python' if single else torchrun} -m train.main --config CONFIG.yaml"
 
 
 def as_yaml(imported: Imported) -> str:
-    """The config file, with where it comes from and how to launch it as comments."""
+    """Return the config file, with its source and launch command as comments."""
     body = yaml.safe_dump(dict(imported.config), sort_keys=False)
     source = " ".join(imported.source.split())
     return f"# Imported from {source} by tools.import_accelerate. Launch:\n# {imported.launch}\n{body}"
 
 
 def as_text(imported: Imported) -> str:
-    """The report for people: a line for each key, then notes, then how to launch."""
+    """Return the report as text: a line for each key, then the notes and the launch command."""
     mapped, dropped = ["mapped:"], ["dropped:"]
     for item in imported.items:
         settings = {**item.verdict.settings, **item.verdict.launch}

@@ -1,4 +1,4 @@
-"""What becomes of one key of accelerate's, and the readers of its values that every rule shares."""
+"""The verdict on one accelerate key, and the readers of values that all rules share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "o
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a key, and why.
+    """Whether a key is mapped, dropped or refused, and why.
 
-    `settings`: our dotted keys and their values. `launch`: options of torchrun, and environment variables, by
-    name. A key is mapped where it has either, or where ours does what it asks for in any case. `notes`: what
-    the user should know.
+    `settings`: dotted keys of this trainer and their values. `launch`: torchrun options and environment
+    variables, by name. A key is mapped if it has either, or if this trainer always does what it requests.
+    `notes`: remarks for the user.
     """
 
     kind: Literal["mapped", "dropped", "refused"]
@@ -28,60 +28,63 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Item:
-    """A key as the user wrote it, its value, and what becomes of it."""
+    """A key as the user wrote it, its value, and the verdict."""
 
     key: str
     value: Any
     verdict: Verdict
 
 
-# A rule decides about one key, from its value and from all that was given, by plain name and without what is
-# null. ValueError: a wrong value.
+# A rule returns the verdict on one key from its value and all given values: plain names, without nulls. It
+# raises ValueError for a wrong value.
 Given = Mapping[str, Any]
 Rule = Callable[[Any, Given], Verdict]
 
 
 def mapped(why: str, settings: Mapping[str, Any], *notes: str) -> Verdict:
+    """Return the verdict on a key that becomes settings of this trainer."""
     return Verdict("mapped", why, settings, notes=notes)
 
 
 def launched(why: str, launch: Mapping[str, str]) -> Verdict:
-    """Mapped to how the run is started."""
+    """Return the verdict on a key that becomes part of the launch command."""
     return Verdict("mapped", why, launch=launch)
 
 
 def dropped(why: str, *notes: str) -> Verdict:
+    """Return the verdict on a key that changes nothing."""
     return Verdict("dropped", why, notes=notes)
 
 
 def refused(why: str) -> Verdict:
+    """Return the verdict on a key or value that this trainer does not support."""
     return Verdict("refused", why)
 
 
 def sets(key: str, read: Callable[[Any], Any], why: str) -> Rule:
-    """A rule for a key that is one of ours, whose value `read` makes of theirs."""
+    """Return a rule that maps a key to our `key`, with the value converted by `read`."""
     return lambda value, given: mapped(why, {key: read(value)})
 
 
 def drops(why: str) -> Rule:
-    """A rule for a key that changes nothing here, whatever its value."""
+    """Return a rule that drops a key with any value."""
     return lambda value, given: dropped(why)
 
 
 def refuses(why: str) -> Rule:
-    """A rule for a key that is harmless only while it is empty or off."""
+    """Return a rule that refuses a key unless it is empty or off."""
     return lambda value, given: refused(why) if is_set(value) else dropped("it is off")
 
 
 def is_set(value: Any) -> bool:
-    """Whether a value asks for anything: not null, false, "no", or empty, alone or in a list."""
+    """Return whether a value switches something on: not null, false, "no" or empty, alone or in a list."""
     if isinstance(value, list):
         return any(is_set(part) for part in value)
     return value not in (None, False, "", {}) and str(value).lower() not in FALSE
 
 
 def judge(key: str, value: Any, given: Given, rule: Rule) -> Item:
-    """Apply a rule; a value that it cannot read is refused, and null is no value at all."""
+    """Apply a rule. A value that it cannot read is refused; a null is dropped."""
     if value is None:
         return Item(key, value, dropped("it has no value"))
     try:
@@ -91,32 +94,32 @@ def judge(key: str, value: Any, given: Given, rule: Rule) -> Item:
 
 
 def as_bool(value: Any) -> bool:
-    """A truth value, also as the words that accelerate takes for one."""
-    word = str(value).lower()
-    if isinstance(value, bool | int | str) and word in (*TRUE, *FALSE):
-        return word in TRUE
+    """Return a truth value, also from the strings that accelerate accepts. Raises ValueError."""
+    text = str(value).lower()
+    if isinstance(value, bool | int | str) and text in (*TRUE, *FALSE):
+        return text in TRUE
     raise ValueError("it must be true or false")
 
 
 def as_int(value: Any, least: int = 1) -> int:
-    """A whole number of at least `least`; digits in quotes are one too."""
+    """Return an integer of at least `least`, also from digits in quotes. Raises ValueError."""
     if isinstance(value, str) and value.lstrip("-").isdecimal():
         value = int(value)
     if type(value) is not int or value < least:
-        raise ValueError(f"it must be a whole number of at least {least}")
+        raise ValueError(f"it must be an integer of at least {least}")
     return value
 
 
 def as_choice(value: Any, choices: Iterable[str]) -> str:
-    """One of several words, in any case; false is YAML's reading of a bare `no`."""
-    word, known = "no" if value is False else str(value), {choice.upper(): choice for choice in choices}
-    if word.upper() in known:
-        return known[word.upper()]
-    raise ValueError(f"it must be one of {', '.join(known.values())}.{nearest(word.upper(), known)}")
+    """Return one of several choices, in any case. YAML reads a bare `no` as false. Raises ValueError."""
+    text, known = "no" if value is False else str(value), {choice.upper(): choice for choice in choices}
+    if text.upper() in known:
+        return known[text.upper()]
+    raise ValueError(f"it must be one of {', '.join(known.values())}.{nearest(text.upper(), known)}")
 
 
 def as_numbered(value: Any, choices: Sequence[str]) -> str:
-    """One of several words, in any case, or its number from 1."""
+    """Return one of several choices, given by name in any case or by number from 1. Raises ValueError."""
     number = str(value)
     if number.isdecimal() and 1 <= int(number) <= len(choices):
         return choices[int(number) - 1]

@@ -1,12 +1,12 @@
-"""Every key of an accelerate config (`accelerate config`, versions 0.x to 1.15), and what becomes of it here.
+"""The rule for every key of an accelerate config (`accelerate config`, versions 0.x to 1.15).
 
-Read in accelerate 1.15.0: commands/config/config_args.py and cluster.py (the keys of a file),
+Source, accelerate 1.15.0: commands/config/config_args.py and cluster.py (the keys of a file),
 commands/launch.py and to_fsdp2.py, utils/launch.py (how they become arguments, how processes are spread),
 utils/dataclasses.py (FullyShardedDataParallelPlugin, DynamoBackend, TorchDynamoPlugin), utils/constants.py,
 utils/fsdp_utils.py, parallelism_config.py, accelerator.py, state.py (precision of FSDP, TF32).
 
-Where two keys contradict each other, the one that accelerate obeys wins. Where accelerate's launcher puts a
-default in the place of what the file says, the file's word counts, and a note says so.
+Of two keys that contradict each other, the one that accelerate uses wins. Where accelerate's launcher
+replaces a value of the file by a default, the file's value is used, with a note.
 """
 
 import re
@@ -36,13 +36,13 @@ from meshwright.tools.import_accelerate.rules import (
 )
 
 TYPES = ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO")
-# A section -> the prefix of its keys, which a file may leave out.
+# Section -> prefix of its keys, which a file may omit.
 PREFIXES = {
     "fsdp_config": "fsdp_",
     "dynamo_config": "dynamo_",
     "parallelism_config": "parallelism_config_",
 }
-# Numbered from 1 in accelerate. Whether a strategy frees a unit's parameters after its forward.
+# Numbered from 1 in accelerate. The value: whether the strategy reshards an FSDP unit after its forward.
 STRATEGIES = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
@@ -51,31 +51,32 @@ STRATEGIES = {
     "HYBRID_SHARD_ZERO2": False,
 }
 STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
-# What accelerate does where a strategy stands under a key of another fsdp_version.
+# What accelerate does if a strategy is given under a key of the other fsdp_version.
 DIFFERENCES = {
     (1, RESHARD): "warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of "
     f"{STRATEGY} takes precedence",
     (2, STRATEGY): f"accelerate 1.15 ignores {STRATEGY} with fsdp_version 2",
-    (2, RESHARD): "accelerate 1.15 takes only true or false here with version 2",
+    (2, RESHARD): f"accelerate 1.15 accepts only true or false for {RESHARD} with fsdp_version 2",
 }
 ONE_MACHINE = (
-    "HYBRID_SHARD on one machine has nothing to replicate, in accelerate as here: it shards over all "
-    "processes. Started on several machines, parallel.strategy replicates across them"
+    "HYBRID_SHARD on one machine has nothing to replicate, as in accelerate: it shards over all processes. "
+    "On several machines, parallel.strategy replicates across them"
 )
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")  # numbered from 1
 LLAMA_BLOCK = "LlamaDecoderLayer"  # transformers' class of one Llama block
-DEFAULT_MIN_PARAMS = 100_000_000  # of accelerate launch's --fsdp_min_num_params
-DEFAULT_PORT = 29500  # accelerate's own
-BACKENDS = ("inductor", "aot_eager", "eager")  # those that train here without further packages
+DEFAULT_MIN_PARAMS = 100_000_000  # default of accelerate launch's --fsdp_min_num_params
+DEFAULT_PORT = 29500  # accelerate's default
+BACKENDS = ("inductor", "aot_eager", "eager")  # those that train without further packages
 MODES = ("default", "reduce-overhead", "max-autotune")  # accelerate's TORCH_DYNAMO_MODES
 NO_FP16 = (
-    "float16 needs a gradient scaler, which this trainer does not have: use bf16, which has float32's range"
+    "float16 needs a gradient scaler, which this trainer lacks: use bf16, which has the range of float32"
 )
 
 
 def judge_accelerate(config: Mapping[Any, Any]) -> list[Item]:
-    """What becomes of every key of the file, and of what it leaves to accelerate's defaults."""
+    """Return the verdict on every key of the file, and on missing keys whose default in accelerate
+    differs."""
     entries, items = _flatten(config)
     given = {plain: value for _, _, plain, value in entries if value is not None}
     seen: dict[str, str] = {}
@@ -90,8 +91,8 @@ def judge_accelerate(config: Mapping[Any, Any]) -> list[Item]:
 
 
 def _flatten(config: Mapping[Any, Any]) -> tuple[list[tuple[str, str, str, Any]], list[Item]]:
-    """(key as written, section, plain name, value) of every entry, and the items of sections that cannot be
-    read. accelerate adds the prefix of a section where a key in it has none, and so does this."""
+    """Return (key as written, section, plain name, value) of every entry, and the items of unreadable
+    sections. As in accelerate, a key without its section's prefix gets it."""
     entries: list[tuple[str, str, str, Any]] = []
     items = []
     for key, value in config.items():
@@ -116,18 +117,19 @@ def _rule(section: str, plain: str, given: Given) -> Rule:
         known = [*TABLE, *PREFIXES]
         same_end = [name for name in known if name.rsplit(".", 1)[-1] == plain]
         hint = f" Did you mean {same_end[0]}?" if same_end else nearest(section + plain, known)
-        return lambda value, given: refused(f"unknown key.{hint or ' Take it out.'}")
+        return lambda value, given: refused(f"unknown key.{hint or ' Remove it.'}")
     if section == "fsdp_config." and _distributed(given) in TYPES[1:]:
-        return drops(f"distributed_type {_distributed(given)} does not read fsdp_config, in accelerate too")
+        return drops(f"distributed_type {_distributed(given)} does not read fsdp_config, as in accelerate")
     return TABLE[section + plain]
 
 
 def _judge_missing(given: Given) -> Iterator[Item]:
-    """What must be there and is not; and accelerate's default where ours is another: it does not compile."""
+    """Yield the required keys that are missing, and accelerate's default of dynamo_backend, which differs
+    from ours: it does not compile."""
     if "distributed_type" not in given:
-        yield Item("distributed_type", None, refused(f"the file must have it: one of {', '.join(TYPES)}"))
+        yield Item("distributed_type", None, refused(f"the key is missing: one of {', '.join(TYPES)}"))
     if "num_processes" not in given and _distributed(given) != "NO":
-        why = "the file must say how many processes there are, over all machines"
+        why = "the key is missing: the number of processes on all machines together"
         yield Item("num_processes", None, refused(why))
     if "dynamo_backend" not in given:
         note = (
@@ -139,18 +141,19 @@ def _judge_missing(given: Given) -> Iterator[Item]:
 
 
 def _distributed(given: Given) -> str:
-    """distributed_type, of which YAML reads a bare `no` as false."""
+    """Return distributed_type. YAML reads a bare `no` as false."""
     kind = given.get("distributed_type")
     return "NO" if kind is False else str(kind).upper()
 
 
 def _fsdp_version(given: Given) -> int:
-    """1 unless the file says 2, as in accelerate. A version that is neither is refused by its own rule."""
+    """Return 2 if the file sets it, else 1, as in accelerate. The key's own rule refuses other versions."""
     return 2 if str(given.get("fsdp_version")) == "2" else 1
 
 
 def _count(given: Given, key: str) -> int:
-    """A number; 1 while it is missing or wrong, which its own rule refuses."""
+    """Return the integer under a key; 1 if it is missing or wrong. The key's own rule refuses wrong
+    values."""
     try:
         return as_int(given.get(key, 1))
     except ValueError:
@@ -163,11 +166,11 @@ def _count(given: Given, key: str) -> int:
 def _distributed_type(value: Any, given: Given) -> Verdict:
     match _distributed(given):
         case "FSDP":
-            return dropped("FSDP2 is what shards here")
+            return dropped("this trainer always shards with FSDP2")
         case "NO":
             return launched("one process", {"--nproc-per-node": "1"})
         case "MULTI_GPU" | "MULTI_CPU":
-            why = "DistributedDataParallel: every process holds everything"
+            why = "DistributedDataParallel: every process holds the full model"
             return mapped(why, {"parallel.strategy": "ddp"})
     return refused(f"{value} is not supported: only {', '.join(TYPES)} are")
 
@@ -175,40 +178,39 @@ def _distributed_type(value: Any, given: Given) -> Verdict:
 def _num_processes(value: Any, given: Given) -> Verdict:
     processes, machines = as_int(value), _count(given, "num_machines")
     if _distributed(given) == "NO":
-        return dropped("distributed_type NO is one process")
+        return dropped("distributed_type NO means one process")
     if processes % machines:
         return refused(f"it must be a multiple of num_machines={machines}")
-    return launched("processes of each machine", {"--nproc-per-node": str(processes // machines)})
+    return launched("processes per machine", {"--nproc-per-node": str(processes // machines)})
 
 
 def _num_machines(value: Any, given: Given) -> Verdict:
     if as_int(value) == 1:
         return dropped("one machine is torchrun's default")
-    meeting = {"--rdzv-backend": "c10d", "--rdzv-endpoint": _meeting_point(given)}
-    return launched("the same, on every machine", {"--nnodes": str(as_int(value)), **meeting})
+    rendezvous = {"--rdzv-backend": "c10d", "--rdzv-endpoint": _rendezvous_endpoint(given)}
+    return launched("the number of machines", {"--nnodes": str(as_int(value)), **rendezvous})
 
 
 def _main_process(value: Any, given: Given) -> Verdict:
     if _count(given, "num_machines") == 1:
-        return dropped("one machine needs no meeting point")
-    return launched("where the machines meet", {"--rdzv-endpoint": _meeting_point(given)})
+        return dropped("one machine needs no rendezvous address")
+    return launched("the rendezvous address", {"--rdzv-endpoint": _rendezvous_endpoint(given)})
 
 
-def _meeting_point(given: Given) -> str:
-    """Address and port in one, as torchrun wants them. ValueError for what would be more than a word of the
-    command line."""
-    point = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or DEFAULT_PORT}"
-    if not re.fullmatch(r"[\w.:\[\]-]+", point, re.ASCII):
-        raise ValueError("address and port must be such as 10.0.0.1 and 29500")
-    return point
+def _rendezvous_endpoint(given: Given) -> str:
+    """Return torchrun's `address:port`. Raises ValueError for characters that a shell would interpret."""
+    endpoint = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or DEFAULT_PORT}"
+    if not re.fullmatch(r"[\w.:\[\]-]+", endpoint, re.ASCII):
+        raise ValueError("it must be an address or a port, such as 10.0.0.1 and 29500")
+    return endpoint
 
 
 def _gpu_ids(value: Any, given: Given) -> Verdict:
     if str(value) == "all":
         return dropped("all GPUs are torchrun's default")
     if not re.fullmatch(r"[\w,.-]+", str(value), re.ASCII):
-        raise ValueError("it must be all, or numbers with commas between, such as 0,1")
-    return launched("which GPUs the processes see", {"CUDA_VISIBLE_DEVICES": str(value)})
+        raise ValueError("it must be all, or numbers separated by commas, such as 0,1")
+    return launched("the GPUs that the processes see", {"CUDA_VISIBLE_DEVICES": str(value)})
 
 
 def _environment(value: Any, given: Given) -> Verdict:
@@ -219,7 +221,7 @@ def _environment(value: Any, given: Given) -> Verdict:
 def _use_cpu(value: Any, given: Given) -> Verdict:
     if as_bool(value):
         return mapped("train on the CPU", {"run.device": "cpu"})
-    return dropped("a GPU is taken where every process has one")
+    return dropped("GPUs are used if there is one for every process")
 
 
 def _accumulation(value: Any, given: Given) -> Verdict:
@@ -231,7 +233,7 @@ def _accumulation(value: Any, given: Given) -> Verdict:
     return mapped(
         f"{steps} micro batches on each of {data_parallel} data-parallel ranks",
         {"train.micro_batch_size": 1, "train.global_batch_size": sequences},
-        "the batch size is not in the file, so a micro batch is 1 sequence here: for B, set "
+        "the file does not contain the batch size, so a micro batch is 1 sequence: for B, set "
         f"train.micro_batch_size to B and train.global_batch_size to B x {sequences}",
     )
 
@@ -240,8 +242,8 @@ def _accumulation(value: Any, given: Given) -> Verdict:
 
 
 def _mixed_precision(value: Any, given: Given) -> Verdict:
-    """accelerate's FSDP reduces in the dtype that it computes in; its DistributedDataParallel reduces float32
-    gradients."""
+    """Map mixed_precision to our dtypes. accelerate's FSDP reduces gradients in the dtype of the computation,
+    its DistributedDataParallel in float32."""
     precision = as_choice(value, ("no", "fp16", "bf16", "fp8"))
     if precision in ("fp16", "fp8"):
         return refused(NO_FP16 if precision == "fp16" else "float8 is not in this version: use bf16")
@@ -249,8 +251,7 @@ def _mixed_precision(value: Any, given: Given) -> Verdict:
         return mapped(
             "computation and reduction in bfloat16, weights kept in float32",
             {"parallel.param_dtype": "bfloat16", "parallel.reduce_dtype": "bfloat16"},
-            "accelerate also reduces gradients in bfloat16 with FSDP; --parallel.reduce_dtype=float32 is the "
-            "safer choice",
+            "accelerate's FSDP reduces gradients in bfloat16; --parallel.reduce_dtype=float32 is safer",
         )
     param = "bfloat16" if precision == "bf16" else "float32"
     settings = {"parallel.param_dtype": param, "parallel.reduce_dtype": "float32"}
@@ -262,11 +263,13 @@ def _dynamo_backend(value: Any, given: Given) -> Verdict:
     if backend == "no":
         return mapped("nothing is compiled", {"parallel.compile.enabled": False})
     if backend not in BACKENDS:
-        return refused(f"it is no backend for training here: use {', '.join(BACKENDS)} or no")
+        return refused(f"the backend is not supported for training: use {', '.join(BACKENDS)} or no")
     settings, notes = {"parallel.compile.enabled": True, "parallel.compile.backend": backend}, []
     if str(given.get("mixed_precision", "no")).lower() in ("no", "false"):
         settings["parallel.compile.float32_matmul_precision"] = "high"
-        notes.append("float32_matmul_precision is high: compiling in float32, accelerate allows TF32")
+        notes.append(
+            "float32_matmul_precision is high because accelerate allows TF32 in compiled float32 runs"
+        )
     return mapped("blocks and head are compiled", settings, *notes)
 
 
@@ -276,11 +279,11 @@ def _dynamo_mode(value: Any, given: Given) -> Verdict:
     return mapped("the same", {"parallel.compile.mode": mode}, *([] if mode == "default" else [note]))
 
 
-# What is sharded over what, and how
+# Sharding
 
 
 def _no_degree(name: str) -> Rule:
-    """A rule for a degree that we do not have."""
+    """Return the rule for a degree of an unsupported parallelism: only 1 is accepted."""
     why = f"{name} is not in this version: set it to 1"
     return lambda value, given: dropped("1 is off") if as_int(value) == 1 else refused(why)
 
@@ -288,75 +291,77 @@ def _no_degree(name: str) -> Rule:
 def _version(value: Any, given: Given) -> Verdict:
     if as_int(value) > 2:
         raise ValueError("it must be 1 or 2")
-    return dropped("FSDP2 is what shards here; version 1's keys are read by their meaning in version 1")
+    return dropped("this trainer always shards with FSDP2; keys of version 1 keep their meaning in version 1")
 
 
 def _sharding_strategy(value: Any, given: Given) -> Verdict:
-    strategy, asked = as_numbered(value, [*STRATEGIES]), given.get(RESHARD)
-    if _fsdp_version(given) == 1 or asked is None:
+    strategy, requested = as_numbered(value, [*STRATEGIES]), given.get(RESHARD)
+    if _fsdp_version(given) == 1 or requested is None:
         return _sharded(strategy, given, DIFFERENCES.get((_fsdp_version(given), STRATEGY)))
     lost = (
-        f": parameters are sharded over all processes, which is not {strategy}. To keep that, give "
-        f"parallelism_config its sizes, or delete {RESHARD}"
+        f": parameters are sharded over all processes, which is not {strategy}. To keep {strategy}, set the "
+        f"sizes in parallelism_config, or delete {RESHARD}"
     )
     return dropped(
-        f"with fsdp_version 2 {RESHARD} decides, in accelerate too",
-        f"{STRATEGY}={value} is ignored beside {RESHARD}"
+        f"with fsdp_version 2 {RESHARD} takes precedence, as in accelerate",
+        f"{STRATEGY}={value} is ignored because {RESHARD} is set"
         f"{'' if strategy in ('FULL_SHARD', 'SHARD_GRAD_OP') else lost}",
     )
 
 
 def _reshard_after_forward(value: Any, given: Given) -> Verdict:
-    """Version 2 takes a truth value. Version 1 takes a strategy's name, and prefers fsdp_sharding_strategy;
-    its launcher even prefers that key's default, which is FULL_SHARD, so that a strategy given here alone is
-    never done."""
-    version, asked = _fsdp_version(given), given.get(STRATEGY)
+    """Map fsdp_reshard_after_forward: a truth value in version 2, a strategy's name in version 1.
+
+    With version 1, accelerate prefers fsdp_sharding_strategy, and its launcher even prefers that key's
+    default FULL_SHARD, so that accelerate never uses a strategy given only under this key.
+    """
+    version, requested = _fsdp_version(given), given.get(STRATEGY)
     is_truth = str(value).lower() in {*TRUE, *FALSE} - {"1"}
     if is_truth and version == 2:
         return mapped("the same, per FSDP unit", {"parallel.reshard_after_forward": as_bool(value)})
     by_truth = {True: "FULL_SHARD", False: "SHARD_GRAD_OP"}
     strategy = by_truth[as_bool(value)] if is_truth else as_numbered(value, [*STRATEGIES])
-    if version == 1 and asked is not None:
+    if version == 1 and requested is not None:
         return dropped(
-            f"with fsdp_version 1 {STRATEGY} takes precedence, in accelerate too",
-            f"warning: {STRATEGY}={asked} wins over {RESHARD}={value}, as in accelerate's fsdp_version 1: "
-            "delete one of them",
+            f"with fsdp_version 1 {STRATEGY} takes precedence, as in accelerate",
+            f"warning: {STRATEGY}={requested} takes precedence over {RESHARD}={value}, as in accelerate's "
+            "fsdp_version 1: delete one of them",
         )
     as_accelerate = version == 1 and strategy == "FULL_SHARD"
     return _sharded(strategy, given, None if as_accelerate else DIFFERENCES[version, RESHARD])
 
 
 def _sharded(strategy: str, given: Given, difference: str | None) -> Verdict:
-    """A strategy in our keys. `difference`: what accelerate does instead, where it does not do as written.
+    """Map a strategy to our keys. `difference`: what accelerate does instead of what the file requests.
 
-    A hybrid strategy shards within each machine and replicates across them, so that on several machines the
-    degrees are written out: they hold however the processes are spread later.
+    A hybrid strategy shards within each machine and replicates across machines. On several machines the
+    degrees are written out, so that they do not depend on how processes are later spread over machines.
     """
     reshard, machines = STRATEGIES[strategy], _count(given, "num_machines")
     resharding = {} if reshard is None else {"parallel.reshard_after_forward": reshard}
-    notes = [f"{difference}; here {strategy} is done as written"] if difference else []
+    notes = [f"{difference}; this trainer uses {strategy} as written"] if difference else []
     if any(key.startswith(PREFIXES["parallelism_config"]) for key in given):
-        notes.append(f"parallelism_config decides the degrees; {strategy} decides resharding only")
-        return mapped(f"{strategy} by our names", resharding, *notes)
+        notes.append(f"parallelism_config sets the degrees; {strategy} sets resharding only")
+        return mapped(f"{strategy} in our keys", resharding, *notes)
     if strategy.startswith("HYBRID") and machines > 1:
         shard = _count(given, "num_processes") // machines
         settings = {"parallel.dp_replicate": machines, "parallel.dp_shard": shard, **resharding}
-        return mapped(f"{strategy} by our names", settings, *notes)
+        return mapped(f"{strategy} in our keys", settings, *notes)
     if strategy.startswith("HYBRID"):
         notes.append(ONE_MACHINE)
-    return mapped(f"{strategy} by our names", {"parallel.strategy": strategy.lower()}, *notes)
+    return mapped(f"{strategy} in our keys", {"parallel.strategy": strategy.lower()}, *notes)
 
 
 def _wrap(value: Any, given: Given) -> Verdict:
     policy, notes = as_choice(value, WRAPS), []
     if policy == "SIZE_BASED_WRAP":
         least = as_int(given.get("fsdp_min_num_params", DEFAULT_MIN_PARAMS), 0)
-        why = "blocks are joined into units of at least so many parameters"
+        why = f"blocks are joined into units of at least {least} parameters"
         return mapped(why, {"parallel.unit_min_params": least})
     if policy == "NO_WRAP":
         notes.append(
-            "NO_WRAP gathers the whole model at once; here every block is a unit of its own, which needs "
-            "less memory and trains the same"
+            "NO_WRAP gathers the entire model at once; here every block is a separate FSDP unit, which needs "
+            "less memory and gives the same training results"
         )
     return mapped("a unit per transformer block", {"parallel.unit_min_params": 0}, *notes)
 
@@ -364,47 +369,49 @@ def _wrap(value: Any, given: Given) -> Verdict:
 def _min_params(value: Any, given: Given) -> Verdict:
     least = as_int(value, 0)
     if str(given.get("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP":
-        return mapped("the least size of a unit", {"parallel.unit_min_params": least})
-    return dropped("it counts with fsdp_auto_wrap_policy SIZE_BASED_WRAP only, in accelerate too")
+        return mapped("the minimum size of an FSDP unit", {"parallel.unit_min_params": least})
+    return dropped("it applies only with fsdp_auto_wrap_policy SIZE_BASED_WRAP, as in accelerate")
 
 
 def _block_class(value: Any, given: Given) -> Verdict:
     names = value if isinstance(value, list) else str(value).split(",")
     wrong = [str(name).strip() for name in names if str(name).strip() not in ("", LLAMA_BLOCK)]
     if wrong:
-        return refused(f"{', '.join(wrong)} is not a block of the model here, a Llama: only {LLAMA_BLOCK} is")
-    return dropped(f"{LLAMA_BLOCK} is a block of the model here: a unit per block is what is done")
+        return refused(
+            f"{', '.join(wrong)} is not supported: the model is a Llama, its block is {LLAMA_BLOCK}"
+        )
+    return dropped(f"{LLAMA_BLOCK} is the model's block: every block is an FSDP unit by default")
 
 
-TORCHRUN, NO_TPU = "torchrun's business: ", refuses("TPUs are not supported")
-AS_BLOCKS = drops("whatever it says, every block is compiled by itself and without graph breaks")
-ONLY_CP = drops("it counts with cp_size or sp_size above 1 only")
+TORCHRUN, NO_TPU = "torchrun handles it: ", refuses("TPUs are not supported")
+AS_BLOCKS = drops("every block is always compiled separately and without graph breaks")
+ONLY_CP = drops("it applies only with cp_size or sp_size above 1")
 TABLE: dict[str, Rule] = {
     "distributed_type": _distributed_type,
     "num_processes": _num_processes,
     "num_machines": _num_machines,
     "main_process_ip": _main_process,
     "main_process_port": _main_process,
-    "machine_rank": drops(TORCHRUN + "with rendezvous c10d the machines number themselves"),
+    "machine_rank": drops(TORCHRUN + "rendezvous c10d numbers the machines"),
     "rdzv_backend": drops(TORCHRUN + "the launch line uses c10d"),
-    "same_network": drops(TORCHRUN + "rendezvous c10d needs only an address that all reach"),
+    "same_network": drops(TORCHRUN + "rendezvous c10d needs only an address that all machines reach"),
     "gpu_ids": _gpu_ids,
     "use_cpu": _use_cpu,
     "compute_environment": _environment,
     "main_training_function": drops("the program is train.main"),
-    "debug": drops("shapes are checked when the plan is made"),
+    "debug": drops("the planner checks shapes before the run"),
     "enable_cpu_affinity": drops(
-        "processes are not pinned to cores; run.threads shares the cores among them"
+        "processes are not pinned to cores; run.threads divides the cores among them"
     ),
     "gradient_accumulation_steps": _accumulation,
     "mixed_precision": _mixed_precision,
-    "fp16": refuses(NO_FP16),  # what mixed_precision was called once
+    "fp16": refuses(NO_FP16),  # an old name of mixed_precision
     "deepspeed_config": refuses(
-        "DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op, ZeRO 3 full_shard"
+        "DeepSpeed is not supported: for ZeRO 2 use parallel.strategy shard_grad_op, for ZeRO 3 full_shard"
     ),
-    "megatron_lm_config": refuses("Megatron-LM is not supported: its tp_degree is parallel.tp here"),
-    "fp8_config": refuses("float8 is not in this version: take it out and use mixed_precision: bf16"),
-    "mpirun_config": refuses("mpirun does not start this trainer: torchrun does"),
+    "megatron_lm_config": refuses("Megatron-LM is not supported: for its tp_degree use parallel.tp"),
+    "fp8_config": refuses("float8 is not in this version: remove it and use mixed_precision: bf16"),
+    "mpirun_config": refuses("mpirun is not supported: start this trainer with torchrun"),
     **{f"tpu_{name}": NO_TPU for name in ("name", "zone", "use_cluster", "use_sudo", "vm", "env")},
     **dict.fromkeys(("command_file", "commands", "downcast_bf16"), NO_TPU),
     "dynamo_backend": _dynamo_backend,
@@ -422,17 +429,17 @@ TABLE: dict[str, Rule] = {
     "fsdp_config.fsdp_backward_prefetch": sets(
         "parallel.backward_prefetch",
         lambda value: int(as_numbered(value, PREFETCHES) == "BACKWARD_PRE"),
-        "BACKWARD_PRE is one unit ahead; the nearest to BACKWARD_POST, which gathers between a unit's "
-        "gradients and their reduction, is none; accelerate ignores the key with fsdp_version 2",
+        "BACKWARD_PRE prefetches one unit ahead; BACKWARD_POST, which gathers between a unit's gradients and "
+        "their reduction, becomes no prefetch; accelerate ignores the key with fsdp_version 2",
     ),
     "fsdp_config.fsdp_backward_prefetch_policy": drops(
-        "accelerate's documentation spells it so, and accelerate ignores it, as is done here: the key is "
+        "accelerate ignores this spelling, which only its documentation uses: the key is "
         "fsdp_backward_prefetch"
     ),
     "fsdp_config.fsdp_forward_prefetch": sets(
         "parallel.forward_prefetch",
         lambda value: int(as_bool(value)),
-        "in units ahead; accelerate ignores it with fsdp_version 2",
+        "the number of units to prefetch; accelerate ignores the key with fsdp_version 2",
     ),
     "fsdp_config.fsdp_activation_checkpointing": sets(
         "parallel.activation_checkpoint",
@@ -440,25 +447,25 @@ TABLE: dict[str, Rule] = {
         "each block is recomputed in its backward",
     ),
     "fsdp_config.fsdp_activation_checkpointing_offload": refuses(
-        "offloading activations is not in this version: set it to false"
+        "offloading of activations is not in this version: set it to false"
     ),
     "fsdp_config.fsdp_offload_params": sets(
-        "parallel.cpu_offload", as_bool, "shards, gradients and optimizer state in host memory"
+        "parallel.cpu_offload", as_bool, "parameter shards, gradients and optimizer state in host memory"
     ),
     "fsdp_config.fsdp_ignored_modules": refuses(
-        "every parameter is in a unit here: leave it out, or see train.freeze"
+        "every parameter belongs to an FSDP unit: remove the key, or see train.freeze"
     ),
     "fsdp_config.fsdp_state_dict_type": drops(
-        "checkpoints here are always sharded; tools.checkpoint consolidate makes one file"
+        "checkpoints are always sharded; tools.checkpoint consolidate makes one file"
     ),
     "fsdp_config.fsdp_sync_module_states": drops(
-        "the results do not depend on it here: every rank computes the same weights from run.seed"
+        "results do not depend on it: every rank computes the same weights from run.seed"
     ),
     "fsdp_config.fsdp_use_orig_params": drops("FSDP2 always keeps the original parameters"),
     "fsdp_config.fsdp_cpu_ram_efficient_loading": drops(
-        "weights here are always read in shards; no rank holds the model"
+        "weights are always read in shards; no rank holds the full model"
     ),
-    "fsdp_config.fsdp_limit_all_gathers": drops("FSDP2 limits all-gathers without a switch"),
+    "fsdp_config.fsdp_limit_all_gathers": drops("FSDP2 always limits all-gathers"),
     **{
         f"parallelism_config.parallelism_config_{axis}_size": sets(
             f"parallel.{axis}", as_int, "the degree of the same axis"
