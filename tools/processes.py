@@ -1,4 +1,4 @@
-"""Commands of a measurement: started in sessions of their own, and never left behind."""
+"""Run commands in their own sessions and terminate them with all their descendants."""
 
 import contextlib
 import itertools
@@ -18,11 +18,11 @@ from meshwright.train.errors import ConfigError
 if TYPE_CHECKING:
     import psutil
 
-POLL_S = 0.02  # how often a command that runs is looked at: the resolution of start-up times
-GRACE_S = 10.0  # between asking a command to end and killing it; torchrun wants some to end its workers
-REASON_LINES = 6  # of the output of a command that failed, at most
+POLL_S = 0.02  # poll interval of a running command: the resolution of start-up times
+GRACE_S = 10.0  # between SIGTERM and SIGKILL; torchrun needs some of it to end its workers
+REASON_LINES = 6  # maximum lines quoted from the output of a failed command
 CACHE_MODES = ("keep", "cold", "warm")
-_LAUNCHER = (
+_LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -33,22 +33,24 @@ _LAUNCHER = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
 )
-# An error's name at the start of a line, as rank 0 prints it; torchrun's own report comes later, and has none
-# so.
+# An error's name at the start of a line, as rank 0 prints it. torchrun's own report comes later and does not
+# match.
 _ERROR = re.compile(
     r"^(?:\[\w+\]:\s*)?(?:rank \d+: )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Unsupported|Interrupt): .*)$"
 )
 _DEVICE = re.compile(r"^device: (.+), \d+ process", re.MULTILINE)
-_IN_ERROR = re.compile(r"  \s*(?!File |rank)\S")  # what is indented below it, but for a traceback
+_IN_ERROR = re.compile(r"  \s*(?!File |rank)\S")  # indented lines below an error, except a traceback's
 
 
 class BenchError(ConfigError):
-    """A measurement cannot be made: the message names the command, what went wrong and the way out."""
+    """The measurement failed. The message names the command, the error and what to do."""
 
 
 def python_command(module: str, processes: int, folder: Path | None = None) -> list[str]:
-    """`python -m module`, through torchrun for more than one process; torchrun keeps its files in
-    `folder`, if given."""
+    """Return `python -m module`, through torchrun for more than one process.
+
+    `folder`: torchrun's log directory, if given.
+    """
     if processes == 1:
         return [sys.executable, "-m", module]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -56,21 +58,20 @@ def python_command(module: str, processes: int, folder: Path | None = None) -> l
 
 
 def make_environment(threads: int, cache: dict[str, str]) -> dict[str, str]:
-    """This process's environment without a launcher's variables; the CPU threads and compile cache of a
-    run."""
+    """Return this process's environment without a launcher's variables, plus OMP_NUM_THREADS and the cache
+    variables of a run."""
     return {**own_environment(), "OMP_NUM_THREADS": str(threads), **cache}
 
 
 def own_environment() -> dict[str, str]:
-    """This process's, without what a launcher of its own has put there."""
-    return {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+    """Return this process's environment without the variables that a launcher sets."""
+    return {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
 
 
 def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str, str]:
-    """Where a run keeps what it compiles.
+    """Return the environment variables that place a run's compile cache.
 
-    `keep`: wherever the user has it; `cold`: a folder of this turn alone; `warm`: one folder for all turns of
-    `name`.
+    `keep`: the user's cache; `cold`: a new folder for this turn; `warm`: one folder for all turns of `name`.
     """
     if mode == "keep":
         return {}
@@ -84,10 +85,10 @@ def run_to_end(
     log: Path,
     while_running: Callable[[], None],
 ) -> None:
-    """Run a command (a string: in a shell) with its output in `log`, calling `while_running` every POLL_S.
+    """Run a command (a string: in a shell), write its output to `log`, call `while_running` every POLL_S.
 
-    Whatever ends this function early ends the command and its descendants. Raises BenchError if the command
-    fails.
+    An exception or interrupt also terminates the command and its descendants. Raises BenchError if the
+    command fails.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -107,19 +108,19 @@ def run_to_end(
             if process.poll() is None:
                 _end(process)
     if process.returncode:
-        words = command if isinstance(command, str) else " ".join(command)
-        raise BenchError(f"this command ended with exit code {process.returncode}: {words}\n{_reason(log)}")
+        line = command if isinstance(command, str) else " ".join(command)
+        raise BenchError(f"exit code {process.returncode} from this command: {line}\n{_reason(log)}")
 
 
 def _reason(log: Path) -> str:
-    """The first error that a command named, with what is indented below it, or else its last lines."""
+    """Return the first error in a log with the lines indented below it, or else the last lines."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    told = named_error(lines) or lines[-REASON_LINES:]
-    return "\n".join(f"  {line}" for line in told) or "  It printed nothing."
+    reason = named_error(lines) or lines[-REASON_LINES:]
+    return "\n".join(f"  {line}" for line in reason) or "  The command printed nothing."
 
 
 def named_error(lines: Sequence[str]) -> list[str]:
-    """Of an output the first error that is named, with what is indented below it; [] where none is."""
+    """Return the first error in the lines of an output with the lines indented below it; [] if none."""
     for i, line in enumerate(lines):
         if match := _ERROR.match(line):
             more = itertools.takewhile(_IN_ERROR.match, lines[i + 1 : i + REASON_LINES])
@@ -128,35 +129,39 @@ def named_error(lines: Sequence[str]) -> list[str]:
 
 
 def named_device(output: str) -> str:
-    """The device that a run has named in its output; "" where there is none."""
+    """Return the device that a run printed (`device: ...`); "" if it printed none."""
     match = _DEVICE.search(output)
     return match[1] if match else ""
 
 
 def find_reason(output: str, letters: int) -> str:
-    """The first error that is named in an output, with what is indented below it; else its last line; "" of
-    nothing. In one line of so many letters at most."""
+    """Return the first error in an output with the lines indented below it, else the last line, else "".
+
+    The result is one line of at most `letters` characters.
+    """
     lines = [line for line in output.splitlines() if line.strip()]
-    told = named_error(lines) or lines[-1:]
-    return one_line(" ".join(map(str.strip, told)), letters)
+    reason = named_error(lines) or lines[-1:]
+    return one_line(" ".join(map(str.strip, reason)), letters)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a command and its descendants to end, then kill what is left. torchrun's workers have sessions of
-    their own."""
-    family = _family(find_running([process.pid]))
+    """Send SIGTERM to a command and its descendants, and SIGKILL to those left after GRACE_S.
+
+    A signal to the process group would not do: torchrun's workers have their own sessions.
+    """
+    family = _with_descendants(find_running([process.pid]))
     try:
         send(signal.SIGTERM, family)
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and (process.poll() is None or alive(family)):
             time.sleep(POLL_S)
     finally:
-        send(signal.SIGKILL, _family(family))
+        send(signal.SIGKILL, _with_descendants(family))
         process.wait()
 
 
 def send(number: signal.Signals, processes: Iterable["psutil.Process"]) -> None:
-    """To those that have not ended."""
+    """Send a signal to those of the processes that have not ended."""
     import psutil
 
     for process in alive(processes):
@@ -165,44 +170,46 @@ def send(number: signal.Signals, processes: Iterable["psutil.Process"]) -> None:
 
 
 def find_running(pids: Iterable[int]) -> list["psutil.Process"]:
-    """Those of the processes that have not ended, so that nobody takes a stranger with the same number for
-    one of them later."""
+    """Return those of the processes that have not ended.
+
+    psutil.Process also compares start times, so a process that reuses an id later is not mistaken for one.
+    """
     import psutil
 
-    found = []
+    processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return alive(found)
+            processes.append(psutil.Process(pid))
+    return alive(processes)
 
 
 def alive(processes: Iterable["psutil.Process"]) -> list["psutil.Process"]:
-    """Those that have not ended."""
+    """Return those of the processes that have not ended; a zombie has ended."""
     import psutil
 
-    found = []
+    running = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                running.append(process)
+    return running
 
 
-def _family(roots: Iterable["psutil.Process"]) -> list["psutil.Process"]:
-    """Those that have not ended, and all their descendants."""
+def _with_descendants(roots: Iterable["psutil.Process"]) -> list["psutil.Process"]:
+    """Return those of the processes that have not ended, and all their descendants."""
     import psutil
 
-    found = list["psutil.Process"]()
+    processes = list["psutil.Process"]()
     for root in alive(roots):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [root, *root.children(recursive=True)]
-    return list(dict.fromkeys(found))
+            processes += [root, *root.children(recursive=True)]
+    return list(dict.fromkeys(processes))
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of a process's children, whichever of its threads has started them; [] if it has ended."""
-    found = list[int]()
+    """Return the process ids of a process's children, of all its threads; [] if it has ended."""
+    pids = list[int]()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
+            pids += map(int, path.read_text().split())
+    return pids

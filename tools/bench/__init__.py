@@ -1,1 +1,1 @@
-"""Measurements of real runs: `python -m tools.bench -h`. Their records are in records/."""
+"""Benchmarks of real runs: `python -m tools.bench -h`. The folder records/ contains their records."""

@@ -1,4 +1,4 @@
-"""`python -m tools.bench SUBCOMMAND`: how fast, how big, how soon; and how well the planner knows."""
+"""`python -m tools.bench SUBCOMMAND`: measure speed, memory and start-up, and the planner's accuracy."""
 
 import argparse
 import json
@@ -25,13 +25,13 @@ MODULES = (gpu, cpu, train_run, attention, data, calibrate, predictions, memory,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, then print and record. Raises what train.config.USER_ERRORS lists."""
+    """Measure, then print and record. Raises the classes in train.errors.USER_ERRORS."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
     options, overrides = parser.parse_known_args(arguments)
     measurement: Measurement = options.measurement
     if overrides and not measurement.takes_keys:
-        parser.error(f"{measurement.name} takes no config keys: {' '.join(overrides)}")
+        parser.error(f"{measurement.name} accepts no config keys: {' '.join(overrides)}")
     options.command = arguments
     result: BenchResult = measurement.measure(options, overrides)
     document = make_document(measurement.name, arguments, result.config, result.figures)
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """One subparser per measurement."""
+    """Return the parser, with one subparser per measurement."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        description="Measure real runs, on whatever device they choose.",
+        description="Measure real runs on the device that they select.",
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
@@ -55,6 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    # an exception: what runs is ended first
+    # SIGTERM raises SystemExit, so that running commands are terminated first
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))
     run_tool(main)

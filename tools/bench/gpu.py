@@ -1,5 +1,5 @@
-"""`bench gpu`: train.main at Llama 8B's shape on one GPU, and on two, by one key after another, with what the
-planner predicts of each run beside it."""
+"""`bench gpu`: train.main at Llama 8B's shape on one GPU and on two, changing one setting at a time, with the
+planner's prediction for each run."""
 
 import argparse
 import dataclasses
@@ -35,18 +35,18 @@ from meshwright.tools.processes import BenchError
 from meshwright.train.errors import USER_ERRORS
 from meshwright.train.files import write_whole
 
-# Llama 3 8B (arXiv 2407.21783, table 3) with 8 of its 32 layers: what every case has unless its keys say
-# otherwise. Weights and moments in bfloat16, so that all 32 layers fit one GPU.
+# Llama 3 8B (arXiv 2407.21783, table 3). COMMON sets 8 of its 32 layers, and weights and moments in bfloat16
+# so that all 32 layers fit one GPU. The keys of a case override both.
 SHAPE_8B = (
     "model.dim=4096 model.n_heads=32 model.n_kv_heads=8 model.ffn_dim=14336 model.vocab_size=128256 "
     "model.max_seq_len=8192 train.seq_len=8192 parallel.float8.min_dim=1024"
 )
-# to see that everything works; wins over the keys of a case
+# a test of the program itself; overrides the keys of a case
 TINY = (
     "model.dim=32 model.n_heads=4 model.n_kv_heads=2 model.ffn_dim=64 model.vocab_size=264 "
     "model.max_seq_len=64 train.seq_len=64 parallel.float8.min_dim=16"
 )
-STEPS, STEPS_PER_REPORT = 10, 2  # 4 steps warm up; a report waits for the GPU
+STEPS, STEPS_PER_REPORT = 10, 2  # the first 4 steps are warm-up; a report waits for the GPU
 COMMON = (
     f"{ONLY_TRAINING} metrics.tensorboard=false parallel.plan=manual "
     "model.n_layers=8 train.micro_batch_size=1 parallel.param_dtype=bfloat16 parallel.storage_dtype=bfloat16 "
@@ -54,8 +54,8 @@ COMMON = (
 )
 
 
-# By name the config keys of train.main, without their dashes, beside those of the shape; the most important
-# first.
+# Config keys of train.main by name of the case, without dashes, in addition to those of the shape; the most
+# important cases first.
 ONE_GPU = {
     "8 layers": "",
     "32 layers": "model.n_layers=32",
@@ -94,31 +94,31 @@ TWO_GPUS = {
     "tp, async": "parallel.tp=2 parallel.async_tp=true",
 }
 CASES = ONE_GPU | TWO_GPUS
-MEAN_ERROR, WORST_ERROR = 0.05, 0.10  # what the project asks for of the predicted step time
-MOST_THREADS = 8  # of the CPU: what feeds a GPU needs no more
-HEAD = ("case", "tokens/s a GPU", "spread", "MFU full", "causal", "step s", "predicted", "GiB", "predicted")
-# in one record
+MEAN_ERROR, WORST_ERROR = 0.05, 0.10  # targets for the error of the predicted step time
+MOST_THREADS = 8  # CPU threads of a process: feeding a GPU needs no more
+HEAD = ("case", "tokens/s per GPU", "spread", "MFU full", "causal", "step s", "predicted", "GiB", "predicted")
+# must be the same for all cases of a record
 SAME = (("hardware", "gpu"), ("hardware", "cpu"), ("versions", "torch"), ("figures", "shape"))
 
 
 def add_gpu_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `gpu`."""
+    """Add the options of `gpu`."""
     add = parser.add_argument
-    words = "start no case after this long (default 9)"
-    add("--minutes", type=positive, default=9, metavar="N", help=words)
-    words = "cases of these names (default all)"
-    add("--only", nargs="+", default=[*CASES], choices=CASES, metavar="NAME", help=words)
-    words = f"{PEER_HELP}; it is told the first case's shape as in `cpu`, and prints the same lines"
-    add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=words)
-    words = "a tiny model, on a CPU too, to see that everything works; the record says so"
-    add("--tiny", action="store_true", help=words)
+    text = "start no case after N minutes (default 9)"
+    add("--minutes", type=positive, default=9, metavar="N", help=text)
+    text = "run only these cases (default all)"
+    add("--only", nargs="+", default=[*CASES], choices=CASES, metavar="NAME", help=text)
+    text = f"{PEER_HELP}; it receives the first case's shape as in `cpu`, and prints the same lines"
+    add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=text)
+    text = "a tiny model, also on a CPU, to test the command; the record has shape tiny"
+    add("--tiny", action="store_true", help=text)
 
 
 def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """All cases that time allows, in turn. Raises BenchError and ConfigError for what cannot be begun."""
+    """Run the cases in turn, as many as time allows. Raises BenchError and ConfigError before the first."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and not options.tiny:
-        raise BenchError("gpu: Llama 8B's shape needs a GPU, and here is none. Try the cases with --tiny")
+        raise BenchError("gpu: Llama 8B's shape needs a GPU, but this machine has none: use --tiny")
     threads = min(MOST_THREADS, os.cpu_count() or 1) if gpus else 1
     names = [name for name in CASES if name in options.only]
     setups = {name: make_setup(name, options.tiny, threads, overrides) for name in names}
@@ -137,14 +137,14 @@ def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchR
 
 
 def make_setup(name: str, tiny: bool, threads: int, overrides: Sequence[str]) -> Setup:
-    """The run of train.main; the user's keys win."""
+    """Return the run of train.main for a case; `overrides` are the user's keys and win."""
     keys = config_keys(f"{COMMON} {SHAPE_8B} {CASES[name]} {TINY if tiny else ''}")
     return Setup(2 if name in TWO_GPUS else 1, threads, [*keys, *overrides], STEPS_PER_REPORT)
 
 
 def run_ours(setup: Setup, hardware: Hardware | None) -> dict[str, Any]:
-    """Config, figures, and what the planner says: null of a GPU that no file in configs/hardware describes.
-    Raises BenchError where the run fails."""
+    """Return config, figures and the planner's prediction of a run. The prediction is None if no file in
+    configs/hardware describes the GPU. Raises BenchError if the run fails."""
     config = resolve(setup)
     predicted = hardware and predict_run(config.job, setup.processes, setup.threads, hardware)
     return {
@@ -155,31 +155,34 @@ def run_ours(setup: Setup, hardware: Hardware | None) -> dict[str, Any]:
 
 
 def run_peer(peer: Contender) -> dict[str, Any]:
-    """Its figures, without config and prediction. Raises BenchError where it fails."""
+    """Return the figures of a peer, without config and prediction. Raises BenchError if it fails."""
     return {"run": peer.run({})}
 
 
 def open_record(options: argparse.Namespace) -> tuple[Path | None, dict[str, Any]]:
-    """The newest record of the name that was given, else a new one; without a name one that is not kept.
-    Raises BenchError where the newest is of another machine, torch or shape."""
+    """Return path and content of the newest record with the given name, else of a new one. The path is None
+    without --record.
+
+    Raises BenchError if the newest record has another machine, torch or shape.
+    """
     figures: dict[str, Any] = {"shape": "tiny" if options.tiny else "8b", "cases": {}}
     document = harness.make_document("gpu", options.command, None, figures)
     if options.record is None:
         return None, document
     name = options.record or "gpu"
     harness.check_name(name)
-    found = sorted(harness.RECORDS.glob(f"????-??-??-{name}.json"))
-    if not found:
+    paths = sorted(harness.RECORDS.glob(f"????-??-??-{name}.json"))
+    if not paths:
         return harness.RECORDS / f"{document['date']}-{name}.json", document
-    kept: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
+    record: dict[str, Any] = json.loads(paths[-1].read_text(encoding="utf-8"))
     for section, key in SAME:
-        before, now = kept[section].get(key), document[section].get(key)
+        before, now = record[section].get(key), document[section].get(key)
         if before != now:
             raise BenchError(
-                f"--record {name}: {found[-1].name} is of {key} {before}, here it is {now}. Name another "
-                "record"
+                f"--record {name}: {paths[-1].name} has {key} {before}, but this run has {key} {now}: use "
+                "another name"
             )
-    return found[-1], kept
+    return paths[-1], record
 
 
 def run_cases(
@@ -188,24 +191,29 @@ def run_cases(
     path: Path | None,
     document: dict[str, Any],
 ) -> None:
-    """Run what the record has not. One that fails does not cost the others; the next call tries it again."""
+    """Run the cases that the record lacks. After a failed case the others still run; the next call runs it
+    again."""
     cases, stop_at = document["figures"]["cases"], time.monotonic() + budget_s
     for name, run in runs.items():
         if "run" in cases.get(name, {}):
             continue
         if time.monotonic() > stop_at:
-            print("time is over: the same command goes on with the other cases", file=sys.stderr, flush=True)
+            print(
+                "--minutes: time limit reached; run the same command again for the remaining cases",
+                file=sys.stderr,
+                flush=True,
+            )
             break
         print(f"{name} ...", file=sys.stderr, flush=True)
-        began_at, ended = time.monotonic(), "done"
+        started_at, outcome = time.monotonic(), "done"
         try:
-            found = run()
+            result = run()
         except USER_ERRORS as error:
-            found = {"reason": f"{type(error).__name__}: {error}"}
-            ended = found["reason"].splitlines()[0]
+            result = {"reason": f"{type(error).__name__}: {error}"}
+            outcome = result["reason"].splitlines()[0]
         versions = harness.find_versions()
-        cases[name] = {"date": datetime.date.today().isoformat(), "commit": versions["commit"], **found}
-        print(f"  {ended}, {time.monotonic() - began_at:.0f} s", file=sys.stderr, flush=True)
+        cases[name] = {"date": datetime.date.today().isoformat(), "commit": versions["commit"], **result}
+        print(f"  {outcome}, {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, f"{json.dumps(harness.without_names(document), indent=2)}\n".encode())
@@ -214,7 +222,7 @@ def run_cases(
 
 
 def gpu_text(figures: Mapping[str, Any], names: Sequence[str]) -> str:
-    """A row for each case that was measured, how far off the planner was, and why there is no row."""
+    """Return a table of the measured cases, the planner's errors, and the reasons of missing cases."""
     cases = {name: figures["cases"].get(name, {}) for name in names}
     measured = {name: case for name, case in cases.items() if "run" in case}
     parts = [f"shape: {figures['shape']}"]
@@ -227,8 +235,8 @@ def gpu_text(figures: Mapping[str, Any], names: Sequence[str]) -> str:
     ]
     if errors:
         parts.append(
-            f"steps predicted: mean error {statistics.mean(errors):.1%} (asked: {MEAN_ERROR:.0%}), worst "
-            f"{max(errors):.1%} (asked: {WORST_ERROR:.0%})"
+            f"predicted step time: mean error {statistics.mean(errors):.1%} (target: {MEAN_ERROR:.0%}), "
+            f"worst {max(errors):.1%} (target: {WORST_ERROR:.0%})"
         )
     missing = [
         f"failed: {name}: {case['reason'].splitlines()[-1].strip()}"
@@ -255,7 +263,8 @@ def _cells(name: str, case: Mapping[str, Any]) -> list[str]:
 
 
 def _step_s(case: Mapping[str, Any]) -> Any:
-    """Of the last report, after the warm-up; None of a peer, which does not say it."""
+    """Return the step time of the last report, after the warm-up; None for a peer, which does not report
+    it."""
     return case["run"]["step_times_s"][-1] if "config" in case else None
 
 
@@ -263,12 +272,12 @@ MEASUREMENT = Measurement(
     "gpu",
     add_gpu_options,
     measure_gpu,
-    summary="one GPU, or two, at Llama 8B's shape, key by key",
+    summary="one GPU or two at Llama 8B's shape, one setting at a time",
     description=(
-        "Run train.main at Llama 8B's shape, 8 layers unless a case says otherwise, one sequence of 8,192 "
-        "tokens for each GPU, with one thing changed at a time, and print tokens per second, both MFUs and "
-        "memory beside what the planner predicted. With --record every finished case is in the file at once; "
-        "the same command again goes on with those that are missing."
+        "Run train.main at Llama 8B's shape with 8 layers and one sequence of 8,192 tokens per GPU, change "
+        "one setting at a time, and print tokens per second, both MFUs and memory next to the planner's "
+        "predictions. With --record every finished case is written immediately; the same command again "
+        "continues with the missing cases."
     ),
     epilog=f"Cases: {'; '.join(CASES)}.",
     keeps_record=True,

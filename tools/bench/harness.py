@@ -1,5 +1,5 @@
-"""What every subcommand of the bench is: its words, its options, what it measures; and the record that it
-leaves: date, hardware, versions, configuration, raw figures, and nobody's name."""
+"""The interface of all bench subcommands, and their records: date, hardware, versions, configuration and raw
+figures, without names of users and hosts."""
 
 import argparse
 import csv
@@ -25,13 +25,13 @@ from meshwright import __version__
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 
 WORKER = "meshwright.tools.bench.worker"
-KEYS = "Config keys of train.main are accepted too, as --section.key=value, and win over what is set here."
+KEYS = "Config keys of train.main are accepted too, as --section.key=value, and override the settings above."
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a subcommand found: figures as data and as text; `config` of the run, or of several by name, where
-    there is one."""
+    """The result of a subcommand: figures as data and as text; `config`: of the run, of several runs by name,
+    or None."""
 
     config: dict[str, Any] | None
     figures: dict[str, Any]
@@ -43,12 +43,12 @@ class Measurement:
     """A subcommand.
 
     Args:
-        name: on the command line
+        name: its name on the command line
         add_options: adds its options to a parser
-        measure: takes them and the config keys that follow. Raises what train.config.USER_ERRORS lists
-        summary, description, epilog: of its help
-        takes_keys: whether config keys of train.main may follow
-        keeps_record: it writes its record itself, case by case
+        measure: function of the parsed options and the config keys. Raises train.errors.USER_ERRORS
+        summary, description, epilog: texts of its help
+        takes_keys: whether it accepts config keys of train.main
+        keeps_record: whether it writes its record itself, case by case
     """
 
     name: str
@@ -62,18 +62,18 @@ class Measurement:
 
 
 def config_keys(text: str) -> tuple[str, ...]:
-    """Arguments of train.main from its keys as text: "train.steps=4 run.seed=1"."""
+    """Return arguments of train.main from a text of keys: "train.steps=4 run.seed=1"."""
     return tuple(f"--{key}" for key in text.split())
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file by column, without its comments."""
+    """Return the rows of a CSV file by column, without its comments."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def add_measurement(subparsers: Any, measurement: Measurement) -> None:
-    """Its parser, with the options that all have."""
+    """Add the parser of a measurement, with the options common to all."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         measurement.name,
         help=measurement.summary,
@@ -81,11 +81,11 @@ def add_measurement(subparsers: Any, measurement: Measurement) -> None:
         epilog=f"{measurement.epilog} {KEYS}" if measurement.takes_keys else measurement.epilog,
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document: what --record writes")
-    words = f"write tools/bench/records/DATE-NAME.json (NAME: {measurement.name} if not given)"
+    parser.add_argument("--json", action="store_true", help="print the JSON document that --record writes")
+    text = f"write tools/bench/records/DATE-NAME.json (NAME: {measurement.name} if not given)"
     if measurement.keeps_record:
-        words += ", or go on with the newest of that name: what is in it is not measured again"
-    parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=words)
+        text += ", or continue the newest record of that name: its cases are not measured again"
+    parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=text)
     measurement.add_options(parser)
     parser.set_defaults(measurement=measurement)
 
@@ -93,8 +93,10 @@ def add_measurement(subparsers: Any, measurement: Measurement) -> None:
 def run_workers(
     part: str, processes: int, threads: int, device: str, settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What each process found that measured one part of `tools.bench.worker`. Raises BenchError if one
-    fails."""
+    """Measure one part of `tools.bench.worker` in several processes; return the result of each rank.
+
+    Raises BenchError if a process fails.
+    """
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
         folder = Path(name)
         command = [
@@ -112,16 +114,16 @@ def run_workers(
 
 
 RECORDS = Path(__file__).parent / "records"
-_HOME = re.compile(r"""/(?:home|Users)/[^\s'"/,;:=]+""")  # its last part is somebody's name
-# an absolute path or one below a home: its last part is kept; `tok/s`, `./x`, `../x` and `$HOME/x` are not
-# touched
+_HOME = re.compile(r"""/(?:home|Users)/[^\s'"/,;:=]+""")  # the last component is a user's name
+# An absolute path or a path below a home folder, of which the last component is kept. `tok/s`, `./x`, `../x`
+# and `$HOME/x` do not match.
 _PATH = re.compile(r"""(?:(?<![\w.~/})-])|(?<=\s-\w))(?:~\w*)?/+(?:[^\s'"/,;:=]+/+)*([^\s'"/,;:=]+)/*""")
 
 
 def make_document(
     name: str, command: Sequence[str], config: dict[str, Any] | None, figures: dict[str, Any]
 ) -> dict[str, Any]:
-    """One measurement, without absolute paths, host names and user names. Looks at the machine."""
+    """Return the record of a measurement on this machine, without absolute paths, host and user names."""
     document = {
         "name": name,
         "date": datetime.date.today().isoformat(),
@@ -135,8 +137,10 @@ def make_document(
 
 
 def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) -> Path:
-    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: a record is never overwritten. Raises
-    BenchError."""
+    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: records are never overwritten. Returns the path.
+
+    Raises BenchError for an invalid name.
+    """
     check_name(name)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document, indent=2) + "\n"
@@ -152,15 +156,15 @@ def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) ->
 
 
 def check_name(name: str) -> None:
-    """Raises BenchError for what cannot be a record's name."""
+    """Raise BenchError unless `name` is valid as a record's name."""
     if not re.fullmatch(r"[\w.-]+", name):
         raise BenchError(
-            f"--record {name}: the name of a record is made of letters, digits, '-', '_' and '.'"
+            f"--record {name}: the name of a record may contain only letters, digits, '-', '_' and '.'"
         )
 
 
 def find_hardware() -> dict[str, Any]:
-    """CPU model, cores that this process may use, and the GPUs."""
+    """Return the CPU model, the number of cores that this process may use, and the GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -172,7 +176,7 @@ def find_hardware() -> dict[str, Any]:
 
 
 def find_versions() -> dict[str, str | None]:
-    """Versions of what was measured, and the project's commit; None for what is not here."""
+    """Return the versions of the software and the project's commit; None for what is not installed."""
     return {
         "meshwright": __version__,
         "commit": _commit(),
@@ -184,8 +188,8 @@ def find_versions() -> dict[str, str | None]:
 
 
 def without_names(value: Any) -> Any:
-    """The same data, every string in it (keys aside) without absolute paths, this host's and this user's
-    name."""
+    """Return the data with absolute paths and the names of this host and user removed from all strings,
+    except keys."""
     if isinstance(value, dict):
         return {key: without_names(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -195,16 +199,16 @@ def without_names(value: Any) -> Any:
 
 def _anonymous(text: str) -> str:
     text = _PATH.sub(r"\1", _HOME.sub("/HOME", text))
-    for name, stand_in in ((platform.node(), "HOST"), (_user(), "USER")):
+    for name, placeholder in ((platform.node(), "HOST"), (_user(), "USER")):
         if name:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stand_in, text)
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", placeholder, text)
     return text
 
 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a user id without a name, as in some containers
+    except (OSError, KeyError):  # the user id has no name, as in some containers
         return ""
 
 
@@ -216,12 +220,12 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, with -dirty where the files differ from it."""
+    """Return the checked-out commit, with -dirty if files differ from it; None if git cannot tell."""
     if shutil.which("git") is None:
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _version(module: str) -> str | None:
@@ -232,17 +236,17 @@ def _version(module: str) -> str | None:
 
 
 def check_room(folder: Path, gb: float) -> None:
-    """BenchError if the disk has less than what is to be written, and a tenth more."""
+    """Raise BenchError if the folder does not exist or its disk has less than 1.1 x `gb` free."""
     if not folder.is_dir():
         raise BenchError(f"--folder {folder}: no such folder")
     free_gb = shutil.disk_usage(folder).free / 1e9
     if free_gb < 1.1 * gb:
         raise BenchError(
-            f"{folder} has {free_gb:.3g} GB free, and --gb {gb:g} needs {1.1 * gb:.3g}: use a smaller --gb, "
+            f"{folder} has {free_gb:.3g} GB free, but --gb {gb:g} needs {1.1 * gb:.3g}: use a smaller --gb, "
             "or another disk with --folder"
         )
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

@@ -1,8 +1,8 @@
-"""Seconds that a function takes on a device, after a warm-up; and inputs that no cache holds.
+"""Time functions on a device after a warm-up, on inputs that do not fit into its caches.
 
-What is timed is what a training step runs: the three products of a linear layer, attention through autograd.
-Inputs are random (constant ones draw less power and so run faster on a GPU). Shapes: B batch, T tokens, N
-heads, K kv heads, H head dim.
+The timed functions are those of a training step: the three matrix products of a linear layer, and attention
+with autograd. Inputs are random, because constant inputs draw less power and therefore run faster on a GPU.
+Shapes: B batch, T tokens, N heads, K kv heads, H head dim.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One call of attention."""
+    """The shape of one attention call."""
 
     batch: int
     heads: int
@@ -32,22 +32,23 @@ class AttentionShape:
         return "x".join(map(str, dataclasses.astuple(self)))
 
 
-# more than the last cache of any device here: 50 MiB on an H100, 32 MiB on a server's core complex
+# larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex
 ROTATED_BYTES = 2**28
 MAX_ROTATED = 64
 WARM_UP_RUNS = 2
-PAUSE_CYCLES = 50_000_000  # of a GPU, about 30 ms: launching a thousand kernels takes less
+PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
 MIN_RUNS, MAX_RUNS = 5, 200
 
-Made = TypeVar("Made")
+Input = TypeVar("Input")
 Run = Callable[[], Any]
 Products = tuple[int, int, int]  # tokens, inputs, outputs of a linear layer
 
 
 class Timer:
-    """Seconds that a function takes on a device: of as many runs as fit into `budget_s`, after a warm-up.
+    """Measures the seconds of a function on a device, over as many runs as fit into `budget_s`, after a
+    warm-up.
 
-    On a CPU with one thread it is CPU time, which is wall time where nothing else runs.
+    On a CPU with one thread it measures CPU time, which equals wall time on an otherwise idle core.
     """
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
@@ -55,11 +56,12 @@ class Timer:
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def seconds(self, runs: Sequence[Run]) -> float:
-        """The median of one run; `runs` do the same on inputs of their own, and are taken in turn."""
+        """Return the median seconds of a run. `runs` do the same work on different inputs and are used in
+        turn."""
         return statistics.median(self._times(runs))
 
     def best_seconds(self, runs: Sequence[Run]) -> float:
-        """The fastest run."""
+        """Return the seconds of the fastest run."""
         return min(self._times(runs))
 
     def _times(self, runs: Sequence[Run]) -> list[float]:
@@ -79,7 +81,7 @@ class Timer:
         return times
 
     def _timed_on_gpu(self, turns: Iterator[Run], count: int) -> list[float]:
-        """Events of the GPU around each run; the queue is filled behind a pause, so that launching is not
+        """Time each run with GPU events. The queue is filled during a pause, so that launching is not
         timed."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         torch.cuda._sleep(PAUSE_CYCLES)
@@ -91,30 +93,31 @@ class Timer:
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
-def rotate(draw: Callable[[], Made], size_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> list[Made]:
-    """As many sets of inputs of `size_bytes` as exceed `rotated_bytes`, two at least."""
+def rotate(draw: Callable[[], Input], size_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> list[Input]:
+    """Return as many sets of inputs of `size_bytes` as fit into `rotated_bytes`: 2 to MAX_ROTATED."""
     return [draw() for _ in range(max(2, min(MAX_ROTATED, rotated_bytes // size_bytes)))]
 
 
 def draw(sizes: Sequence[int], dtype: str, device: torch.device) -> Tensor:
-    """Random values."""
+    """Return a tensor of random values."""
     return torch.randn(*sizes, device=device).to(getattr(torch, dtype))
 
 
 def product_runs(
     product: Products, dtype: str, device: torch.device, rotated_bytes: int = ROTATED_BYTES
 ) -> list[Run]:
-    """The three products of a linear layer: x[T, D] · w[F, D] -> y[T, F], and the gradients of both."""
+    """Return runs of the three products of a linear layer: x[T, D] · w[F, D] -> y[T, F], and the gradients of
+    x and w."""
     tokens, inputs, outputs = product
 
-    def one() -> Run:
+    def make_run() -> Run:
         x, w, grad = (
             draw(sizes, dtype, device) for sizes in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
         )
         return lambda: (F.linear(x, w), grad @ w, grad.t() @ x)
 
     elements = tokens * inputs + outputs * inputs + tokens * outputs
-    return rotate(one, elements * getattr(torch, dtype).itemsize, rotated_bytes)
+    return rotate(make_run, elements * getattr(torch, dtype).itemsize, rotated_bytes)
 
 
 def attention_runs(
@@ -124,11 +127,11 @@ def attention_runs(
     device: torch.device,
     rotated_bytes: int = ROTATED_BYTES,
 ) -> tuple[list[Run], list[Run]]:
-    """The forward of attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H], and forward with
-    backward."""
+    """Return runs of attention's forward, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H], and of forward
+    and backward together."""
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
 
-    def one() -> tuple[list[Tensor], Tensor]:
+    def make_inputs() -> tuple[list[Tensor], Tensor]:
         inputs = [
             draw((shape.batch, shape.seq, n, shape.head_dim), dtype, device).requires_grad_() for n in heads
         ]
@@ -138,6 +141,6 @@ def attention_runs(
         return lambda: torch.autograd.grad(attention(*inputs), inputs, grad)
 
     elements = shape.batch * shape.seq * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    sets = rotate(one, elements * getattr(torch, dtype).itemsize, rotated_bytes)
+    sets = rotate(make_inputs, elements * getattr(torch, dtype).itemsize, rotated_bytes)
     forward: list[Run] = [lambda inputs=inputs: attention(*inputs) for inputs, _ in sets]  # type: ignore[misc]
     return forward, [both(*each) for each in sets]

@@ -1,5 +1,5 @@
-"""One run of the real `train.main`, and its figures from outside and from its metrics.jsonl; `bench train`,
-on the standard shape; and the options of all subcommands that start runs."""
+"""Run `train.main` and return its figures, from its metrics.jsonl and from outside; `bench train` on the
+standard shape; and the options of all subcommands that start runs."""
 
 import argparse
 import dataclasses
@@ -29,9 +29,9 @@ from meshwright.train.data.corpus import load_corpus
 from meshwright.train.planning.resolve import plan_run
 
 PROG = "tools.bench"
-WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones
+WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first steps
 MFUS = ("mfu", "mfu_causal")  # as metrics.jsonl names them
-ONLY_TRAINING = "data.source=stdlib checkpoint.every=0 train.eval_every=0"  # nothing beside the steps
+ONLY_TRAINING = "data.source=stdlib checkpoint.every=0 train.eval_every=0"  # only training steps
 STANDARD_SHAPE = config_keys(
     "model.dim=256 model.n_layers=6 model.n_heads=16 model.n_kv_heads=16 model.ffn_dim=768 "
     "model.vocab_size=2048 model.max_seq_len=512 train.seq_len=512 train.micro_batch_size=4 train.steps=24 "
@@ -41,8 +41,8 @@ STANDARD_SHAPE = config_keys(
 
 @dataclass(frozen=True)
 class Setup:
-    """A run to measure: its processes, the CPU threads of each, the config keys of train.main, and how many
-    steps share a report, which waits for the device."""
+    """A run to measure: number of processes, CPU threads of each, config keys of train.main, and steps per
+    report; a report waits for the device."""
 
     processes: int
     threads: int
@@ -50,21 +50,20 @@ class Setup:
     steps_per_report: int = 1
 
     def command_line(self) -> list[str]:
-        """What follows `-m train.main`, but for the run's folder."""
-        report = f"--metrics.every={self.steps_per_report}"  # comes last: without it there is nothing to read
+        """Return the arguments after `-m train.main`, except the run's folder."""
+        report = f"--metrics.every={self.steps_per_report}"  # last, so that it overrides the user's
         return [*self.arguments, report, f"--run.threads={self.threads}"]
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run did. Rates are of the reports after the first WARM_UP_STEPS steps (the last report alone in
-    a run as short).
+    """Figures of a run. Rates are of the reports after the first WARM_UP_STEPS steps (of the last report only
+    if the run is not longer).
 
-    `startup_s`: wall seconds from starting the command to the first report, which is the end of the first
-    optimizer step where every step is reported. `data_wait_share`: of the step time. `step_times_s`: of a
-    step of every report, the first included. `device`: as the run names it. `spread`: (best - worst rate) /
-    median. `mfu`, `mfu_causal`: median, attention counted in full or half; None where the device has no peak
-    to compare with.
+    `startup_s`: wall seconds from starting the command to the first report; with a report for every step, to
+    the end of the first optimizer step. `data_wait_share`: share of the step time. `step_times_s`: one value
+    per report, including the first. `device`: as the run prints it. `spread`: (best - worst rate) / median.
+    `mfu`, `mfu_causal`: medians, attention counted in full or half; None if the device's peak is unknown.
     """
 
     device: str
@@ -81,27 +80,25 @@ class RunFigures:
 
 
 def resolve(setup: Setup) -> Config:
-    """The config of a run, checked before anything is started; its text is tokenised into the cache if need
-    be.
+    """Return the config of a run, checked before it is started, and tokenize its text into the cache.
 
     Raises ConfigError, PlanError and DataError.
     """
     if any(argument.split("=")[0] == "--run.dir" for argument in setup.arguments):
-        raise BenchError("--run.dir: a measurement runs in a temporary folder of its own. Leave it out")
+        raise BenchError("--run.dir: a measurement always runs in a temporary folder: remove this option")
     config = parse_config(setup.command_line(), PROG)
     plan_run(config.job, setup.processes)
-    load_corpus(config.data)  # peers prepare their data beforehand too
+    load_corpus(config.data)  # not part of the measured time: peers also prepare their data beforehand
     return config
 
 
 def config_to_record(config: Config) -> dict[str, Any]:
-    """The resolved config as plain data; the temporary folder has no name."""
+    """Return the resolved config as plain data, without the name of the temporary folder."""
     return dataclasses.asdict(dataclasses.replace(config, run=dataclasses.replace(config.run, dir="RUN_DIR")))
 
 
 def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
-    """Start train.main in a temporary folder, wait for its end and read its figures. Raises BenchError if it
-    fails."""
+    """Run train.main in a temporary folder and return its figures. Raises BenchError if it fails."""
     first_report_at = 0.0
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
         folder = Path(name)
@@ -125,7 +122,7 @@ def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
-    """The rows of optimizer steps in a metrics.jsonl, which may still be growing, or not be there yet."""
+    """Return the rows of optimizer steps in a metrics.jsonl, which may be incomplete or missing."""
     if not metrics.is_file():
         return []
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -134,9 +131,11 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
 
 
 def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) -> RunFigures:
-    """Figures from the rows of all reports. Raises BenchError if there are none."""
+    """Return the figures from the rows of all reports. Raises BenchError if there are none."""
     if not rows:
-        raise BenchError("the run ended without a row in metrics.jsonl: it needs at least one optimizer step")
+        raise BenchError(
+            "the run ended without a row in metrics.jsonl: it needs at least one optimizer step (train.steps)"
+        )
     counted = [row for row in rows if row["step"] > WARM_UP_STEPS] or rows[-1:]
     rates = [row["tokens_per_s_per_gpu"] for row in counted]
     mfu, mfu_causal = (
@@ -159,41 +158,41 @@ def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) 
 
 
 def compile_seconds(step_times_s: Sequence[float]) -> float:
-    """Of the first step beyond those of the median later one."""
+    """Return the seconds of the first step minus those of the median later step."""
     first_s, *later_s = step_times_s
     return first_s - statistics.median(later_s or [0.0])
 
 
-def spread(values: Sequence[float], middle: float) -> float:
-    """(Largest - smallest) / `middle`."""
-    return (max(values) - min(values)) / middle
+def spread(values: Sequence[float], median: float) -> float:
+    """Return (largest - smallest) / `median`."""
+    return (max(values) - min(values)) / median
 
 
 SHAPE = (
-    "dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, sequences of 512, 4 of them per "
+    "dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, 4 sequences of 512 tokens per "
     "process and step, data.source=stdlib, no evaluation, no checkpoint"
 )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """How a run is started."""
+    """Add the options that set how a run is started."""
     add = parser.add_argument
     add("--processes", type=positive, default=2, metavar="N", help="processes of a run (default 2)")
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)")
-    words = (
-        "compile cache: as it is (keep, the default), empty for every run (cold), or filled by one more run "
-        "that does not count (warm)"
+    text = (
+        "compile cache: unchanged (keep, the default), empty for every run (cold), or filled by an "
+        "additional run that is not counted (warm)"
     )
-    add("--cache", choices=CACHE_MODES, default="keep", help=words)
+    add("--cache", choices=CACHE_MODES, default="keep", help=text)
 
 
 def with_setup(options: argparse.Namespace, figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures after the options that they were measured with."""
+    """Return the figures together with the options of their measurement."""
     return {"processes": options.processes, "threads": options.threads, "cache": options.cache, **figures}
 
 
 def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """One run on the standard shape."""
+    """Measure one run on the standard shape."""
     setup = Setup(options.processes, options.threads, [*STANDARD_SHAPE, *overrides])
     config = resolve(setup)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
@@ -207,14 +206,14 @@ def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
 
 
 def train_text(figures: RunFigures) -> str:
-    """A run's figures for people."""
+    """Return a run's figures as a table."""
     rows = [
         ("device", figures.device),
         ("tokens/s per rank, median", f"{figures.tokens_per_s_per_rank:,.0f}"),
         ("tokens/s per rank, best", f"{figures.tokens_per_s_per_rank_best:,.0f}"),
         ("spread, (best - worst) / median", f"{figures.spread:.1%}"),
-        ("start to end of first step, s", f"{figures.startup_s:.2f}"),
-        ("first step beyond a later one, s", f"{compile_seconds(figures.step_times_s):.2f}"),
+        ("command to end of first step, s", f"{figures.startup_s:.2f}"),
+        ("first step minus a later one, s", f"{compile_seconds(figures.step_times_s):.2f}"),
         ("peak memory per rank, GiB", f"{figures.peak_memory_gib:.2f}"),
         ("recompiles", str(figures.recompiles)),
         ("waiting for data", f"{figures.data_wait_share:.2%}"),
@@ -230,9 +229,9 @@ MEASUREMENT = Measurement(
     measure_train,
     summary="one run: speed, memory, start-up",
     description=(
-        f"Run train.main on the standard shape ({SHAPE}) and report tokens per second of a rank (median and "
+        f"Run train.main on the standard shape ({SHAPE}) and print tokens per second per rank (median and "
         f"best of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the "
-        "first step, what that step takes beyond a later one (with --cache cold: what compiling takes), peak "
+        "first step, the first step's time minus a later one's (with --cache cold: the compile time), peak "
         "memory, recompiles, and the share of time spent waiting for data."
     ),
 )

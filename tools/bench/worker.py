@@ -1,5 +1,5 @@
-"""`python -m meshwright.tools.bench.worker`: one process of a measurement that takes several, which
-`harness.run_workers` starts and reads."""
+"""`python -m meshwright.tools.bench.worker`: one process of a measurement with several processes.
+`harness.run_workers` starts them and reads their results."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measure one part; every rank writes FOLDER/RANK.json."""
+    """Measure one part. Every rank writes FOLDER/RANK.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--folder", type=Path, required=True)
@@ -32,14 +32,14 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--settings", type=json.loads, required=True)
     options = parser.parse_args()
-    place, config = read_rank_info(), RunConfig(threads=options.threads, device=options.device)
-    device, _ = choose_device(config, place)
-    start_process(config, place, device)
+    rank_info, config = read_rank_info(), RunConfig(threads=options.threads, device=options.device)
+    device, _ = choose_device(config, rank_info)
+    start_process(config, rank_info, device)
     try:
-        found = PARTS[options.part](device, **options.settings)
+        result = PARTS[options.part](device, **options.settings)
     finally:
         dist.destroy_process_group()
-    (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    (options.folder / f"{rank_info.rank}.json").write_text(json.dumps(result), encoding="utf-8")
     end_process(0)
 
 

@@ -1,5 +1,4 @@
-"""tools/bench: figures of real runs, peers' lines, records without anybody's name, and nothing left
-behind."""
+"""tools/bench: figures of real runs, peers' lines, records without names, and no processes left running."""
 
 import getpass
 import json
@@ -48,7 +47,7 @@ BENCH rank=1 n=9 tok/s/rank median=1401 best=1834 step_ms median=1820 best=1117 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The document of `train` on a tiny shape, two steps, eager."""
+    """The JSON document of `train` with a tiny shape, two steps, without compilation."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "text").mkdir()
     for i in range(4):
@@ -130,7 +129,7 @@ def test_peers_lines_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", r"tok/s/rank median=\.\.\. nor .*startup"),
+        ("nothing", r"BENCH line.*tok/s/rank median=\.\.\. or .*startup"),
         (LINES.replace("26.54", "soon"), "'soon'"),
         (LINES.replace("median=1399", "median=nan"), "'nan'"),
     ],
@@ -149,13 +148,13 @@ def test_peers_that_are_not_name_and_command(texts: list[str]) -> None:
 
 
 def test_rounds_are_interleaved_and_caches_shared_as_asked(tmp_path: Path) -> None:
-    """Peers are real shell commands; each notes its name and its cache folder."""
+    """Peers are real shell commands; each writes its name and its cache folder to a file."""
     order = tmp_path / "order"
-    say = (
+    report = (
         "echo BENCH startup_to_first_step_s=$OMP_NUM_THREADS; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
     )
     note = f"$TORCHINDUCTOR_CACHE_DIR >> {order}"
-    peers = parse_peers([f"a=echo a {note}; {say}", f"b=echo b {note}; {say}"], threads=4, variables={})
+    peers = parse_peers([f"a=echo a {note}; {report}", f"b=echo b {note}; {report}"], threads=4, variables={})
     ours = Contender(OURS, lambda cache: FIGURES)
     for cache, names, folders in (("cold", "abab", 4), ("warm", "ababab", 2), ("keep", "abab", 0)):
         order.unlink(missing_ok=True)
@@ -179,23 +178,23 @@ def test_ratios_are_within_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "parts"),
     [
         ("echo working; echo disk is full >&2; exit 3", ["exit code 3", "disk is full"]),
         (
             "echo 'PlanError: no'; echo '  Fits: yes'; seq 99; exit 1",
             ["exit code 1", "PlanError: no\n    Fits: yes"],
         ),
-        ("exit 1", ["It printed nothing"]),
+        ("exit 1", ["exit code 1", "printed nothing"]),
         ("echo fine", ["no BENCH line"]),
     ],
 )
-def test_a_failing_peer_is_one_clear_error(command: str, said: list[str]) -> None:
+def test_a_failing_peer_is_one_clear_error(command: str, parts: list[str]) -> None:
     with pytest.raises(BenchError) as error:
         parse_peers([f"titan={command}"], threads=1, variables={})[0].run({})
     message = str(error.value)
     assert message.startswith("--peer titan: ")
-    assert all(part in message for part in said)
+    assert all(part in message for part in parts)
     assert len(message.splitlines()) < 10
 
 
@@ -219,8 +218,7 @@ def test_mistakes_are_found_before_anything_starts() -> None:
 def test_what_is_interrupted_ends_with_all_its_descendants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one in a session of its own, as torchrun's workers are, and one that does not listen to
-    SIGTERM."""
+    """Also a descendant in its own session, such as torchrun's workers, and one that ignores SIGTERM."""
     pids = tmp_path / "pids"
     script = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if os.fork() else "
@@ -275,7 +273,7 @@ def test_rates_are_of_the_steps_after_the_fourth() -> None:
 
 
 def test_attention_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
-    """Seconds of each way: a kernel that does its work twice takes longer than torch's."""
+    """Both kernels are timed: one that does its work twice takes longer than torch's."""
 
     def twice(*inputs: torch.Tensor) -> torch.Tensor:
         return attention.torch_attention(*inputs) + attention.torch_attention(*inputs)

@@ -10,7 +10,7 @@ from meshwright.models.cost import matmul_parameters
 from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.speed.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
-from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, measure_here, step_products
+from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, measure_in_process, step_products
 from meshwright.tools.bench.speed.peers import OURS, Contender, make_spreads, run_rounds
 from meshwright.tools.bench.timing import AttentionShape
 from meshwright.tools.processes import BenchError
@@ -23,10 +23,11 @@ LINES = "echo BENCH startup_to_first_step_s=5; echo BENCH tok/s/rank median=500 
 
 @pytest.mark.usefixtures("forked_commands")
 def test_cpu_compares_with_peers_and_with_what_is_allowed(tmp_path: Path, capsys: Output) -> None:
-    """One peer hears the shape, one fails; one that does not listen is a mistake."""
-    told = tmp_path / "told"
+    """One peer receives the shape, the other fails."""
+    received = tmp_path / "received"
+    variables = " ".join("$" + name for name in [*VARIABLES, "BENCH_PROCESSES"])
     peers = [
-        f"good=echo {' '.join('$' + name for name in [*VARIABLES, 'BENCH_PROCESSES'])} >> {told}; {LINES}",
+        f"good=echo {variables} >> {received}; {LINES}",
         "bad=echo $BENCH_DIM; exit 3",
     ]
     keys = [*TINY, *EAGER, *write_text(tmp_path)]
@@ -45,7 +46,7 @@ def test_cpu_compares_with_peers_and_with_what_is_allowed(tmp_path: Path, capsys
     )
     document = json.loads(capsys.readouterr().out)
     cell = document["figures"]["cells"]["head-dim-16 bfloat16"]
-    assert told.read_text() == "32 2 4 2 64 2048 32 2 5 bfloat16 0 1\n"
+    assert received.read_text() == "32 2 4 2 64 2048 32 2 5 bfloat16 0 1\n"
     assert set(cell["median"]) == {OURS, "good"}
     assert "exit code 3" in cell["left_out"]["bad"]
     assert (
@@ -86,14 +87,14 @@ def test_rates_of_this_process() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measure_here(
+        rates = measure_in_process(
             [(8, 16, 4), (256, 128, 128)], AttentionShape(1, 2, 1, 8, 64), "float32", torch.device("cpu")
         )
     finally:
         torch.set_num_threads(before)
-    small_s, large_s = found["products"]  # of operations 8,000 times as many
+    small_s, large_s = rates["products"]  # the second has 8,000 times as many operations
     assert 0 < small_s < large_s
-    assert found["attention_s"] > 0
+    assert rates["attention_s"] > 0
 
 
 def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_needed() -> None:

@@ -1,5 +1,5 @@
-"""The planner's memory against the real code on fake tensors: a few small plans of the benchmark's kind,
-within its gates."""
+"""The planner's memory predictions compared with the real code on fake tensors: a few small plans of the
+benchmark's kind, within its targets."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ from meshwright.tools.bench.planner.memory import (
     memory_text,
     read_cases,
     relative_error,
-    summarise,
+    summarize,
 )
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
@@ -65,7 +65,7 @@ def test_the_benchmark_compares_at_least_30_plans_that_can_be_made() -> None:
     for case in cases:
         config = parse_config(case.arguments)
         plan = plan_run(config.job, case.ranks, 8)
-        assert not plan.compile.enabled, "a simulation is eager"
+        assert not plan.compile.enabled, "simulations run without compilation"
     assert {case.config for case in cases} == {"llama_8b", "llama_70b", "llama_405b"}
     assert max(case.ranks for case in cases) == 4096
 
@@ -98,7 +98,7 @@ def test_errors_are_relative_to_the_simulation() -> None:
     ids=["all within", "one far off", "mean", "worst missed", "exact missed"],
 )
 def test_what_is_asked_is_a_mean_a_worst_and_an_exact_error(rows: list[MemoryRow], within: bool) -> None:
-    figures = summarise(rows)
+    figures = summarize(rows)
     assert figures["within"] is within
     assert ("NOT within" in memory_text(rows)) is not within
     assert figures["worst_error"] <= WORST_ERROR or not within

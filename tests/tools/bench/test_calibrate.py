@@ -1,5 +1,4 @@
-"""tools.bench calibrate: what is fitted, what is written, and that a real calibration is a file the planner
-reads."""
+"""tools.bench calibrate: the fit, the written file, and a real calibration whose file the planner reads."""
 
 import argparse
 import dataclasses
@@ -23,7 +22,7 @@ from meshwright.tools.bench.calibrate import command
 from meshwright.tools.bench.calibrate.command import add_calibrate_options, calibrate, find_base
 from meshwright.tools.bench.calibrate.hardware_file import (
     CalibratedMachine,
-    Noted,
+    SourcedValue,
     hardware_text,
     product_curves,
     source_in,
@@ -52,7 +51,7 @@ SIZES = [2.0**power for power in range(14, 26, 2)]
 
 
 def timings_over(link: Link) -> list[CollectiveTiming]:
-    """What the planner says of collectives over this link: its formula is what is fitted."""
+    """Return the planner's times of collectives over this link: the fit inverts its formula."""
     hardware = dataclasses.replace(load_hardware()["cpu"], node=link)
     return [
         CollectiveTiming(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
@@ -78,7 +77,7 @@ def test_the_fit_finds_the_link_that_the_planner_timed() -> None:
 
 
 def test_a_latency_below_nothing_becomes_nothing() -> None:
-    # small ones far too fast
+    # small tensors are far too fast
     grows = [CollectiveTiming("all_gather", 2, size, size**1.5) for size in (1000, 10_000, 100_000)]
     link, _ = fit_link(grows)
     assert link.latency_s == 0
@@ -88,7 +87,7 @@ def test_a_latency_below_nothing_becomes_nothing() -> None:
 @pytest.mark.parametrize("value", [0.0, 5e-6, 1.0, 3350.0, 123456.0, 1e22, 0.00012345])
 def test_numbers_are_read_back_as_floats(value: float) -> None:
     cpu = vars(load_hardware()["cpu"]) | {"memory_gib": value}
-    text = hardware_text("a title", {key: Noted(known, "a source") for key, known in cpu.items()})
+    text = hardware_text("a title", {key: SourcedValue(known, "a source") for key, known in cpu.items()})
     read = yaml.safe_load(text)["memory_gib"]
     assert isinstance(read, float)
     assert read == pytest.approx(value, rel=1e-3)
@@ -100,7 +99,9 @@ def test_a_written_file_says_what_it_was_given(kind: str, tmp_path: Path) -> Non
     path = tmp_path / f"{kind}.yaml"
     keys = [item.name for item in dataclasses.fields(hardware)]
     path.write_text(
-        hardware_text("a title", {key: Noted(getattr(hardware, key), f"source of {key}") for key in keys})
+        hardware_text(
+            "a title", {key: SourcedValue(getattr(hardware, key), f"source of {key}") for key in keys}
+        )
     )
     read = read_hardware(path)
     assert read.device_names == hardware.device_names
@@ -122,7 +123,7 @@ def test_products_are_medians_over_processes_and_equal_sizes() -> None:
 def test_attention_is_counted_as_the_planner_does() -> None:
     forward, backward = attention_work(AttentionShape(batch=2, heads=4, kv_heads=2, head_dim=8, seq=16))
     assert forward == 2 * (2 * 4 * 16 * 16 * 8)  # two products of 2 operations each, half of the square
-    assert backward == 2.5 * forward  # five: one is done again
+    assert backward == 2.5 * forward  # five products: one of the forward's is recomputed
 
 
 def test_rates_of_tiny_work_are_measured() -> None:
@@ -142,7 +143,7 @@ def test_quick_is_a_part_of_the_whole(scale) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a calibration writes."""
+    """The folder to which a calibration writes."""
     monkeypatch.setattr(command, "HARDWARE_FOLDER", tmp_path)
     return tmp_path
 
@@ -150,7 +151,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_is_not_overwritten_unasked(folder: Path) -> None:
     path = folder / "here.yaml"
     path.write_text("mine")
-    with pytest.raises(BenchError, match=r"here\.yaml exists\. Give --overwrite"):
+    with pytest.raises(BenchError, match=r"here\.yaml exists.*--overwrite.*--name"):
         calibrate(options_of("--name=here"), [])
     assert path.read_text() == "mine"
 
@@ -163,7 +164,7 @@ def test_a_base_that_is_not_there_is_told_before_anything_is_measured(folder: Pa
 
 def test_a_gpu_of_no_known_kind_needs_a_base() -> None:
     unknown = CalibratedMachine("cuda", "Some GPU", 1, quick=False)
-    with pytest.raises(BenchError, match=r"Some GPU is of no known kind.*--base .*h200"):
+    with pytest.raises(BenchError, match=r"Some GPU: no file in configs/hardware.*--base .*h200"):
         find_base(None, unknown)
     assert find_base("h200", unknown).name == "h200"
     assert find_base(None, dataclasses.replace(unknown, name="NVIDIA H200")).name == "h200"

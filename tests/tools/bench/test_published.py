@@ -1,4 +1,4 @@
-"""The planner against published runs, and the comparison itself."""
+"""The planner's predictions of published runs, and the code that compares them."""
 
 import dataclasses
 from functools import cache
@@ -22,7 +22,7 @@ from meshwright.tools.bench.planner.published import (
     wrong_order,
 )
 
-# The compiler, which traces in this process here, has several warnings of its own.
+# The compiler traces in this process and emits several warnings.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.sampled(10, together="published"),
@@ -70,11 +70,11 @@ def test_each_run_becomes_the_plan_it_was() -> None:
 def test_some_runs_of_each_source_are_not_fitted_to() -> None:
     for framework, kind in KINDS.items():
         rows = [run for run in RUNS if run.framework == framework and run.compile]
-        apart = [run for run in rows if not run.used_to_fit]
-        assert 2 <= len(apart) < len(rows)
+        not_fitted = [run for run in rows if not run.used_to_fit]
+        assert 2 <= len(not_fitted) < len(rows)
         assert 0 < len(load_hardware()[kind].fitted) <= MOST_FITTED
         assert "fitted" in (HARDWARE_FOLDER / f"{kind}.yaml").read_text().split("fitted:")[0], (
-            "where the values stand"
+            "the comments next to the values name the fit"
         )
 
 
@@ -117,8 +117,8 @@ def test_a_wrong_order_is_seen() -> None:
     assert pairs(1, 2, 3) == []
     assert pairs(3, 2, 4) == []  # 9% apart: neither order is wrong
     assert pairs(5, 4, 4.5) == [(120.0, 100.0)]
-    assert pairs(4, 6, 5) == []  # 120 is 10% above 109, and not more
-    assert pairs(5, 4, 5) == [(120.0, 100.0)]  # equal is no order
+    assert pairs(4, 6, 5) == []  # 120 is less than 10% above 109.5
+    assert pairs(5, 4, 5) == [(120.0, 100.0)]  # equal predictions have no order
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
@@ -132,8 +132,8 @@ def test_the_report_shows_every_row_once_and_says_which_were_fitted_to() -> None
     text, figures = published_text(comparison()), published_figures(comparison())
     assert len(figures["tokens_per_s_per_gpu"]) == 15
     assert figures["wrong_order"] == []
-    for quantity in ("tokens per second and GPU", "reserved GiB"):
-        assert all(f"\n{quantity}, {which} " in f"\n{text}" for which in ("fitted to", "not fitted to"))
+    for quantity in ("tokens per second per GPU", "reserved GiB"):
+        assert all(f"\n{quantity}, {group} " in f"\n{text}" for group in ("fitted to", "not fitted to"))
     for run in RUNS:
         lines = [line for line in text.splitlines() if line.startswith(f"{run.name} ")]
         assert len(lines) == 1 + (run.framework == "torchtitan" and run.peak_memory_gib > 0)

@@ -1,1 +1,1 @@
-"""`bench calibrate`: how fast this machine is, as a hardware file of the planner."""
+"""`bench calibrate`: measure this machine and write a hardware file for the planner."""

@@ -1,12 +1,12 @@
-"""How fast one device computes (products by size, attention, everything bound by memory, tiny operations),
-and how fast collectives are between the devices of a node.
+"""Measure the rates of one device (matrix products by size, attention, memory-bound and tiny operations) and
+the collectives between the devices of a node.
 
-What is timed is what a training step runs: the three products of a linear layer, the model's own attention
-through autograd, compiled norms and SwiGLU, the fused AdamW. Inputs are random (constant ones draw less power
-and so run faster on a GPU) and rotate through more memory than the caches hold. Collectives are timed at
-several sizes, then latency and bandwidth are fitted. The model is the planner's: a ring of n members takes n
-- 1 hops (an all-reduce twice as many), each with the same latency, and every member sends its part of the
-full side, (n - 1) / n of it (twice in an all-reduce). Shapes: B batch, T tokens, D dim, F ffn dim.
+The timed functions are those of a training step: the three products of a linear layer, the model's attention
+with autograd, compiled norm and SwiGLU, the fused AdamW. Inputs are random, because constant inputs draw less
+power and therefore run faster on a GPU, and rotate through more memory than the caches hold. Collectives are
+timed at several sizes, then latency and bandwidth are fitted. The fitted model is the planner's: a ring of n
+members takes n - 1 hops with equal latency (twice as many in an all-reduce), and every member sends (n - 1) /
+n of the full tensor (twice as much in an all-reduce). Shapes: B batch, T tokens, D dim, F ffn dim.
 """
 
 import math
@@ -48,13 +48,13 @@ TINY_OPERATIONS = 256
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured on a kind of device.
+    """The sizes measured on a kind of device.
 
     Args:
         products: linear layers
-        attention: calls of attention
-        memory: tokens and width of what element-wise operations work on
-        budget_s: seconds that each quantity is repeated for
+        attention: attention calls
+        memory: tokens and width of the tensors of element-wise operations
+        budget_s: seconds of repetition of each measurement
     """
 
     products: Sequence[Products]
@@ -63,7 +63,7 @@ class Scale:
     budget_s: float
 
 
-# The layers of models that a laptop trains, dim 128 to 1024, whole and split by tp.
+# Layers of models that a laptop can train, dim 128 to 1024, full and sharded by tp.
 CPU_SCALE = Scale(
     products=(
         (256, 128, 128),
@@ -85,7 +85,7 @@ CPU_SCALE = Scale(
     memory=(1024, 1024),
     budget_s=0.6,
 )
-# The layers of Llama 8B, 70B and 405B, whole and split by tp, and the head of the 8B.
+# Layers of Llama 8B, 70B and 405B, full and sharded by tp, and the head of the 8B.
 GPU_SCALE = Scale(
     products=(
         (1024, 4096, 512),
@@ -110,15 +110,16 @@ GPU_SCALE = Scale(
 
 
 def quicker(scale: Scale) -> Scale:
-    """The smallest, a middle and the largest but one product, one attention, a fifth of the time."""
+    """Return a smaller scale: the smallest, a middle and the second largest product, one attention call, a
+    fifth of the time."""
     products = [scale.products[i] for i in (0, len(scale.products) // 2, -2)]
     return Scale(products, scale.attention[:1], scale.memory, scale.budget_s / 5)
 
 
 def measure_compute(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Everything of one device, while the other processes do the same on theirs, as plain data: rates in
-    operations, or bytes, per second."""
-    taken = taken_gib(device)  # first: before anything else is in memory
+    """Measure one device, at the same time as the other processes. Returns plain data: rates in operations or
+    bytes per second."""
+    taken = taken_gib(device)  # first, while memory is otherwise empty
     dist.barrier()
     scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
     scale = quicker(scale) if quick else scale
@@ -144,8 +145,8 @@ def measure_compute(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def taken_gib(device: torch.device) -> float:
-    """Memory that this process has taken before a model is made: of the GPU, or resident, once the compiler
-    has run."""
+    """Return the memory of this process before the model is built, after a first compilation: on the GPU, or
+    resident host memory on a CPU."""
     torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     if device.type == "cpu":
         return peak_resident_bytes() / GIB
@@ -154,29 +155,28 @@ def taken_gib(device: torch.device) -> float:
 
 
 def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float, float]:
-    """GFLOP of one product, and operations per second of the three of a linear layer: x[T, D] · w[F, D] ->
-    y[T, F], and the gradients of both."""
+    """Return the GFLOP of one product, and the operations per second of a linear layer's three products:
+    x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
     flops = 2 * math.prod(product)
     return flops / 1e9, 3 * flops / clock.seconds(product_runs(product, dtype, clock.device))
 
 
 def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[float, float]:
-    """Operations per second of the forward and of the backward, the operations as `attention_work` counts
-    them."""
+    """Return the operations per second of forward and backward, counted by `attention_work`."""
     attention = CausalAttention()
-    if clock.device.type == "cuda":  # the best kernel there
+    if clock.device.type == "cuda":  # the fastest kernel of this GPU
         config = Config(parallel=ParallelConfig(param_dtype=dtype))
         attention.kernel = attention_here(config.job, clock.device, torch.cuda.get_device_name(clock.device))
-    alone, together = attention_runs(attention, shape, dtype, clock.device)
-    forward_s = clock.seconds(alone)
-    backward_s = clock.seconds(together) - forward_s
+    forward_runs, both_runs = attention_runs(attention, shape, dtype, clock.device)
+    forward_s = clock.seconds(forward_runs)
+    backward_s = clock.seconds(both_runs) - forward_s
     forward, backward = attention_work(shape)
     return forward / forward_s, backward / backward_s
 
 
 def attention_work(shape: AttentionShape) -> tuple[float, float]:
-    """Operations of causal attention, forward and backward, as the planner counts them: half of the
-    square."""
+    """Return the operations of causal attention's forward and backward as the planner counts them: half of
+    the full square."""
     q, k = (
         torch.empty(shape.batch, heads, shape.seq, shape.head_dim, device="meta")
         for heads in (shape.heads, shape.kv_heads)
@@ -185,15 +185,14 @@ def attention_work(shape: AttentionShape) -> tuple[float, float]:
 
 
 def copy_rate(clock: Timer) -> float:
-    """Bytes read and written per second by a plain copy of tensors that no cache holds."""
+    """Return the bytes read and written per second by a copy of tensors larger than the caches."""
     source, target = (draw((ROTATED_BYTES // 8,), "float32", clock.device) for _ in range(2))
     return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
 
 
 def _memory_rate(clock: Timer, scale: Scale) -> float:
-    """Bytes that have to be read and written, per second, by what a model does besides products and
-    attention: the norm and SwiGLU, compiled, forward and backward, and the optimizer's update; equal numbers
-    of bytes of each."""
+    """Return the necessary bytes read and written per second by memory-bound work: compiled norm and SwiGLU,
+    forward and backward, and the optimizer's update, with equal numbers of bytes."""
     times = [
         _norm_seconds_per_byte(clock, scale),
         _swiglu_seconds_per_byte(clock, scale),
@@ -203,7 +202,7 @@ def _memory_rate(clock: Timer, scale: Scale) -> float:
 
 
 def _norm_seconds_per_byte(clock: Timer, scale: Scale) -> float:
-    """x + norm(x): the forward reads x and writes y; the backward reads the gradient and x, writes one
+    """Time x + norm(x): the forward reads x and writes y; the backward reads the gradient and x, and writes a
     gradient."""
     weight = torch.ones(scale.memory[1], device=clock.device, requires_grad=True)
     residual = torch.compile(lambda x: x + F.rms_norm(x, x.shape[-1:], weight, 1e-5), dynamic=False)
@@ -211,24 +210,26 @@ def _norm_seconds_per_byte(clock: Timer, scale: Scale) -> float:
 
 
 def _swiglu_seconds_per_byte(clock: Timer, scale: Scale) -> float:
-    """silu(a) * b: the forward reads two and writes one; the backward reads three and writes two."""
+    """Time silu(a) * b: the forward reads two tensors and writes one; the backward reads three and writes
+    two."""
     swiglu = torch.compile(lambda a, b: F.silu(a) * b, dynamic=False)
     return _autograd_seconds(clock, scale, swiglu, 2) / (8 * math.prod(scale.memory) * 4)
 
 
 def _autograd_seconds(clock: Timer, scale: Scale, function: Callable[..., Tensor], inputs: int) -> float:
-    """Of forward and backward of an element-wise function of float32 tensors[T, D]."""
+    """Return the seconds of forward and backward of an element-wise function of float32 tensors[T, D]."""
 
-    def one() -> Run:
+    def make_run() -> Run:
         tensors = [draw(scale.memory, "float32", clock.device) for _ in range(inputs + 1)]
         leaves = [x.requires_grad_() for x in tensors[:-1]]
         return lambda: torch.autograd.grad(function(*leaves), leaves, tensors[-1])
 
-    return clock.seconds(rotate(one, (inputs + 1) * math.prod(scale.memory) * 4))
+    return clock.seconds(rotate(make_run, (inputs + 1) * math.prod(scale.memory) * 4))
 
 
 def _adamw_seconds_per_byte(clock: Timer, scale: Scale) -> float:
-    """The fused update reads parameter, gradient and two moments, and writes all but the gradient."""
+    """Time the fused update: it reads parameter, gradient and two moments, and writes all but the
+    gradient."""
     parameters = [draw(scale.memory, "float32", clock.device).requires_grad_() for _ in range(8)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -237,8 +238,10 @@ def _adamw_seconds_per_byte(clock: Timer, scale: Scale) -> float:
 
 
 def _operation_seconds(clock: Timer) -> float:
-    """Of one operation on a single number, in a chain of many, forward and backward. On a GPU from a queue
-    that is filled, so only a few chains: what launching takes is not part of it."""
+    """Return the seconds of one operation on a single number, in a chain, forward and backward.
+
+    On a GPU the queue is filled first, so that launching is not measured; it holds only a few chains.
+    """
     if clock.device.type == "cuda":
         clock = Timer(clock.device, budget_s=0.0)
     x = torch.ones(1, device=clock.device, requires_grad=True)
@@ -253,18 +256,17 @@ def _operation_seconds(clock: Timer) -> float:
 
 
 GPU_SIZES_BYTES = tuple(2**power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
-# 16 KiB to 16 MiB: the layers of small models
+# 16 KiB to 16 MiB: layers of small models
 CPU_SIZES_BYTES = (2**14, 2**17, *(2**power for power in range(19, 25)))
 QUICK_SIZES_BYTES = (2**14, 2**18, 2**22)
 WARM_UP_RUNS = 3
-BUDGET_S = 0.3  # that each collective of each size is repeated for
+BUDGET_S = 0.3  # seconds of repetition of each collective and size
 MIN_RUNS, MAX_RUNS = 5, 100
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """One collective: its operation, the ranks that take part, the bytes of its full side, and its seconds
-    (median)."""
+    """A timed collective: operation, number of ranks, bytes of the full tensor, and median seconds."""
 
     op: str
     members: int
@@ -273,21 +275,21 @@ class CollectiveTiming:
 
 
 def hops(op: str, members: int) -> int:
-    """Steps of a ring, one after the other."""
+    """Return the number of consecutive steps of a ring collective."""
     return (members - 1) * (2 if op == "all_reduce" else 1)
 
 
 def sent_bytes(op: str, members: int, size_bytes: float) -> float:
-    """What each member of a ring sends."""
+    """Return the bytes that each member of a ring sends."""
     return size_bytes * hops(op, members) / members
 
 
 def fit_link(timings: Sequence[CollectiveTiming]) -> tuple[Link, float]:
-    """Latency of a hop, the best bandwidth, and by operation and number of members the share of it; and the
-    fit's mean error relative to the timings.
+    """Fit a link to timings. Returns the link (latency of a hop, best bandwidth, and its share by operation
+    and number of members) and the mean relative error of the fit.
 
-    Least squares of the relative errors of seconds = hops x latency + sent / bandwidth, one latency for all,
-    a bandwidth for each operation and number of members. A negative latency becomes 0.
+    The fit minimizes the squared relative errors of seconds = hops x latency + sent / bandwidth, with one
+    latency for all and a bandwidth for each operation and number of members. A negative latency becomes 0.
     """
     groups = sorted({(t.op, t.members) for t in timings})
     rows = np.zeros((len(timings), 1 + len(groups)))
@@ -306,8 +308,8 @@ def fit_link(timings: Sequence[CollectiveTiming]) -> tuple[Link, float]:
 
 
 def measure_collectives(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Every collective at every size over all ranks of the process group, as plain data of CollectiveTiming;
-    every rank returns the same."""
+    """Time every collective at every size over all ranks of the process group. Returns CollectiveTimings as
+    plain data, the same on every rank."""
     members = dist.get_world_size()
     sizes_bytes = CPU_SIZES_BYTES if device.type == "cpu" else GPU_SIZES_BYTES
     timings = []
@@ -318,7 +320,8 @@ def measure_collectives(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def _collectives(device: torch.device, size_bytes: int) -> dict[str, Callable[[], Any]]:
-    """In float32 and on flat tensors, as FSDP2 issues them; of zeros, so that sums of sums stay finite."""
+    """Return the collectives by name, on flat float32 tensors as FSDP2 issues them, and on zeros, so that
+    repeated sums stay finite."""
     members = dist.get_world_size()
     full, part = (torch.zeros(size_bytes // 4 // n, device=device) for n in (1, members))
     return {
@@ -329,8 +332,8 @@ def _collectives(device: torch.device, size_bytes: int) -> dict[str, Callable[[]
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median of the repetitions, of each the mean over the ranks: all wait for each other, and agree on the
-    number."""
+    """Return the median over repetitions of the mean over ranks. All ranks compute the same means, so they
+    repeat equally often."""
     _times(run, device, WARM_UP_RUNS)
     first_s = statistics.median(_times(run, device, 3))
     return statistics.median(_times(run, device, max(MIN_RUNS, min(MAX_RUNS, int(BUDGET_S / first_s)))))

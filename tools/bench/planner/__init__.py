@@ -1,1 +1,1 @@
-"""What the planner says, held against real runs, the real code, and published figures."""
+"""Compare the planner's predictions with real runs, the real code, and published figures."""

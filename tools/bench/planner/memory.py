@@ -1,4 +1,4 @@
-"""The planner's memory against the real code run as one rank on a fake process group, plan by plan."""
+"""Compare the planner's memory predictions with the real code, run as one rank on a fake process group."""
 
 import argparse
 import dataclasses
@@ -18,14 +18,14 @@ from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
 
 PLANS = Path(__file__).with_name("memory_plans.csv")
-EXACT_KINDS = ("params", "grads", "optimizer")  # exact by nature
-EXACT_ERROR, MEAN_ERROR, WORST_ERROR = 0.01, 0.03, 0.08  # asked of those kinds, and of the peak
+EXACT_KINDS = ("params", "grads", "optimizer")  # kinds of memory that can be computed exactly
+EXACT_ERROR, MEAN_ERROR, WORST_ERROR = 0.01, 0.03, 0.08  # targets: of those kinds; mean and worst of the peak
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class PlanCase:
-    """A plan to compare: a shipped config, the ranks, and config keys without their dashes."""
+    """A plan to compare: a shipped config, the number of ranks, and config keys without their dashes."""
 
     config: str
     ranks: int
@@ -42,8 +42,8 @@ class PlanCase:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One plan: both figures in bytes, of one rank. `peak_error`: predicted / simulated - 1; `exact_error`:
-    the largest such of the kinds that are exact by nature."""
+    """Predicted and simulated memory of one plan, in bytes of one rank. `peak_error`: predicted / simulated -
+    1; `exact_error`: the largest such error of EXACT_KINDS."""
 
     case: PlanCase
     predicted: StepMemory
@@ -63,38 +63,38 @@ class MemoryRow:
 
 
 def relative_error(predicted: float, simulated: float) -> float:
-    """predicted / simulated - 1; 0 where both are 0, infinite where only the second is."""
+    """Return predicted / simulated - 1; 0 if both are 0, infinity if only `simulated` is."""
     if simulated:
         return predicted / simulated - 1
     return float("inf") if predicted else 0.0
 
 
 def read_cases(path: Path = PLANS) -> list[PlanCase]:
-    """All plans that are compared."""
+    """Return all plans to compare."""
     return [PlanCase(row["config"], int(row["ranks"]), row["keys"]) for row in read_table(path)]
 
 
 def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Figures and a text. Raises ConfigError and PlanError."""
+    """Predict and simulate all plans. Raises ConfigError and PlanError."""
     rows = []
     for case in read_cases(PLANS):
         rows.append(compare_case(case, overrides))
-        said = f"{case.config} {case.ranks} {case.name}: {rows[-1].peak_error:+.2%}"
-        print(said, file=sys.stderr, flush=True)
-    figures = {**summarise(rows), "rows": [_row_figures(row) for row in rows]}
+        message = f"{case.config} {case.ranks} {case.name}: {rows[-1].peak_error:+.2%}"
+        print(message, file=sys.stderr, flush=True)
+    figures = {**summarize(rows), "rows": [_row_figures(row) for row in rows]}
     return BenchResult(None, figures, memory_text(rows))
 
 
 def compare_case(case: PlanCase, overrides: Sequence[str] = ()) -> MemoryRow:
-    """One plan, predicted and simulated."""
+    """Predict and simulate one plan."""
     config = parse_config([*case.arguments, *overrides])
     plan = plan_run(config.job, case.ranks, GPUS_PER_NODE)
     return MemoryRow(case, predict_memory(config.job, plan), simulate_run(config.job, plan))
 
 
-def summarise(rows: Sequence[MemoryRow]) -> dict[str, Any]:
-    """Mean and worst error of the peak, the worst of the exact kinds, and whether all are within what is
-    asked."""
+def summarize(rows: Sequence[MemoryRow]) -> dict[str, Any]:
+    """Return mean and worst error of the peak, the worst error of the exact kinds, and whether all are within
+    the targets."""
     errors = [abs(row.peak_error) for row in rows]
     mean, worst, exact = statistics.mean(errors), max(errors), max(abs(row.exact_error) for row in rows)
     within = mean <= MEAN_ERROR and worst <= WORST_ERROR and exact <= EXACT_ERROR
@@ -108,7 +108,7 @@ def summarise(rows: Sequence[MemoryRow]) -> dict[str, Any]:
 
 
 def memory_text(rows: Sequence[MemoryRow]) -> str:
-    """The table, and what it comes to, beside what is asked for."""
+    """Return the table and a summary with the targets."""
     head = ("model", "ranks", "plan", "exact kinds", "predicted GiB", "simulated GiB", "error")
     cells = [
         (
@@ -122,19 +122,19 @@ def memory_text(rows: Sequence[MemoryRow]) -> str:
         )
         for row in rows
     ]
-    figures = summarise(rows)
+    figures = summarize(rows)
     lines = [
-        f"{figures['plans']} plans; peak: mean error {figures['mean_error']:.2%} (asked: {MEAN_ERROR:.0%}), "
-        f"worst {figures['worst_error']:.2%} (asked: {WORST_ERROR:.0%})",
-        f"parameters, gradients, optimizer state: worst error {figures['exact_error']:.2%} (asked: "
+        f"{figures['plans']} plans; peak: mean error {figures['mean_error']:.2%} (target: {MEAN_ERROR:.0%}), "
+        f"worst {figures['worst_error']:.2%} (target: {WORST_ERROR:.0%})",
+        f"parameters, gradients, optimizer state: worst error {figures['exact_error']:.2%} (target: "
         f"{EXACT_ERROR:.0%})",
-        "all within what is asked" if figures["within"] else "NOT within what is asked",
+        "all within the targets" if figures["within"] else "NOT within the targets",
     ]
     return "\n".join([format_table(head, cells), "", *lines])
 
 
 def _row_figures(row: MemoryRow) -> dict[str, Any]:
-    """A row as plain data, memory in GiB."""
+    """Return a row as plain data, memory in GiB."""
     return {
         **dataclasses.asdict(row.case),
         "peak_error": row.peak_error,
@@ -147,7 +147,7 @@ def _row_figures(row: MemoryRow) -> dict[str, Any]:
 
 
 def _by_kind(memory: StepMemory) -> dict[str, dict[str, float]]:
-    """The most of each kind, and each kind at the peak, in GiB."""
+    """Return the maximum of each kind of memory, and each kind at the peak, in GiB."""
     return {"most": memory.memory.gib(), "at_peak": memory.at_peak.gib()}
 
 
@@ -158,8 +158,8 @@ MEASUREMENT = Measurement(
     summary="the planner's memory against the real code on fake tensors",
     description=(
         "Predict the memory of plans for 8B, 70B and 405B models on 1 to 4,096 ranks, and compare it with "
-        "what tools.simulate counts while the real model, optimizer and training step run on fake tensors. A "
-        "simulation is eager, so the plans are too. Needs no GPU and starts no processes; it takes several "
-        "minutes."
+        "the memory that tools.simulate counts while the real model, optimizer and training step run on fake "
+        "tensors. Simulations run without compilation, so the plans do too. This needs no GPU, starts no "
+        "processes, and takes several minutes."
     ),
 )

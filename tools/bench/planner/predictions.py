@@ -1,5 +1,5 @@
-"""Predicted against measured: real runs of small models on a CPU with gloo, and what the planner said of them
-with the calibrated hardware file."""
+"""Compare the planner's predictions, with the calibrated hardware file, with real runs of small models on a
+CPU with gloo."""
 
 import argparse
 import dataclasses
@@ -34,8 +34,8 @@ COMMON = f"{ONLY_TRAINING} parallel.plan=manual run.device=cpu"
 
 @dataclass(frozen=True)
 class PredictionCase:
-    """A run with these config keys of train.main. Of cases of one `sweep`, alike in model and processes, all
-    with `choice`, a planner would choose one."""
+    """A run with config keys of train.main. Cases of one `sweep` have the same model and number of processes;
+    those with `choice` are the plans among which the planner would choose."""
 
     name: str
     sweep: str
@@ -58,8 +58,8 @@ BATCH = {"small": 8, "large": 4}  # sequences of a step
 
 
 def cpu_cases() -> list[PredictionCase]:
-    """1 to 4 ranks of two models. The small one at 2 ranks is tried with every mix of degrees, with and
-    without full checkpointing."""
+    """Return the cases: two models on 1 to 4 ranks. The small model on 2 ranks has every combination of
+    degrees, without and with full activation checkpointing."""
     sweep = [
         _case("small", degrees, mode)
         for degrees in ((2, 1, 1), (1, 2, 1), (1, 1, 2))
@@ -80,7 +80,7 @@ def cpu_cases() -> list[PredictionCase]:
 
 
 def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool = True) -> PredictionCase:
-    """`degrees` of dp_replicate, dp_shard, tp; the global batch in one micro batch."""
+    """Return a case with `degrees` of dp_replicate, dp_shard, tp, and one micro batch per step."""
     replicate, shard, tp = degrees
     processes = replicate * shard * tp
     keys = (
@@ -93,13 +93,13 @@ def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool =
     return PredictionCase(name, f"{model}, {processes} processes", processes, config_keys(keys), compiled)
 
 
-THREADS = 1  # of a process
-MEAN_ERROR, TAU, REGRET = 0.15, 0.8, 0.05  # what the project asks for of a CPU
+THREADS = 1  # per process
+MEAN_ERROR, TAU, REGRET = 0.15, 0.8, 0.05  # targets on a CPU
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of one rank: a step's seconds, and the peak of what it allocates."""
+    """Predicted seconds of a step, and peak allocated memory of one rank."""
 
     step_s: float
     peak_gib: float
@@ -107,7 +107,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """One run."""
+    """Predicted and measured step time of one run."""
 
     name: str
     sweep: str
@@ -117,21 +117,21 @@ class PredictionRow:
 
     @property
     def error(self) -> float:
-        """Relative; above 0 the prediction is too high."""
+        """The relative error; above 0 if the prediction is too high."""
         return self.predicted_s / self.measured_s - 1
 
 
 def add_predictions_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `predictions`."""
+    """Add the options of `predictions`."""
     add = parser.add_argument
     add("--hardware", metavar="KIND", default="cpu", help="hardware file to predict with (default cpu)")
-    words = f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} do not count)"
-    add("--steps", type=positive, default=10, metavar="N", help=words)
+    text = f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} are not counted)"
+    add("--steps", type=positive, default=10, metavar="N", help=text)
     add("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
 
 
 def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Configs by name, figures, and a text. Raises BenchError, and what a run's config may raise."""
+    """Predict and measure all cases. Raises BenchError, ConfigError, PlanError and DataError."""
     hardware = find_kind(options.hardware, "--hardware")
     keys = [f"--train.steps={options.steps}", *overrides]
     cases = {case: Setup(case.processes, THREADS, [*case.keys, *keys]) for case in cpu_cases()}
@@ -146,7 +146,7 @@ def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -
     ]
     figures = {
         "hardware_file": hardware.name,
-        **summarise(rows),
+        **summarize(rows),
         "rows": [{**dataclasses.asdict(row), "error": row.error} for row in rows],
         "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases},
     }
@@ -155,7 +155,7 @@ def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -
 
 
 def predict_run(job: TrainingJob, processes: int, threads: int, hardware: Hardware) -> Predicted:
-    """What the planner says; of a CPU with as many of its cores as the run uses."""
+    """Return the planner's prediction of a run, with only as many CPU cores as the run uses."""
     hardware = dataclasses.replace(hardware, cores=min(hardware.cores, processes * threads))
     plan = plan_run(job, processes, attention=best_attention(job, hardware))
     prediction = predict(job, plan, hardware, processes)
@@ -163,8 +163,7 @@ def predict_run(job: TrainingJob, processes: int, threads: int, hardware: Hardwa
 
 
 def run_in_turn(cases: Mapping[PredictionCase, Setup], rounds: int) -> dict[PredictionCase, list[RunFigures]]:
-    """Each `rounds` times: all of them, then all of them again, so that a machine that drifts hurts all
-    alike."""
+    """Run all cases in turn, `rounds` times, so that a drift of the machine's speed affects all equally."""
     runs: dict[PredictionCase, list[RunFigures]] = {case: [] for case in cases}
     for turn in range(rounds):
         for case, setup in cases.items():
@@ -178,13 +177,13 @@ def run_in_turn(cases: Mapping[PredictionCase, Setup], rounds: int) -> dict[Pred
 
 
 def step_seconds(runs: Sequence[RunFigures]) -> float:
-    """The median over the steps of all runs after the warm-up."""
+    """Return the median over the steps of all runs after the warm-up."""
     counted = [run.step_times_s[min(WARM_UP_STEPS, len(run.step_times_s) - 1) :] for run in runs]
     return statistics.median(itertools.chain.from_iterable(counted))
 
 
-def summarise(rows: Sequence[PredictionRow]) -> dict[str, Any]:
-    """Mean and worst error, tau, and the regret of every sweep with a choice."""
+def summarize(rows: Sequence[PredictionRow]) -> dict[str, Any]:
+    """Return mean and worst error, Kendall's tau, and the regret of every sweep with a choice."""
     return {
         "mean_error": statistics.mean(abs(row.error) for row in rows),
         "worst_error": max(abs(row.error) for row in rows),
@@ -194,38 +193,39 @@ def summarise(rows: Sequence[PredictionRow]) -> dict[str, Any]:
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Of all pairs, the share that both put in the same order less the share that they do not: 1 for the same
-    order, -1 for the opposite (Kendall, A New Measure of Rank Correlation, 1938). Ties count for neither."""
+    """Return Kendall's tau: the share of pairs that both sequences order the same minus the share that they
+    order oppositely; 1 for the same order, -1 for the opposite (Kendall, A New Measure of Rank Correlation,
+    1938). Ties count as neither."""
     pairs = list(itertools.combinations(zip(first, second, strict=True), 2))
     products = [(a - b) * (x - y) for (a, x), (b, y) in pairs]
     return (sum(p > 0 for p in products) - sum(p < 0 for p in products)) / len(pairs) if pairs else 1.0
 
 
 def regrets(rows: Sequence[PredictionRow]) -> dict[str, float]:
-    """By sweep, how much slower the plan predicted to be the fastest is than the fastest, as a share of its
-    time."""
-    found = {}
+    """Return the regret by sweep: the extra time of the plan that is predicted to be fastest, as a share of
+    the time of the plan that is fastest."""
+    regret_by_sweep = {}
     for sweep in dict.fromkeys(row.sweep for row in rows if row.choice):
-        those = [row for row in rows if row.sweep == sweep and row.choice]
-        if len(those) > 1:
-            chosen = min(those, key=lambda row: row.predicted_s)
-            found[sweep] = chosen.measured_s / min(row.measured_s for row in those) - 1
-    return found
+        choices = [row for row in rows if row.sweep == sweep and row.choice]
+        if len(choices) > 1:
+            chosen = min(choices, key=lambda row: row.predicted_s)
+            regret_by_sweep[sweep] = chosen.measured_s / min(row.measured_s for row in choices) - 1
+    return regret_by_sweep
 
 
 def predictions_text(rows: Sequence[PredictionRow]) -> str:
-    """The table, and what it comes to, beside what is asked for."""
+    """Return the table and a summary with the targets."""
     cells = [
         (row.name, f"{1e3 * row.predicted_s:,.0f}", f"{1e3 * row.measured_s:,.0f}", f"{row.error:+.1%}")
         for row in rows
     ]
-    figures = summarise(rows)
+    figures = summarize(rows)
     lines = [
         "run: model, dp_replicate x dp_shard x tp, activation checkpointing",
-        f"mean error {figures['mean_error']:.1%} (asked: {MEAN_ERROR:.0%}), worst "
-        f"{figures['worst_error']:.1%}; Kendall's tau {figures['tau']:.2f} (asked: {TAU})",
+        f"mean error {figures['mean_error']:.1%} (target: {MEAN_ERROR:.0%}), worst "
+        f"{figures['worst_error']:.1%}; Kendall's tau {figures['tau']:.2f} (target: {TAU})",
         *(
-            f"the plan chosen for {sweep}: {regret:.1%} slower than the best (asked: {REGRET:.0%})"
+            f"the plan chosen for {sweep}: {regret:.1%} slower than the best (target: {REGRET:.0%})"
             for sweep, regret in figures["regret"].items()
         ),
     ]
@@ -239,9 +239,9 @@ MEASUREMENT = Measurement(
     compare_predictions,
     summary="the planner's predictions against real runs",
     description=(
-        "Run configurations of 1 to 4 ranks on this CPU in turn, and compare each one's step time with what "
-        "the planner says of it. Prints every error, their mean, Kendall's tau of the order, and how much "
-        "slower than the best the plan is that the planner would choose. Calibrate first, on a machine where "
-        "nothing else runs. `gpu` does the same on a GPU."
+        "Run configurations of 1 to 4 ranks on this CPU in turn, and compare their step times with the "
+        "planner's predictions. Print every error, the mean error, Kendall's tau of the order, and how much "
+        "slower the plan that the planner would choose is than the best. Run calibrate first, on an "
+        "otherwise idle machine. `gpu` makes this comparison on a GPU."
     ),
 )

@@ -1,5 +1,5 @@
-"""The planner against published training runs: predicted and measured tokens per second and memory, row by
-row."""
+"""Compare the planner's predictions with published training runs: tokens per second and memory of each
+run."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import model_workload
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
-# by the source's first word
+# hardware file by the first word of the source
 KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforge"}
 CONFIGS = {
     "llama3-8b": "config=llama_8b.yaml",
@@ -35,15 +35,15 @@ CONFIGS = {
     "kf-13b": "config=llama_8b.yaml model.dim=5120 model.n_layers=40 model.n_heads=40 model.ffn_dim=17920",
 }
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
-# the source states the dtypes of what it keeps, and that it reports reserved memory
+# frameworks whose source states the dtypes of its state, and that it reports reserved memory
 MEMORY_OF = frozenset({"torchtitan"})
-ORDERED_APART = 1.10  # rows of one source that differ by more must be predicted in the right order
+ORDERED_APART = 1.10  # rows of one source that differ by a larger factor must be predicted in the right order
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One measured run, per GPU; the columns of `tools/bench/planner/published_runs.csv`, where `used_to_fit`
-    says that the constants of its kind of machine were fitted to it. `peak_memory_gib` 0: not published."""
+    """A published run, per GPU, with the columns of `tools/bench/planner/published_runs.csv`. `used_to_fit`:
+    the constants of its hardware file were fitted to it. `peak_memory_gib` 0: not published."""
 
     source: str
     n_gpus: int
@@ -73,7 +73,7 @@ class PublishedRun:
 
     @property
     def name(self) -> str:
-        """What tells it from the other rows of its source."""
+        """A name that differs from those of the other rows."""
         parts = [
             self.framework,
             f"{self.model} seq {self.seq_len} x {self.micro_batch}",
@@ -89,7 +89,7 @@ class PublishedRun:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with what is predicted and what was measured of it."""
+    """The predicted and the measured value of a run."""
 
     run: PublishedRun
     predicted: float
@@ -97,14 +97,15 @@ class ComparedRun:
 
     @property
     def error(self) -> float:
-        """Relative; above 0 the prediction is too high."""
+        """The relative error; above 0 if the prediction is too high."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class PublishedComparison:
-    """All published runs: tokens per second and GPU; reserved memory in GiB, of those whose source states
-    what it holds; and pairs of a source in the wrong order, the faster one first."""
+    """The comparison of all published runs: tokens per second per GPU; reserved memory in GiB, of runs whose
+    source states the dtypes of its state; and pairs of one source predicted in the wrong order, the faster
+    first."""
 
     speed: tuple[ComparedRun, ...]
     memory: tuple[ComparedRun, ...]
@@ -112,14 +113,17 @@ class PublishedComparison:
 
 
 def published_rows(path: Path = PUBLISHED) -> list[PublishedRun]:
-    """The measured runs."""
+    """Return the published runs."""
     rows = [{key: text or "0" for key, text in row.items()} for row in read_table(path)]
     return msgspec.convert(rows, list[PublishedRun], strict=False)
 
 
 def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
-    """The run in this project's terms: they made all logits at once. torchtitan's selective keeps every
-    second product, and it compiles its blocks alone."""
+    """Return a published run as config and plan of this trainer.
+
+    Both frameworks compute all logits at once. torchtitan's selective activation checkpointing keeps every
+    second matrix product, and it compiles only the blocks.
+    """
     sequences = run.micro_batch * run.grad_accum * run.dp_replicate * run.dp_shard
     keys = {
         "parallel.dp_replicate": run.dp_replicate,
@@ -150,7 +154,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
 
 @cache
 def predict_tokens_per_s(run: PublishedRun) -> float:
-    """Tokens per second and GPU."""
+    """Return the predicted tokens per second per GPU."""
     config, plan = plan_published(run)
     work = model_workload(config.model, plan, run.seq_len)
     times = step_times(plan, work, load_hardware()[run.kind], run.gpus_per_node)
@@ -159,14 +163,14 @@ def predict_tokens_per_s(run: PublishedRun) -> float:
 
 @cache
 def predict_reserved_gib(run: PublishedRun) -> float:
-    """GiB that the allocator reserves on each GPU."""
+    """Return the predicted GiB that the allocator reserves on each GPU."""
     config, plan = plan_published(run)
     memory = predict_step_memory(plan, model_workload(config.model, plan, run.seq_len))
     return reserved_bytes(memory, load_hardware()[run.kind]) / GIB
 
 
 def compare_published(runs: Sequence[PublishedRun]) -> PublishedComparison:
-    """Predict every run."""
+    """Predict every run and compare."""
     speed = tuple(ComparedRun(run, predict_tokens_per_s(run), run.tokens_per_s_per_gpu) for run in runs)
     known = [run for run in runs if run.peak_memory_gib and run.framework in MEMORY_OF]
     memory = tuple(ComparedRun(run, predict_reserved_gib(run), run.peak_memory_gib) for run in known)
@@ -174,8 +178,8 @@ def compare_published(runs: Sequence[PublishedRun]) -> PublishedComparison:
 
 
 def wrong_order(rows: Iterable[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
-    """Pairs of one framework that measure more than ORDERED_APART apart, and are not predicted in that
-    order."""
+    """Return the pairs of runs of one framework whose measured speeds differ by more than ORDERED_APART and
+    whose predicted order is wrong."""
     pairs = itertools.permutations(rows, 2)
     return [
         (fast, slow)
@@ -187,28 +191,28 @@ def wrong_order(rows: Iterable[ComparedRun]) -> list[tuple[ComparedRun, Compared
 
 
 def mean_error(rows: Iterable[ComparedRun]) -> float:
-    """Of the absolute errors."""
+    """Return the mean of the absolute errors."""
     return statistics.mean(abs(row.error) for row in rows)
 
 
 def worst_error(rows: Iterable[ComparedRun]) -> float:
-    """The largest absolute error."""
+    """Return the largest absolute error."""
     return max(abs(row.error) for row in rows)
 
 
 def compiled(rows: Iterable[ComparedRun]) -> list[ComparedRun]:
-    """Those of compiled runs."""
+    """Return the rows of compiled runs."""
     return [row for row in rows if row.run.compile]
 
 
 def check_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """All runs."""
+    """Compare all published runs."""
     comparison = compare_published(published_rows())
     return BenchResult(None, published_figures(comparison), published_text(comparison))
 
 
 def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
-    """The comparison as plain data."""
+    """Return the comparison as plain data."""
     figures: dict[str, Any] = {
         "wrong_order": [[fast.name, slow.name] for fast, slow in comparison.wrong_order]
     }
@@ -219,23 +223,23 @@ def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
 
 
 def published_text(comparison: PublishedComparison) -> str:
-    """Tables for people: rows that constants were fitted to apart from the others."""
+    """Return the comparison as tables, with separate tables for the rows to which constants were fitted."""
     speed, memory = compiled(comparison.speed), list(comparison.memory)
     eager = [row for row in comparison.speed if not row.run.compile]
     parts = [
-        _table(f"{title}, {which}", of, form)
+        _table(f"{title}, {group}", selected, form)
         for title, rows, form in (
-            ("tokens per second and GPU", speed, ",.0f"),
-            ("tokens per second and GPU, eager", eager, ",.0f"),
+            ("tokens per second per GPU", speed, ",.0f"),
+            ("tokens per second per GPU, eager", eager, ",.0f"),
             ("reserved GiB", memory, ".1f"),
         )
-        for used, which in ((True, "fitted to"), (False, "not fitted to"))
-        if (of := [row for row in rows if row.run.used_to_fit == used])
+        for used, group in ((True, "fitted to"), (False, "not fitted to"))
+        if (selected := [row for row in rows if row.run.used_to_fit == used])
     ]
     wrong = [f"  {fast.name} is faster than {slow.name}" for fast, slow in comparison.wrong_order]
     order = (
-        f"pairs of one source more than {ORDERED_APART - 1:.0%} apart, predicted in the wrong order: "
-        f"{len(wrong)}"
+        f"pairs of one source that differ by more than {ORDERED_APART - 1:.0%} and are predicted in the "
+        f"wrong order: {len(wrong)}"
     )
     return "\n\n".join(
         [*parts, _summary("speed, compiled", speed), _summary("memory", memory), "\n".join([order, *wrong])]
@@ -250,8 +254,8 @@ def _table(title: str, rows: Sequence[ComparedRun], form: str) -> str:
     return format_table((title, "predicted", "measured", "error"), cells)
 
 
-def _summary(what: str, rows: Sequence[ComparedRun]) -> str:
-    return f"{what}: mean error {mean_error(rows):.1%}, worst {worst_error(rows):.1%} of {len(rows)} runs"
+def _summary(title: str, rows: Sequence[ComparedRun]) -> str:
+    return f"{title}: mean error {mean_error(rows):.1%}, worst {worst_error(rows):.1%} of {len(rows)} runs"
 
 
 MEASUREMENT = Measurement(
@@ -260,9 +264,9 @@ MEASUREMENT = Measurement(
     check_published,
     summary="the planner against published runs",
     description=(
-        "Predict published training runs with the planner, on the machines and with the losses of their "
-        "frameworks (configs/hardware), and compare tokens per second and reserved memory with what was "
-        "measured."
+        "Predict published training runs with the planner, using hardware files of their machines and "
+        "frameworks (configs/hardware), and compare tokens per second and reserved memory with the published "
+        "measurements."
     ),
     takes_keys=False,
 )

@@ -1,5 +1,5 @@
-"""How runs scale, as the planner predicts it: its own choice, and FSDP alone, on 8 to thousands of GPUs. A
-loop over what `tools.plan --sweep` does, as the tables and the picture of docs/scaling.md."""
+"""Predict how runs scale from 8 to thousands of GPUs, with the planner's choice and with FSDP alone: the
+tables and the picture of docs/scaling.md, from the search of `tools.plan --sweep`."""
 
 import argparse
 import sys
@@ -28,34 +28,35 @@ WAYS = {"planner": (), "fsdp": ("--parallel.dp_replicate=1", "--parallel.tp=1")}
 GPUS_PER_NODE = 8
 FIGURES = ("recomputed", "tokens/s", "MFU", "exposed", "GiB")
 HEAD = ("kind", "GPUs", "planner: tp x replicate x shard", *FIGURES, f"FSDP: {FIGURES[0]}", *FIGURES[1:])
-Cell = Mapping[str, Any]  # what is predicted of one model, kind, number of GPUs and way
+Cell = Mapping[str, Any]  # the prediction for one model, kind of GPU, number of GPUs and way
 
 
 def add_scale_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `scale`."""
+    """Add the options of `scale`."""
     add, models, kinds = parser.add_argument, ["llama_8b", "llama_70b", "llama_405b"], ["h100-sxm", "h200"]
     add("--config", nargs="+", default=models, metavar="NAME", help=f"default {' '.join(models)}")
-    words = f"files of configs/hardware (default {' '.join(kinds)})"
-    add("--gpu", nargs="+", default=kinds, metavar="KIND", help=words)
+    text = f"files of configs/hardware (default {' '.join(kinds)})"
+    add("--gpu", nargs="+", default=kinds, metavar="KIND", help=text)
     add("--gpus", default="8..4096", metavar="A..B", help="doublings from A to B (default 8..4096)")
-    words = "of the global batch, for each GPU (default 2, as in torchtitan's published runs)"
-    add("--sequences-per-gpu", type=positive, default=2, metavar="N", help=words)
-    words = "draw MFU and exposed share into this file, .svg or .png"
-    add("--picture", type=Path, metavar="FILE", help=words)
+    text = "sequences of the global batch per GPU (default 2, as in torchtitan's published runs)"
+    add("--sequences-per-gpu", type=positive, default=2, metavar="N", help=text)
+    text = "draw MFU and exposed share into this file, .svg or .png"
+    add("--picture", type=Path, metavar="FILE", help=text)
 
 
 def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """All cases. Raises ConfigError for what cannot be begun."""
+    """Predict all cases. Raises ConfigError for wrong options."""
     if any(override.startswith("--parallel.plan=") for override in overrides):
         raise ConfigError(
-            "--parallel.plan: scale lets the planner choose. Fix single keys, as --parallel.tp=8, instead"
+            "--parallel.plan: scale always lets the planner choose: set single keys instead, such as "
+            "--parallel.tp=8"
         )
     if options.picture:
         check_target("--picture", options.picture, (".svg", ".png"), overwrites=True)
     counts, kinds = read_sweep(f"gpus={options.gpus}"), [find_kind(name, "--gpu") for name in options.gpu]
     configs, cases = dict[str, Any](), dict[str, Cell]()
     for name, hardware, gpus, way in product(options.config, kinds, counts, WAYS):
-        began_at = time.monotonic()
+        started_at = time.monotonic()
         batch = f"--train.global_batch_size={gpus * options.sequences_per_gpu}"
         keys = [f"--config={name}", "--parallel.plan=auto", batch, *overrides, *WAYS[way]]
         config = parse_config(keys, "tools.bench")
@@ -64,7 +65,7 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
         label = " ".join(map(str, case.values()))
         predicted = predict_best(config.job, gpus, hardware)
         cases[label] = {**case, "n_layers": config.model.n_layers, **predicted}
-        print(f"{label}: {time.monotonic() - began_at:.0f} s", file=sys.stderr, flush=True)
+        print(f"{label}: {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
     cells = list(cases.values())
     if options.picture:
         write_whole(options.picture, picture_bytes(draw_scaling(pairs(cells)), options.picture.suffix))
@@ -72,21 +73,21 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
 
 
 def predict_best(job: TrainingJob, gpus: int, hardware: Hardware) -> dict[str, Any]:
-    """What `tools.plan --sweep` says of the best plan, its MFU, and what is recomputed of how many blocks; or
-    why there is none."""
+    """Return the figures that `tools.plan --sweep` prints for the best plan, its MFU and its activation
+    checkpointing; or the reason why no plan fits."""
     try:
         (row,) = sweep(job, [gpus], min(gpus, GPUS_PER_NODE), hardware)
     except PlanError as error:  # its last line is GPUS: REASON
         return {"fits": False, "reason": str(error).splitlines()[-1].partition(": ")[2]}
     assert row.plan is not None, "a sweep without a plan is a PlanError"
     assert row.prediction is not None, "a plan has a prediction"
-    found = row_json(row, tokens=None)
-    choices = found["choices"] | blocks_of(row.plan)
-    return {**found, "mfu": row.prediction.mfu, "choices": choices}
+    figures = row_json(row, tokens=None)
+    choices = figures["choices"] | blocks_of(row.plan)
+    return {**figures, "mfu": row.prediction.mfu, "choices": choices}
 
 
 def blocks_of(plan: Plan) -> dict[str, Any]:
-    """What is recomputed, and of how many blocks."""
+    """Return a plan's mode of activation checkpointing and its number of blocks."""
     modes = [mode for unit in plan.units if (mode := unit.activation_checkpoint) != "none"]
     return {
         "activation_checkpoint": modes[0] if modes else "none",
@@ -95,23 +96,24 @@ def blocks_of(plan: Plan) -> dict[str, Any]:
 
 
 def pairs(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
-    """The planner's choice and FSDP alone, of every model, kind and number of GPUs."""
+    """Return pairs of the planner's choice and FSDP alone, for every model, kind and number of GPUs."""
     return list(zip(cells[::2], cells[1::2], strict=True))  # in the order of WAYS
 
 
 def tables(cells: Sequence[Cell]) -> Iterator[str]:
-    """Markdown, a table for each model: the numbers of GPUs on which one of both ways fits."""
-    fitting = [(chosen, alone) for chosen, alone in pairs(cells) if chosen["fits"] or alone["fits"]]
-    for model, same in groupby(fitting, key=lambda pair: pair[0]["config"]):
-        rows = [HEAD, ["---"] * len(HEAD), *(row_of(*pair) for pair in same)]
+    """Yield a Markdown table for each model, with a row for each number of GPUs on which at least one way
+    fits."""
+    fitting = [(chosen, fsdp) for chosen, fsdp in pairs(cells) if chosen["fits"] or fsdp["fits"]]
+    for model, model_pairs in groupby(fitting, key=lambda pair: pair[0]["config"]):
+        rows = [HEAD, ["---"] * len(HEAD), *(row_of(*pair) for pair in model_pairs)]
         yield "\n".join([f"**{model}**", "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def row_of(chosen: Cell, alone: Cell) -> list[str]:
-    """One number of GPUs."""
+def row_of(chosen: Cell, fsdp: Cell) -> list[str]:
+    """Return the row of one kind and number of GPUs."""
     degrees = [str(chosen["choices"][axis]) for axis in ("tp", "dp_replicate", "dp_shard") if chosen["fits"]]
     mesh = " x ".join(degrees) or "-"
-    return [chosen["gpu"], f"{chosen['gpus']:,}", mesh, *_figures(chosen), *_figures(alone)]
+    return [chosen["gpu"], f"{chosen['gpus']:,}", mesh, *_figures(chosen), *_figures(fsdp)]
 
 
 def _figures(cell: Cell) -> list[str]:
@@ -127,20 +129,20 @@ def _figures(cell: Cell) -> list[str]:
 
 
 def recomputed(choices: Mapping[str, Any], n_layers: int) -> str:
-    """What is checkpointed, and how many blocks, where it is not all of them."""
+    """Return the mode of activation checkpointing, with the number of blocks if it is not all of them."""
     mode: str = choices["activation_checkpoint"]
-    of_old_records = choices.get("checkpointed_blocks", n_layers)  # the key's former name
-    blocks = choices.get("activation_checkpoint_blocks", of_old_records)
+    default = choices.get("checkpointed_blocks", n_layers)  # the key's name in old records
+    blocks = choices.get("activation_checkpoint_blocks", default)
     return mode if mode == "none" or blocks == n_layers else f"{mode}, {blocks} of {n_layers}"
 
 
 def scale_text(cells: Sequence[Cell]) -> str:
-    """All tables, and why there is no plan where there is none."""
+    """Return all tables, and the reasons of cases without a plan."""
     reasons = [
         f"{c['config']}, {c['gpus']} {c['gpu']}, {c['way']}: {c['reason']}" for c in cells if not c["fits"]
     ]
     files = " and ".join(sorted({f"configs/hardware/{cell['gpu']}.yaml" for cell in cells}))
-    last = f"predicted with {files}; nothing of it is measured"
+    last = f"predicted with {files}; nothing is measured"
     return "\n\n".join([*tables(cells), *(["\n".join(reasons)] if reasons else []), last])
 
 
@@ -150,9 +152,9 @@ MEASUREMENT = Measurement(
     measure_scale,
     summary="predicted speed and memory on 8 to 4,096 GPUs",
     description=(
-        "Plan configs for kinds and numbers of GPUs, twice: with the degrees that the planner chooses, and "
-        "with FSDP alone (dp_replicate and tp 1; the rest is chosen). The global batch grows with the GPUs. "
-        "Says what is predicted of each: tokens per second and GPU, MFU, the share of a step that waits for "
-        "communication, memory, degrees. Nothing runs; all is prediction."
+        "Plan configs for kinds and numbers of GPUs in two ways: with the degrees that the planner chooses, "
+        "and with FSDP alone (dp_replicate and tp are 1; the planner chooses the rest). The global batch "
+        "grows with the number of GPUs. Print the predictions: tokens per second per GPU, MFU, the share of "
+        "a step that waits for communication, memory, degrees. Nothing is run or measured."
     ),
 )

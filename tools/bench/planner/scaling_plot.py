@@ -1,5 +1,5 @@
-"""How runs scale as a picture: MFU above, exposed share below, a column for each model, a colour for each
-kind of GPU."""
+"""Draw how runs scale: MFU above, exposed share below, a column for each model, a color for each kind of
+GPU."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Both = tuple[Mapping[str, Any], Mapping[str, Any]]  # the planner's choice, FSDP alone
-NARROWEST, PANEL, HEIGHT, LEFT = 900, 390, 620, 74  # of the picture; of a panel; margin of figures, in points
+NARROWEST, PANEL, HEIGHT, LEFT = 900, 390, 620, 74  # points: minimum width, panel width, height, left margin
 TITLE = "Predicted: the planner's choice and FSDP alone, from 8 GPUs on"
 KEYS = {"mfu": "MFU, attention in full", "exposed_share": "exposed share of the step"}
-WAYS = {"planner's choice": 0, "FSDP alone": 1}  # the place of each in a pair
+WAYS = {"planner's choice": 0, "FSDP alone": 1}  # index in a pair
 
 
 @plainly
 def draw_scaling(both: Sequence[Both]) -> "Figure":
-    """Two panels for each model, under a title and a legend."""
+    """Draw two panels for each model, under a title and a legend."""
     models, kinds, gpus = (
         list(dict.fromkeys(chosen[key] for chosen, _ in both)) for key in ("config", "gpu", "gpus")
     )
@@ -40,13 +40,13 @@ def draw_scaling(both: Sequence[Both]) -> "Figure":
     grid = figure.subplots(
         len(KEYS), len(models), sharex=True, sharey="row", squeeze=False, gridspec_kw=edges | {"wspace": 0.1}
     )
-    for (key, words), row in zip(KEYS.items(), grid, strict=True):
-        row[0].set_ylabel(words, fontsize=BODY, color=INK)
+    for (key, label), row in zip(KEYS.items(), grid, strict=True):
+        row[0].set_ylabel(label, fontsize=BODY, color=INK)
         for model, axes in zip(models, row, strict=True):
             for number, kind in enumerate(kinds):
-                same = [pair for pair in both if (pair[0]["config"], pair[0]["gpu"]) == (model, kind)]
-                _draw_ways(axes, same, key, kind, number)
-    for axes in grid.flat:  # once all is drawn: the axes of a row share their limits
+                selected = [pair for pair in both if (pair[0]["config"], pair[0]["gpu"]) == (model, kind)]
+                _draw_ways(axes, selected, key, kind, number)
+    for axes in grid.flat:  # after all lines are drawn, because the axes of a row share their limits
         _frame(axes, sorted(gpus))
     for model, above, below in zip(models, *grid, strict=True):
         above.set_title(model, fontsize=BODY, weight="bold", color=INK, loc="left")
@@ -60,19 +60,19 @@ def draw_scaling(both: Sequence[Both]) -> "Figure":
 
 
 def _draw_ways(axes: "Axes", both: Sequence[Both], key: str, kind: str, number: int) -> None:
-    """A line for each way; FSDP alone is dashed, with larger, hollow marks, so that they show around full
-    ones."""
+    """Draw a line for each way. FSDP alone is dashed, with larger hollow markers that stay visible around
+    solid ones."""
     color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-    for way, of_pair in WAYS.items():
-        cells = [pair[of_pair] for pair in both if pair[of_pair]["fits"]]
-        # The planner's choice, which can be the same, lies on the other.
-        look: Any = {"ls": "--", "ms": 9, "mfc": "white", "zorder": 2} if of_pair else {"ms": 5, "zorder": 3}
+    for way, index in WAYS.items():
+        cells = [pair[index] for pair in both if pair[index]["fits"]]
+        # the planner's choice is drawn on top, because both can be equal
+        look: Any = {"ls": "--", "ms": 9, "mfc": "white", "zorder": 2} if index else {"ms": 5, "zorder": 3}
         points = [cell["gpus"] for cell in cells], [cell[key] for cell in cells]
         axes.plot(*points, color=color, marker=marker, lw=2, clip_on=False, label=f"{kind}, {way}", **look)
 
 
 def _frame(axes: "Axes", counts: Sequence[int]) -> None:
-    """Grid and figures; numbers of GPUs, every third where there are many."""
+    """Format the axes: grid, percentages, and the numbers of GPUs, every third if there are more than 6."""
     from matplotlib.ticker import NullLocator, PercentFormatter
 
     shown = counts[:: 3 if len(counts) > 6 else 1]

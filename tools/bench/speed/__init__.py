@@ -1,1 +1,1 @@
-"""How fast, how big, how soon: runs, their parts, and their peers."""
+"""Benchmarks of speed, memory and start-up: runs, their parts, and other trainers."""

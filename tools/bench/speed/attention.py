@@ -1,5 +1,5 @@
-"""Our CPU attention against torch's: CPU time of forward and backward. That its gradients are those of plain
-attention is tested (tests/models/test_cpu_attention.py).
+"""Compare the CPU time of this project's CPU attention with torch's, forward and backward.
+tests/models/test_cpu_attention.py checks the gradients.
 
 Shapes: B batch, N query heads, K key-value heads, H head dim, T tokens.
 """
@@ -25,16 +25,17 @@ SHAPES = (
     AttentionShape(1, 8, 2, 128, 512),
 )
 DTYPES = ("float32", "bfloat16")
-BUDGET_S = 0.1  # seconds that a kernel is repeated for in a round
+BUDGET_S = 0.1  # seconds of repetition of a kernel in a round
 
 
 def add_attention_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `attention`."""
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="of each (default 5)")
+    """Add the options of `attention`."""
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="rounds (default 5)")
 
 
 def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Both kernels on every shape and dtype, on one thread: CPU time of several is also their waiting."""
+    """Compare both kernels on every shape and dtype, on one thread: with several, CPU time includes their
+    waiting."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,23 +51,23 @@ def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> 
 
 
 def compare(shape: AttentionShape, dtype: str, rounds: int) -> dict[str, Any]:
-    """CPU seconds of both, the best of rounds in turn."""
+    """Return the CPU seconds of both kernels, run in turn, the best of all rounds."""
     cpu = torch.device("cpu")
     kernels = {"ours_s": our_attention, "torch_s": torch_attention}
     runs = {name: attention_runs(kernel, shape, dtype, cpu, 0)[1] for name, kernel in kernels.items()}
     clock = Timer(cpu, BUDGET_S)
     times = [{name: clock.best_seconds(runs[name]) for name in kernels} for _ in range(rounds)]
-    best = {name: min(found[name] for found in times) for name in kernels}
+    best = {name: min(seconds[name] for seconds in times) for name in kernels}
     return {"shape": str(shape), "dtype": dtype, **best, "ratio": best["ours_s"] / best["torch_s"]}
 
 
 def our_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
-    """The kernel, on the views that the model hands it."""
+    """Call this project's kernel on the same views as the model does."""
     return causal_attention(*(x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH)))[0].transpose(1, 2)
 
 
 def torch_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
-    """torch's own, on the same views."""
+    """Call torch's kernel on the same views."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
@@ -76,10 +77,10 @@ MEASUREMENT = Measurement(
     "attention",
     add_attention_options,
     measure_attention,
-    summary="our CPU attention kernel against torch's",
+    summary="this project's CPU attention kernel against torch's",
     description=(
-        "Time forward and backward of the CPU attention kernel and of torch's scaled_dot_product_attention, "
-        "one thread, the best of several in turn."
+        "Time forward and backward of this project's CPU attention kernel and of torch's "
+        "scaled_dot_product_attention, on one thread, in turn, and print the best of several rounds."
     ),
     takes_keys=False,
 )

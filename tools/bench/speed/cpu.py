@@ -1,5 +1,5 @@
-"""Ours against other trainers on a CPU, at two shapes and in two dtypes, and against what the machine itself
-allows."""
+"""Compare this trainer with other trainers on a CPU, at two shapes and in two dtypes, and with the lower
+bound of a step on this machine."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 
-# what a peer is told, beside BENCH_PROCESSES: the keys of ours
+# environment variables of a peer, and the config keys whose values they have; BENCH_PROCESSES is added
 VARIABLES = {
     "BENCH_DIM": "model.dim",
     "BENCH_LAYERS": "model.n_layers",
@@ -47,22 +47,25 @@ DTYPES = ("float32", "bfloat16")
 
 
 def add_cpu_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `cpu`."""
+    """Add the options of `cpu`."""
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=PEER_HELP)
     add("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="default: both")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each (default 3)")
-    words = f"optimizer steps (default 20; the first {WARM_UP_STEPS} do not count)"
-    add("--steps", type=positive, default=20, metavar="N", help=words)
+    text = f"optimizer steps (default 20; the first {WARM_UP_STEPS} are not counted)"
+    add("--steps", type=positive, default=20, metavar="N", help=text)
     add_run_options(parser)
 
 
 def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Every shape and dtype, one after the other; in each ours and the peers in turn. Raises BenchError where
-    ours fails."""
-    if deaf := [text for text in options.peer if "BENCH_DIM" not in text]:
-        raise BenchError(f"--peer {deaf[0]!r} does not use BENCH_DIM: it would run something else than ours")
+    """Measure every shape and dtype, this trainer and the peers in turn. Raises BenchError if this trainer
+    fails."""
+    if ignoring := [text for text in options.peer if "BENCH_DIM" not in text]:
+        raise BenchError(
+            f"--peer {ignoring[0]!r} does not use BENCH_DIM, so it would run another model: pass the BENCH_* "
+            "variables on, see tools.bench cpu -h"
+        )
     setups = {
         f"{shape} {dtype}": make_setup(shape, dtype, options, overrides)
         for shape in options.shapes
@@ -73,16 +76,16 @@ def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchR
         name: parse_peers(options.peer, options.threads, shape_variables(config, options.processes))
         for name, config in configs.items()
     }
-    found = {}
+    cells = {}
     for name, setup in setups.items():
         print(name, file=sys.stderr, flush=True)
-        found[name] = measure_cell(setup, configs[name], peers[name], options)
+        cells[name] = measure_cell(setup, configs[name], peers[name], options)
     recorded = {name: config_to_record(config) for name, config in configs.items()}
-    return BenchResult(recorded, with_setup(options, {"cells": found}), cpu_text(found, options.rounds))
+    return BenchResult(recorded, with_setup(options, {"cells": cells}), cpu_text(cells, options.rounds))
 
 
 def make_setup(shape: str, dtype: str, options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
-    """Ours at that shape and dtype."""
+    """Return the run of this trainer at a shape and dtype."""
     keys = [f"--train.steps={options.steps}", f"--parallel.param_dtype={dtype}", "--run.device=cpu"]
     return Setup(options.processes, options.threads, [*SHAPES[shape], *keys, *overrides])
 
@@ -90,7 +93,8 @@ def make_setup(shape: str, dtype: str, options: argparse.Namespace, overrides: S
 def measure_cell(
     setup: Setup, config: Config, peers: Sequence[Contender], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Ours and the peers, in turn, then what the machine allows; both in one go, as a machine drifts."""
+    """Measure this trainer and the peers in turn, and directly afterwards the lower bound, because a
+    machine's speed drifts."""
     sequences, seq_len, dtype = (
         config.train.micro_batch_size,
         config.train.seq_len,
@@ -98,15 +102,14 @@ def measure_cell(
     )
     if not isinstance(sequences, int):
         raise BenchError(
-            f"train.micro_batch_size={sequences}: cpu needs a number, to know a step's work. Leave the key "
-            "out"
+            f"train.micro_batch_size={sequences}: cpu needs a number to compute a step's work: remove the key"
         )
     rounds, left_out = run_rounds([ours(setup), *peers], options.rounds, options.cache)
     allowed = measure_allowed(config.model, sequences, seq_len, dtype, setup.processes, setup.threads)
     figures = to_figures(rounds)
     shares = {
-        name: share_of_allowed(allowed, sequences * seq_len, one["tokens_per_s_per_rank"])
-        for name, one in figures["median"].items()
+        name: share_of_allowed(allowed, sequences * seq_len, median["tokens_per_s_per_rank"])
+        for name, median in figures["median"].items()
     }
     return {
         **figures,
@@ -117,60 +120,63 @@ def measure_cell(
 
 
 def share_of_allowed(allowed: Allowed, tokens: int, tokens_per_s: float) -> float:
-    """The least seconds of a rank's step of so many tokens over those it takes."""
+    """Return the lower bound of a rank's step over the time it takes, for a step of `tokens`."""
     return allowed.total_s / (tokens / tokens_per_s)
 
 
 def shape_variables(config: Config, processes: int) -> dict[str, str]:
-    """What a peer is told."""
+    """Return the environment variables of a peer."""
     values = {name: attrgetter(key)(config) for name, key in VARIABLES.items()}
     values |= {"BENCH_COMPILE": int(values["BENCH_COMPILE"]), "BENCH_PROCESSES": processes}
     return {name: str(value) for name, value in values.items()}
 
 
 def cpu_text(cells: Mapping[str, Any], rounds: int) -> str:
-    """A row for each shape, dtype and trainer; then who was left out."""
+    """Return a table with a row for each shape, dtype and trainer, the lower bounds, and the peers left
+    out."""
     head = (
         "shape, dtype",
         "trainer",
         "tokens/s per rank",
         "spread",
         "GiB per rank",
-        "of what is allowed",
-        "speed: ours / it",
-        "memory: ours / it",
+        "of lower bound",
+        "speed: ours / peer",
+        "memory: ours / peer",
     )
-    rows = [_cells(name, cell, who) for name, cell in cells.items() for who in cell["median"]]
+    rows = [_cells(name, cell, trainer) for name, cell in cells.items() for trainer in cell["median"]]
     left_out = [
-        f"left out of {name}: {who} ({reason.splitlines()[0]})"
+        f"left out of {name}: {trainer} ({reason.splitlines()[0]})"
         for name, cell in cells.items()
-        for who, reason in cell["left_out"].items()
+        for trainer, reason in cell["left_out"].items()
     ]
     allowed = [
-        f"{name}: matmul {a['matmul_s']:.3f} s + attention {a['attention_s']:.3f} s a step are the least "
+        f"{name}: lower bound of a step: matmul {a['matmul_s']:.3f} s + attention {a['attention_s']:.3f} s "
         f"({a['matmul_gflop_s']:.0f} GFLOP/s)"
         for name, cell in cells.items()
         for a in [cell["allowed"]]
     ]
     last = (
-        f"median of {rounds} rounds, spread: (best - worst) / median; of what is allowed: by matmul and "
-        "attention alone"
+        f"median of {rounds} rounds; spread: (best - worst) / median; of lower bound: lower bound (matmul "
+        "and attention alone) / step time"
     )
     return "\n".join([format_table(head, rows), "", *allowed, *left_out, last])
 
 
-def _cells(name: str, cell: Mapping[str, Any], who: str) -> list[str]:
-    median = cell["median"][who]
-    against = [cell["ours_over_peer"][figure] for figure in ("tokens_per_s_per_rank", "peak_memory_gib")]
-    ratios = [f"{by_peer[who]:.3f}" if who in by_peer else "-" for by_peer in against]
-    apart = f"{cell['spread'][who]['tokens_per_s_per_rank']:.1%}" if len(cell["rounds"]) > 1 else "one round"
+def _cells(name: str, cell: Mapping[str, Any], trainer: str) -> list[str]:
+    median = cell["median"][trainer]
+    peer_ratios = [cell["ours_over_peer"][figure] for figure in ("tokens_per_s_per_rank", "peak_memory_gib")]
+    ratios = [f"{by_peer[trainer]:.3f}" if trainer in by_peer else "-" for by_peer in peer_ratios]
+    spread = (
+        f"{cell['spread'][trainer]['tokens_per_s_per_rank']:.1%}" if len(cell["rounds"]) > 1 else "one round"
+    )
     return [
         name,
-        who,
+        trainer,
         f"{median['tokens_per_s_per_rank']:,.0f}",
-        apart,
+        spread,
         f"{median['peak_memory_gib']:.2f}",
-        f"{cell['share_of_allowed'][who]:.1%}",
+        f"{cell['share_of_allowed'][trainer]:.1%}",
         *ratios,
     ]
 
@@ -179,19 +185,19 @@ MEASUREMENT = Measurement(
     "cpu",
     add_cpu_options,
     measure_cpu,
-    summary="ours against other trainers on a CPU, and against the machine's own rates",
+    summary="this trainer against other trainers on a CPU, and against the machine's own rates",
     description=(
-        "Run ours and other trainers in turn, compiled, on CPUs with gloo: two shapes (head dim 16: the "
-        "standard one of `train`; head dim 64: dim 512, 8 heads) in float32 and bfloat16. Prints tokens per "
-        "second and memory of each rank, ours / peer, and the share of what matrix products and attention "
-        "alone allow, from this machine's own rates at exactly that shape, measured in as many processes at "
-        "once."
+        "Run this trainer and other trainers in turn, compiled, on CPUs with gloo: two shapes (head dim 16: "
+        "the standard one of `train`; head dim 64: dim 512, 8 heads) in float32 and bfloat16. Print tokens "
+        "per second and memory of each rank, the ratios of this trainer to each peer, and the step time's "
+        "lower bound as a share of the step time: the time of matrix products and attention alone at this "
+        "machine's rates, measured at the same shapes in as many processes."
     ),
     epilog=(
-        "A peer's command is told what to run by environment variables, which it must pass on: "
-        f"{', '.join([*VARIABLES, 'BENCH_PROCESSES'])} (a dtype is float32 or bfloat16, BENCH_COMPILE 1). As "
-        "titan='TT_DIM=$BENCH_DIM ... bash run.sh $BENCH_PROCESSES'. One that fails is left out of that "
-        "shape, and said to be. It prints, from one rank or all, `BENCH "
+        "A peer's command receives the shape in environment variables, which it must pass on: "
+        f"{', '.join([*VARIABLES, 'BENCH_PROCESSES'])} (BENCH_DTYPE is float32 or bfloat16, BENCH_COMPILE "
+        "1). Example: titan='TT_DIM=$BENCH_DIM ... bash run.sh $BENCH_PROCESSES'. A peer that fails is left "
+        "out of that shape; the output names it. It must print, from one rank or all, `BENCH "
         "startup_to_first_step_s=26.5` and `BENCH tok/s/rank median=1399 peak_rss_GiB=0.92` (or another "
         "peak_..._GiB)."
     ),

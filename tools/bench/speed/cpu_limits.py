@@ -1,9 +1,8 @@
-"""What matrix products and attention alone allow: the least seconds of a step, from rates of this machine at
-the run's shape.
+"""The lower bound of a step's time: the time of its matrix products and attention alone, from this machine's
+rates at the run's shapes.
 
-Measured as a run does its work: as many processes at once as the run has, each with as many threads; the best
-of several, on inputs that may stay in the caches, so that no machine does better. Shapes: T tokens of a
-rank's step, D dim, F ffn, V vocabulary.
+The rates are measured with as many processes and threads as the run has: the best of several repetitions, on
+inputs that may stay in the caches. Shapes: T tokens of a rank's step, D dim, F ffn, V vocabulary.
 """
 
 import dataclasses
@@ -20,13 +19,13 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.harness import run_workers
 from meshwright.tools.bench.timing import AttentionShape, Products, Timer, attention_runs, product_runs
 
-BUDGET_S = 0.5  # seconds that each product is repeated for, and attention
+BUDGET_S = 0.5  # seconds of repetition of each product and of attention
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Least seconds of a rank's step: of all products, of attention, and of both. Work besides and
-    communication: nothing."""
+    """The lower bound in seconds of a rank's step: all matrix products, attention, and both. Other work and
+    communication count as 0."""
 
     matmul_s: float
     attention_s: float
@@ -35,7 +34,7 @@ class Allowed:
 
 
 def step_products(model: LlamaConfig, tokens: int) -> dict[Products, int]:
-    """The linear layers of a step, how often each: tokens, inputs, outputs."""
+    """Return the number of linear layers of a step by shape: tokens, inputs, outputs."""
     kv_dim = model.n_kv_heads * model.head_dim
     layers = [(model.dim, model.dim)] * 2 + [(model.dim, kv_dim)] * 2 + [(model.dim, model.ffn_dim)] * 2
     layers += [(model.ffn_dim, model.dim)]
@@ -47,21 +46,21 @@ def step_products(model: LlamaConfig, tokens: int) -> dict[Products, int]:
 def measure_allowed(
     model: LlamaConfig, sequences: int, seq_len: int, dtype: str, processes: int, threads: int
 ) -> Allowed:
-    """Start the processes and take the mean of what they find: a step waits for all. Raises BenchError if one
-    fails."""
+    """Measure the rates in several processes and return the lower bound from their means, because a step
+    waits for all ranks. Raises BenchError if a process fails."""
     shape = AttentionShape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
     products = step_products(model, sequences * seq_len)
     settings = {"products": list(products), "attention": dataclasses.astuple(shape), "dtype": dtype}
-    found = run_workers("rates", processes, threads, "cpu", settings)
-    product_s = [sum(ranks) / processes for ranks in zip(*(rank["products"] for rank in found), strict=True)]
-    return add_up(products, product_s, sum(rank["attention_s"] for rank in found) / processes, model.n_layers)
+    ranks = run_workers("rates", processes, threads, "cpu", settings)
+    product_s = [sum(times) / processes for times in zip(*(rank["products"] for rank in ranks), strict=True)]
+    return add_up(products, product_s, sum(rank["attention_s"] for rank in ranks) / processes, model.n_layers)
 
 
 def add_up(
     products: dict[Products, int], product_s: Sequence[float], attention_s: float, layers: int
 ) -> Allowed:
-    """A step's seconds from those of one linear layer of each kind (its three products) and of attention in
-    one layer."""
+    """Return a step's seconds from those of one linear layer of each shape (its three products) and of the
+    attention of one layer."""
     matmul_s = sum(number * s for number, s in zip(products.values(), product_s, strict=True))
     flops = sum(
         6 * tokens * inputs * outputs * number for (tokens, inputs, outputs), number in products.items()
@@ -72,19 +71,19 @@ def add_up(
 def measure_rates(
     device: torch.device, products: Sequence[Products], attention: Sequence[int], dtype: str
 ) -> dict[str, Any]:
-    """What `measure_here` does, in all processes at once."""
+    """Call `measure_in_process` in all processes at the same time."""
     dist.barrier()
-    return measure_here(products, AttentionShape(*attention), dtype, device)
+    return measure_in_process(products, AttentionShape(*attention), dtype, device)
 
 
-def measure_here(
+def measure_in_process(
     products: Sequence[Products], shape: AttentionShape, dtype: str, device: torch.device
 ) -> dict[str, Any]:
-    """Best seconds of each linear layer's products and of attention, forward and backward, in this
-    process."""
+    """Return the best seconds of each linear layer's three products, and of attention's forward and backward,
+    in this process."""
     clock = Timer(device, BUDGET_S)
-    found = [
+    product_s = [
         clock.best_seconds(product_runs(product, dtype, device, rotated_bytes=0)) for product in products
     ]
-    together = attention_runs(CausalAttention(), shape, dtype, device, rotated_bytes=0)[1]
-    return {"products": found, "attention_s": clock.best_seconds(together)}
+    both_runs = attention_runs(CausalAttention(), shape, dtype, device, rotated_bytes=0)[1]
+    return {"products": product_s, "attention_s": clock.best_seconds(both_runs)}

@@ -1,5 +1,5 @@
-"""How fast data comes: tokenised (against the tokenizers library alone on the same texts, which is the
-limit), read in shuffled order; and how long a training step waits for it."""
+"""Measure the data pipeline: tokenizing (compared with the tokenizers library alone on the same texts, which
+is the upper limit), reading in shuffled order, and the time that a training step waits for data."""
 
 import argparse
 import json
@@ -36,22 +36,22 @@ from meshwright.train.data.token_store import (
 )
 from meshwright.train.data.tokenizer import TokenizerInfo
 
-# of the pretend step: a node, and torchtitan's 8B of 8,192 tokens
+# The simulated step: the GPUs of a node, and the micro batch of torchtitan's 8B with 8,192 tokens.
 NODE_GPUS, MICRO_BATCH = 8, 2
-# the most tokens/s of a GPU that was published for an 8B (tools/bench/planner/published_runs.csv)
+# the highest published tokens/s per GPU of an 8B (tools/bench/planner/published_runs.csv)
 PUBLISHED_TOKENS_S = 10_471
-# tools.prepare_data makes a shard of 64 MiB of text, at 4 bytes a token
+# tools.prepare_data writes shards of 64 MiB of text, about 4 bytes per token
 SHARD_TOKENS, BYTES_PER_TOKEN = 16 * 2**20, 4
 MEAN_DOCUMENT = 1000  # tokens
 VOCAB_SIZE = 2**16
-MOST_WAIT = 0.01  # of the step time, asked of the loader
+MOST_WAIT = 0.01  # target: maximum share of the step time spent waiting for data
 CACHES = ("cold", "warm") if hasattr(os, "posix_fadvise") else ("warm",)
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: text for tokenising, size of the prepared folder, seconds of each timing of the
-    loader, rounds of every figure, pretend steps, and tokens of a sequence."""
+    """The size of the measurement: text to tokenize, size of the prepared folder, seconds of each loader
+    timing, rounds of every figure, simulated steps, and tokens of a sequence."""
 
     text_mb: int
     store_gb: float
@@ -66,16 +66,16 @@ QUICK = Size(text_mb=1, store_gb=0.01, read_s=0.1, rounds=2, steps=3, seq_len=10
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `data`."""
+    """Add the options of `data`."""
     add = parser.add_argument
     add("--gb", type=float, metavar="GB", help=f"size of the prepared folder (default {FULL.store_gb:g})")
-    words = "where the temporary folder is made: a disk, not memory (default %(default)s)"
-    add("--folder", default=tempfile.gettempdir(), metavar="DIR", help=words)
-    add("--quick", action="store_true", help="a few megabytes and seconds: to see that it works")
+    text = "parent of the temporary folder: on a disk, not in memory (default %(default)s)"
+    add("--folder", default=tempfile.gettempdir(), metavar="DIR", help=text)
+    add("--quick", action="store_true", help="a few megabytes and seconds, to test the command")
 
 
 def measure_data(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Figures and a text. Raises BenchError where the disk has no room."""
+    """Measure tokenizing, the loader and data waits. Raises BenchError if the disk lacks space."""
     size = QUICK if options.quick else FULL
     size = replace(size, store_gb=options.gb or size.store_gb)
     check_room(Path(options.folder), size.store_gb)
@@ -96,7 +96,7 @@ def measure_data(options: argparse.Namespace, overrides: Sequence[str]) -> Bench
 
 
 def write_store(folder: Path, size_bytes: int) -> None:
-    """A prepared folder of random uint16 ids, in documents of random lengths."""
+    """Write a prepared folder of random uint16 ids, in documents of random lengths."""
     rng = np.random.default_rng(0)
     block, tokens = rng.integers(0, VOCAB_SIZE, SHARD_TOKENS, np.uint16), size_bytes // 2
     infos = []
@@ -113,8 +113,8 @@ def write_store(folder: Path, size_bytes: int) -> None:
 
 
 def set_cache(folder: Path, cache: str) -> None:
-    """Take the folder's files out of the page cache (cold), or read them all (warm), as far as there is
-    memory."""
+    """Remove the folder's files from the page cache (cold), or read them all into it as far as memory allows
+    (warm)."""
     for path in sorted(folder.iterdir()):
         with open(path, "rb", buffering=0) as file:
             if cache == "cold":
@@ -125,7 +125,8 @@ def set_cache(folder: Path, cache: str) -> None:
 
 
 def loader_tokens_s(folder: Path, cache: str, size: Size, turn: int) -> float:
-    """Tokens/s of one loader when each step asks for the next at once; each round on other sequences."""
+    """Return the tokens/s of one loader whose batches are taken without pause; every round reads different
+    sequences."""
     set_cache(folder, cache)
     batch = node_batch()
     loader = open_loader(folder, size, turn * 1_000_000 * batch.global_batch_size)
@@ -141,8 +142,9 @@ def loader_tokens_s(folder: Path, cache: str, size: Size, turn: int) -> float:
 
 
 def measure_waits(folder: Path, size: Size) -> dict[str, Any]:
-    """The share of the step time spent waiting, while the process sleeps through a step, as one that waits
-    for its GPU, and while it holds the interpreter all the time; cold cache, after the first step."""
+    """Return the share of the step time spent waiting for data, with a cold cache, after the first step:
+    while the process sleeps during a step, as if waiting for its GPU, and while it holds the interpreter
+    lock."""
     rate = NODE_GPUS * PUBLISHED_TOKENS_S
     step_s = node_batch().global_batch_size * size.seq_len / rate
     shares = {
@@ -154,7 +156,7 @@ def measure_waits(folder: Path, size: Size) -> dict[str, Any]:
 
 
 def measure_wait(folder: Path, size: Size, pretend: Callable[[float], None], step_s: float) -> float:
-    """The share of all steps' time."""
+    """Return the share of the time of all steps spent waiting; `pretend` simulates a step of `step_s`."""
     set_cache(folder, CACHES[0])
     loader = open_loader(folder, size, 0)
     try:
@@ -169,20 +171,20 @@ def measure_wait(folder: Path, size: Size, pretend: Callable[[float], None], ste
 
 
 def spin(seconds: float) -> None:
-    """Hold the interpreter for so long."""
+    """Hold the interpreter lock for `seconds`."""
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:
         pass
 
 
 def node_batch() -> BatchShape:
-    """The batch of a whole node, for one loader."""
+    """Return the batch of an entire node, for one loader."""
     return BatchShape(MICRO_BATCH, NODE_GPUS, 0, 1)
 
 
 def open_loader(folder: Path, size: Size, first_sample: int) -> TrainLoader:
-    """The loader of training on the shuffled folder, as many steps ahead as by default; of packed sequences,
-    whose documents see one another."""
+    """Open the training loader on the shuffled folder: packed sequences without document masks, the default
+    number of steps ahead."""
     shape = SequenceShape(size.seq_len, True, False, None, VOCAB_SIZE)
     split = open_split(folder, read_manifest(folder), "train")
     order = SampleOrder((Source("random", 1.0, split),), shape, seed=0)
@@ -191,30 +193,32 @@ def open_loader(folder: Path, size: Size, first_sample: int) -> TrainLoader:
 
 
 def data_text(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures as text."""
     size, wait, tokenising = figures["size"], figures["data_wait"], figures["tokenising"]
     rows = [
         _row(f"loader, {cache}", figures["loader_tokens_s"][cache], ",.0f", "tokens/s") for cache in CACHES
     ]
-    rows += [_row(f"tokenising, {who}", tokenising["mb_s"][who], ".2f", "MB/s") for who in tokenising["mb_s"]]
+    rows += [
+        _row(f"tokenizing, {name}", tokenising["mb_s"][name], ".2f", "MB/s") for name in tokenising["mb_s"]
+    ]
     shares = " and ".join(f"{share:.4%} {how}" for how, share in wait["share"].items())
     return (
         f"{format_table(('figure', 'median', 'range', 'unit'), rows)}\n\n"
         f"{size['store_gb']:g} GB of uint16, sequences of {size['seq_len']}, {size['rounds']} rounds\n"
-        f"tokenising with {WORKERS} workers: {tokenising['ratio']:.1%} of the library with as many threads\n"
+        f"tokenizing with {WORKERS} workers: {tokenising['ratio']:.1%} of the library with as many threads\n"
         f"data wait of a step of {wait['pretend_step_s']:.2f} s at {wait['tokens_s']:,.0f} tokens/s: "
         f"{shares}; {'' if wait['within'] else 'NOT '}within {MOST_WAIT:.0%}"
     )
 
 
-def _row(name: str, of: dict[str, float], form: str, unit: str) -> tuple[str, str, str, str]:
-    return name, format(of["median"], form), f"{of['min']:{form}} - {of['max']:{form}}", unit
+def _row(name: str, figure: dict[str, float], form: str, unit: str) -> tuple[str, str, str, str]:
+    return name, format(figure["median"], form), f"{figure['min']:{form}} - {figure['max']:{form}}", unit
 
 
 WORKERS = 2
-BPE_VOCAB_SIZE = 32_000  # of Llama 2
-DOCUMENT_BYTES = 4000  # about the mean of a page of the web
-_ALONE = """
+BPE_VOCAB_SIZE = 32_000  # as in Llama 2
+DOCUMENT_BYTES = 4000  # about the mean size of a web page
+_LIBRARY_SCRIPT = """
 import json, sys, time, tokenizers
 tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
 tokenizer.encode_special_tokens = True
@@ -227,41 +231,42 @@ print(time.perf_counter() - start_s)
 
 
 def measure_tokenising(size: Size) -> dict[str, Any]:
-    """MB/s of text: the library alone, texts in memory, and from a .jsonl file to a prepared folder, start
-    and end of the processes included; rounds in turn, and the median ratio of the two within each."""
+    """Return the MB/s of text of the library alone, with texts in memory, and of preparing a folder from a
+    .jsonl file, including the start and end of its processes; and the median of their ratios within each
+    round."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text_mb = _write_text(folder / "text.jsonl", size.text_mb * 1_000_000) / 1e6
         _train_tokenizer(folder)
         rounds = [
-            {"library": text_mb / _alone_s(folder), "prepare": text_mb / _prepare_s(folder)}
+            {"library": text_mb / _library_s(folder), "prepare": text_mb / _prepare_s(folder)}
             for _ in range(size.rounds)
         ]
     return {
         "text_mb": text_mb,
         "vocab_size": BPE_VOCAB_SIZE,
         "workers": WORKERS,
-        "mb_s": {who: spread([speeds[who] for speeds in rounds]) for who in ("library", "prepare")},
+        "mb_s": {name: spread([speeds[name] for speeds in rounds]) for name in ("library", "prepare")},
         "ratio": statistics.median(speeds["prepare"] / speeds["library"] for speeds in rounds),
     }
 
 
 def _write_text(path: Path, size_bytes: int) -> int:
-    """The standard library as records of DOCUMENT_BYTES each, again and again up to the size; bytes of
-    text."""
+    """Write the standard library's source as records of DOCUMENT_BYTES, repeated up to the size; return the
+    bytes of text."""
     texts = [text for _, file in find_files("stdlib") if (text := file.read_bytes().decode(errors="ignore"))]
-    whole, written = "".join(texts), 0
+    corpus, written = "".join(texts), 0
     with open(path, "w", encoding="utf-8") as file:
         while written < size_bytes:
-            for i in range(0, min(len(whole), size_bytes - written), DOCUMENT_BYTES):
-                text = whole[i : i + DOCUMENT_BYTES]
+            for i in range(0, min(len(corpus), size_bytes - written), DOCUMENT_BYTES):
+                text = corpus[i : i + DOCUMENT_BYTES]
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                 written += len(text.encode())
     return written
 
 
 def _train_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer as Llama 3 and GPT-2 have one, made from some of the text."""
+    """Train a byte-level BPE tokenizer, the kind of Llama 3 and GPT-2, on a part of the text."""
     import tokenizers
 
     with open(folder / "text.jsonl", encoding="utf-8") as file:
@@ -278,15 +283,22 @@ def _train_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _alone_s(folder: Path) -> float:
-    """Seconds of the library, in a process of its own, as it reads the number of threads once."""
+def _library_s(folder: Path) -> float:
+    """Return the seconds of the library alone, in a separate process, because it reads its number of threads
+    only once."""
     environment = os.environ | {"RAYON_NUM_THREADS": str(WORKERS), "TOKENIZERS_PARALLELISM": "true"}
-    command = [sys.executable, "-c", _ALONE, str(folder / "tokenizer.json"), str(folder / "text.jsonl")]
+    command = [
+        sys.executable,
+        "-c",
+        _LIBRARY_SCRIPT,
+        str(folder / "tokenizer.json"),
+        str(folder / "text.jsonl"),
+    ]
     return float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
 
 
 def _prepare_s(folder: Path) -> float:
-    """Seconds from the file to the folder."""
+    """Return the seconds of preparing the folder from the file."""
     text, tokenizer, out = (folder / name for name in ("text.jsonl", "tokenizer.json", "out"))
     start_s = time.perf_counter()
     prepare(str(text), str(tokenizer), "auto", "auto", out, PrepareSettings(workers=WORKERS))
@@ -299,15 +311,15 @@ MEASUREMENT = Measurement(
     "data",
     add_data_options,
     measure_data,
-    summary="tokenising, shuffled reading, and what a step waits for data",
+    summary="tokenizing, shuffled reading, and a step's wait for data",
     description=(
-        "Tokenise text with a byte-level BPE against the tokenizers library alone. Then, on a prepared "
-        "folder of random ids (--gb; made on disk and deleted at the end): let the loader deliver sequences "
-        "in shuffled order as fast as it can, and count what a pretend "
-        f"step waits for it. That step takes as long as {NODE_GPUS} GPUs need for {MICRO_BATCH} sequences "
-        "each at the fastest rate published for an 8B (tools/bench/planner/published_runs.csv), and one "
-        "loader, a thread of one process, reads for all of them, where a run has one for each GPU. cold: the "
-        "files are not in the page cache. Takes about ten minutes at full size."
+        "Tokenize text with a byte-level BPE and compare with the tokenizers library alone. Then, on a "
+        "prepared folder of random ids (--gb; written to disk and deleted at the end), measure the loader's "
+        "maximum rate in shuffled order, and the time that a simulated step waits for it. That step takes as "
+        f"long as {NODE_GPUS} GPUs need for {MICRO_BATCH} sequences each at the highest rate published for "
+        "an 8B (tools/bench/planner/published_runs.csv). One loader, a thread of one process, reads for all "
+        "of them; a run has one loader per GPU. cold: the files are not in the page cache. The full size "
+        "takes about ten minutes."
     ),
     takes_keys=False,
 )

@@ -1,4 +1,4 @@
-"""A run of ours against other trainers, interleaved: A B C A B C ..."""
+"""Compare a run of this trainer with other trainers, interleaved: A B C A B C ..."""
 
 import re
 import statistics
@@ -13,8 +13,8 @@ from meshwright.tools.bench.train_run import Setup, measure_run, spread
 from meshwright.tools.processes import BenchError, cache_environment, make_environment, run_to_end
 
 OURS = "meshwright"
-PEER_HELP = "a shell command line, as titan='TT_COMPILE=1 bash run.sh'; may be given several times"
-# figures of a run, and how a BENCH line says them
+PEER_HELP = "a shell command line, such as titan='TT_COMPILE=1 bash run.sh'; may be given several times"
+# figures of a run, and their form in a BENCH line
 FIGURES = {
     "tokens_per_s_per_rank": r"tok/s/rank median=(\S+)",
     "peak_memory_gib": r"peak_\w+_GiB=(\S+)",
@@ -26,14 +26,15 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Contender:
-    """A trainer under its name; `run` takes the environment variables of its compile cache."""
+    """A trainer: its name, and a function that runs it with the environment variables of its compile
+    cache."""
 
     name: str
     run: Callable[[dict[str, str]], Figures]
 
 
 def ours(setup: Setup) -> Contender:
-    """A run of train.main."""
+    """Return this trainer, a run of train.main, as a contender."""
 
     def run(cache: dict[str, str]) -> Figures:
         figures = measure_run(setup, cache)
@@ -43,45 +44,48 @@ def ours(setup: Setup) -> Contender:
 
 
 def parse_peers(texts: Sequence[str], threads: int, variables: Mapping[str, str]) -> list[Contender]:
-    """Contenders from NAME=COMMAND texts, whose commands get these environment variables. Raises
-    BenchError."""
+    """Return the contenders of NAME=COMMAND texts; their commands get `variables` as environment variables.
+    Raises BenchError."""
     peers: list[Contender] = []
     for text in texts:
         name, _, command = (part.strip() for part in text.partition("="))
         if not re.fullmatch(r"\w[\w.-]*", name) or not command:
-            raise BenchError(f"--peer {text!r} must read NAME='COMMAND', as --peer titan='bash run.sh'")
+            raise BenchError(f"--peer {text!r}: expected NAME='COMMAND', such as --peer titan='bash run.sh'")
         if name == OURS or name in (peer.name for peer in peers):
-            raise BenchError(f"--peer {name}: this name is taken. Give every peer a name of its own")
+            raise BenchError(f"--peer {name}: this name is already used: give every peer a different name")
         peers.append(_peer(name, command, threads, variables))
     return peers
 
 
 def parse_bench_lines(text: str) -> Figures:
-    """Figures of the `BENCH key=value ...` lines of all ranks: the median speed, the most memory, the latest
-    start.
+    """Return the figures in the `BENCH key=value ...` lines of all ranks: median speed, maximum memory and
+    start-up time.
 
-    A line may carry torchrun's prefix, such as `[rank0]:`. Raises BenchError naming what is missing.
+    A line may have torchrun's prefix, such as `[rank0]:`. Raises BenchError that names missing figures.
     """
     lines = "\n".join(re.findall(r"^(?:\[\S+\]:\s*)?BENCH\b(.*)$", text, re.MULTILINE))
-    found = {
+    by_figure = {
         figure: [_number(value) for value in re.findall(pattern, lines)]
         for figure, pattern in FIGURES.items()
     }
-    missing = [FIGURES[figure].replace(r"(\S+)", "...") for figure, values in found.items() if not values]
+    missing = [FIGURES[figure].replace(r"(\S+)", "...") for figure, values in by_figure.items() if not values]
     if missing:
-        raise BenchError(f"its output has no BENCH line with {' nor '.join(missing)}")
+        raise BenchError(f"its output has no BENCH line with {' or '.join(missing)}")
     return {
         figure: statistics.median(values) if figure == "tokens_per_s_per_rank" else max(values)
-        for figure, values in found.items()
+        for figure, values in by_figure.items()
     }
 
 
 def run_rounds(
     contenders: Sequence[Contender], rounds: int, cache: str
 ) -> tuple[list[dict[str, Figures]], dict[str, str]]:
-    """Figures of every round by contender, and the contenders that failed with what they said: they are left
-    out of all rounds. Each gets one run that does not count where the cache is to be warm. Raises BenchError
-    where ours fails."""
+    """Run all contenders in turn. Returns the figures of every round by contender, and the errors of failed
+    contenders, which are left out of all rounds.
+
+    With cache "warm" each contender has an additional first run that is not counted. Raises BenchError if
+    this trainer fails.
+    """
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as temporary:
         folder, results = Path(temporary), []
@@ -93,7 +97,7 @@ def run_rounds(
                     continue
                 try:
                     result[name] = contender.run(cache_environment(cache, folder, name, turn))
-                    _say(turn, name, result[name])
+                    _print_progress(turn, name, result[name])
                 except BenchError as error:
                     if name == OURS:
                         raise
@@ -104,7 +108,7 @@ def run_rounds(
 
 
 def make_medians(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
-    """Median over the rounds, by contender."""
+    """Return the medians over the rounds, by contender."""
     return {
         name: {figure: statistics.median(r[name][figure] for r in rounds) for figure in FIGURES}
         for name in rounds[0]
@@ -112,7 +116,7 @@ def make_medians(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
 
 
 def make_spreads(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
-    """(Largest - smallest) / median over the rounds, by contender."""
+    """Return (largest - smallest) / median over the rounds, by contender."""
     medians = make_medians(rounds)
     return {
         name: {figure: spread([r[name][figure] for r in rounds], medians[name][figure]) for figure in FIGURES}
@@ -121,8 +125,8 @@ def make_spreads(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
 
 
 def make_ratios(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
-    """Ours / peer's, of every figure by peer: the median of the ratios within each round, so that a machine
-    that drifts hurts neither."""
+    """Return the ratios of this trainer's figures to each peer's: the median of the ratios within each round,
+    so that a drift of the machine's speed cancels."""
     peers = [name for name in rounds[0] if name != OURS]
     return {
         figure: {peer: statistics.median(r[OURS][figure] / r[peer][figure] for r in rounds) for peer in peers}
@@ -149,19 +153,19 @@ def _number(text: str) -> float:
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise BenchError(f"its BENCH lines say {text!r} where a positive number must be")
+        raise BenchError(f"a BENCH line in its output has {text!r} instead of a positive number")
     return value
 
 
-def _say(turn: int, name: str, figures: Figures) -> None:
-    """Progress, on stderr."""
-    what = f"round {turn}" if turn else "warm-up"
-    words = ", ".join(f"{figure} {value:,.2f}" for figure, value in figures.items())
-    print(f"{what} {name}: {words}", file=sys.stderr, flush=True)
+def _print_progress(turn: int, name: str, figures: Figures) -> None:
+    """Print a line of progress to stderr."""
+    label = f"round {turn}" if turn else "warm-up"
+    values = ", ".join(f"{figure} {value:,.2f}" for figure, value in figures.items())
+    print(f"{label} {name}: {values}", file=sys.stderr, flush=True)
 
 
 def to_figures(rounds: Sequence[dict[str, Figures]]) -> dict[str, Any]:
-    """Everything of a comparison as plain data."""
+    """Return a comparison as plain data."""
     return {
         "median": make_medians(rounds),
         "spread": make_spreads(rounds),
