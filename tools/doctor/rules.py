@@ -201,7 +201,7 @@ def _judge_name(facts: Facts) -> Iterator[Finding]:
     ):
         yield Finding(
             "note",
-            f"{name} resolves to {addresses[0]}: gloo cannot be reached there from other machines",
+            f"{name} resolves to {addresses[0]}: other machines cannot reach gloo at this address",
             "for several machines set GLOO_SOCKET_IFNAME, such as eth0; configs/launch/nodes.sh finds it",
         )
 
