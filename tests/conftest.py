@@ -1,5 +1,4 @@
-"""What all tests share: one folder of caches, one seed, one thread to a process, and signals that are
-heard."""
+"""The setup of all tests: one cache folder, one seed, one thread per process, and signal handlers."""
 
 import atexit
 import os
@@ -10,32 +9,32 @@ import zlib
 from datetime import date
 from typing import Any
 
-# What lasts longer than a session: the fake GPU (tests/fake_gpu/install.py), below the user's own home.
+# Kept between sessions, in the user's home: the fake GPU (tests/fake_gpu/install.py).
 if (HOME := os.path.expanduser("~")) != "~":
     os.environ.setdefault("MESHWRIGHT_TESTS_CACHE", f"{HOME}/.cache/meshwright-tests")
-# One home for the whole session, so one cache of compiled graphs, of tokens and of traced work
-# (~/.cache/meshwright): found by every process that a test starts, and gone afterwards. The workers of
-# pytest-xdist have it from the process that starts them.
+# One home for the session, with one cache of compiled graphs, tokens and traced work (~/.cache/meshwright).
+# Every process of the tests uses it, and it is deleted at the end. The workers of pytest-xdist inherit it
+# from the process that starts them.
 if "MESHWRIGHT_TESTS_HOME" not in os.environ:
     os.environ["MESHWRIGHT_TESTS_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
     atexit.register(shutil.rmtree, os.environ["MESHWRIGHT_TESTS_HOME"], ignore_errors=True)
 os.environ["HOME"] = os.environ["MESHWRIGHT_TESTS_HOME"]
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['HOME']}/.cache/meshwright/compile"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-# Of what is slowest a run takes a part. A seed is a number, or "all"; as a rule it is the day's.
+# A session runs a sample of the slowest tests. The seed is a number or "all"; by default it is the day.
 os.environ.setdefault("MESHWRIGHT_TESTS_SEED", str(date.today().toordinal()))
-os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait by spinning are slow beside other work
+os.environ["OMP_WAIT_POLICY"] = "passive"  # spinning threads slow down other processes
 
 import pytest
-import torch  # it reads these variables
+import torch  # after the variables above, which it reads
 from _pytest.mark.expression import Expression
 
 from tests.support.gpu import FAKE
 
 torch.set_num_threads(1)
 
-# A shell starts what it puts in the background with SIGINT ignored, nohup with SIGHUP, and who is started by
-# it ignores them too. A handler is not handed on: what a test starts hears them.
+# A shell starts background commands with SIGINT ignored, nohup with SIGHUP ignored, and child processes
+# inherit this. They do not inherit handlers: with handlers here, processes of the tests receive both signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -43,19 +42,19 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_configure(config: Any) -> None:
-    # Tests that are not about a GPU do not see one: they pass alike on every machine.
-    asked = config.option.markexpr
-    if not asked or not Expression.compile(asked).evaluate(lambda name, **_: name == "gpu"):
+    # Tests without the mark `gpu` see no GPU, so that they behave the same on every machine.
+    requested = config.option.markexpr
+    if not requested or not Expression.compile(requested).evaluate(lambda name, **_: name == "gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # of pytest-xdist: what takes longest, to compile and to train, comes first
+    # pytest-xdist keeps the order, in which the slowest tests, compiling and training, come first
     config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Skip what needs a GPU where there is none; and what is marked `sampled(n)` on all days but one of n,
-    what has the same `together=NAME` on the same days.
+    """Skip tests that need a GPU if there is none, and tests marked `sampled(n)` on all days but one of n.
 
-    They take turns, so that no day has many of them: which day is whose depends on what is collected.
+    Tests with the same `together=NAME` run on the same day. Tests are distributed evenly over the days, so a
+    test's day depends on the collected tests.
     """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -65,16 +64,16 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     marks = [(item, mark) for item in items for mark in item.iter_markers("sampled")]
     marked = [(item, mark.args[0], mark.kwargs.get("together", item.nodeid)) for item, mark in marks]
-    order = sorted({what for _, _, what in marked}, key=lambda what: zlib.crc32(what.encode()))
-    for item, days, what in marked:
-        if seed != "all" and (order.index(what) + int(seed)) % days:
+    order = sorted({group for _, _, group in marked}, key=lambda group: zlib.crc32(group.encode()))
+    for item, days, group in marked:
+        if seed != "all" and (order.index(group) + int(seed)) % days:
             item.add_marker(
-                pytest.mark.skip(reason=f"one run of {days} takes it, and MESHWRIGHT_TESTS_SEED=all")
+                pytest.mark.skip(reason=f"runs on one day of {days}, and with MESHWRIGHT_TESTS_SEED=all")
             )
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     terminalreporter.write_line(
-        f"slow tests were sampled with MESHWRIGHT_TESTS_SEED={seed} (all: takes every one)"
+        f"slow tests were sampled with MESHWRIGHT_TESTS_SEED={seed} (all: runs every test)"
     )

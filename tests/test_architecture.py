@@ -1,7 +1,6 @@
-"""The house rules that a machine can check: who may import whom, how large things are, what must not be
-written down.
+"""Architecture rules checked by parsing the code: directions of imports, sizes, names, and forbidden paths.
 
-Every check takes a root folder, so that the tests below can show that it finds what it looks for.
+Every check takes a root folder, so that the tests below can show on made-up trees that it finds violations.
 """
 
 import ast
@@ -24,7 +23,7 @@ MAY_IMPORT = {
     "tools": {"models", "parallel", "train", "tools"},
 }
 PACKAGE = "meshwright"
-# Data below, doers above: all of ours that these files may import, by the beginning of the name.
+# Data modules import no modules that do work: prefixes of the project's modules that these files may import.
 GROUND = {
     "parallel/config.py": (),
     "parallel/errors.py": (),
@@ -39,7 +38,7 @@ GROUND = {
     "train/errors.py": ("parallel.errors",),
 }
 MAX_FUNCTION_LINES = 60
-MAX_MODULES = 20  # of a folder: more are two concepts
+MAX_MODULES = 20  # per folder: more are more than one concept
 MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
 
 
@@ -53,26 +52,26 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imports_of(path: Path, root: Path) -> set[str]:
-    """Dotted names a file imports, anywhere in it: late, under TYPE_CHECKING, relative, or by a call with a
-    literal."""
+    """Return the dotted names that a file imports anywhere: inside functions, under TYPE_CHECKING, relative,
+    or by a call with a literal."""
     package = module_name(path, root).split(".")
-    found = set()
+    imports = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + (path.name == "__init__.py")] if node.level else []
             base = ".".join([*above, *(node.module or "").split(".")]).strip(".")
-            found |= {base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)}
+            imports |= {base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            found |= {
+            imports |= {
                 a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)
             }
-    return found
+    return imports
 
 
 def wrong_directions(root: Path) -> list[str]:
-    """Imports of our own folders that the direction rule does not allow; of the tests, by whatever name."""
+    """Return imports of the project's folders that the direction rule forbids, and all imports of tests."""
     return [
         f"{path.relative_to(root)} imports {name}"
         for path in sources(root)
@@ -83,11 +82,11 @@ def wrong_directions(root: Path) -> list[str]:
 
 
 def above_ground(root: Path) -> list[str]:
-    """What the files of GROUND import besides what they may."""
+    """Return imports of the files of GROUND that are not allowed."""
     return [
         f"{path.relative_to(root)} imports {name}"
-        for place, allowed in GROUND.items()
-        for path in ([root / place] if place.endswith(".py") else sorted((root / place).rglob("*.py")))
+        for source, allowed in GROUND.items()
+        for path in ([root / source] if source.endswith(".py") else sorted((root / source).rglob("*.py")))
         for name in sorted(imports_of(path, root))
         if name.count(".") > 1 and name.startswith(f"{PACKAGE}.")
         if not f"{name.removeprefix(f'{PACKAGE}.')}.".startswith(tuple(f"{begin}." for begin in allowed))
@@ -95,8 +94,8 @@ def above_ground(root: Path) -> list[str]:
 
 
 def bare_imports(root: Path) -> list[str]:
-    """Imports of our own folders without the package's name: by two names a module exists twice, and the
-    classes of one are not those of the other."""
+    """Return imports of the project's folders without the package's name: a module imported by two names
+    exists twice, with different classes."""
     return [
         f"{path.relative_to(root)} imports {name}"
         for path in (*sources(root), *sorted((root / "tests").rglob("*.py")))
@@ -106,16 +105,17 @@ def bare_imports(root: Path) -> list[str]:
 
 
 def bare_commands(root: Path) -> list[str]:
-    """Commands that start a module of ours without the package's name: installed, it is not there."""
+    """Return commands that start a module of the project without the package's name, which fail in an
+    installed package."""
     found = []
     for path in sources(root):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             started: list[ast.expr] = []
             if isinstance(node, ast.List | ast.Tuple):
-                words = [e.value if isinstance(e, ast.Constant) else "" for e in node.elts]
-                starts = words[:1] != ["python"]  # else it is what a record shows to people
-                pairs = zip(words, node.elts[1:], strict=False)
-                started = [after for word, after in pairs if word == "-m" and starts]
+                values = [e.value if isinstance(e, ast.Constant) else "" for e in node.elts]
+                starts = values[:1] != ["python"]  # a command in a record starts nothing
+                pairs = zip(values, node.elts[1:], strict=False)
+                started = [module for option, module in pairs if option == "-m" and starts]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "python_command":
                 started = node.args[:1]
             modules = [e.value for e in started if isinstance(e, ast.Constant)]
@@ -128,7 +128,7 @@ def bare_commands(root: Path) -> list[str]:
 
 
 def import_circles(root: Path) -> list[str]:
-    """Circles of files that import each other, each named once, from its first file on."""
+    """Return import cycles, each once, starting with its alphabetically first file."""
     modules = {module_name(path, root): path for path in sources(root)}
     graph = {
         name: sorted((imports_of(path, root) & modules.keys()) - {name}) for name, path in modules.items()
@@ -141,8 +141,8 @@ def import_circles(root: Path) -> list[str]:
             first = circle.index(min(circle))
             circles.add(" -> ".join((*circle[first:], *circle[:first], circle[first])))
         elif name not in done:
-            for other in graph[name]:
-                walk(other, (*trail, name))
+            for imported in graph[name]:
+                walk(imported, (*trail, name))
             done.add(name)
 
     done: set[str] = set()
@@ -152,8 +152,8 @@ def import_circles(root: Path) -> list[str]:
 
 
 def too_large(root: Path) -> list[str]:
-    """Functions over the limit, but for argument parsers and Triton's kernels. Files have none: a limit is
-    kept by cutting, and fragments are worse."""
+    """Return functions over the limit, except argument parsers and Triton kernels. Files have no limit,
+    because it would only split them into fragments."""
     found = []
     for path in sources(root):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -165,26 +165,26 @@ def too_large(root: Path) -> list[str]:
 
 
 def is_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """A parser's options, or a kernel, whose lines are one list that nothing divides."""
+    """Return whether a function is a list that cannot be divided: a parser's options or a kernel."""
     return node.name == "make_parser" or any(
         ast.unparse(d).startswith("triton.jit") for d in node.decorator_list
     )
 
 
 def too_many_modules(root: Path) -> list[str]:
-    """Folders with more modules than one concept has."""
+    """Return the folders with more than MAX_MODULES modules."""
     counts = Counter(path.parent.relative_to(root) for path in sources(root) if path.name != "__init__.py")
     return [f"{folder}: {count} modules" for folder, count in sorted(counts.items()) if count > MAX_MODULES]
 
 
 def shared_class_names(root: Path) -> list[str]:
-    """Names that several files give to classes of theirs."""
+    """Return class names that several files define."""
     files: dict[str, list[str]] = {}
     for path in sources(root):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(path.relative_to(root)))
-    return [f"{name}: {', '.join(found)}" for name, found in sorted(files.items()) if len(found) > 1]
+    return [f"{name}: {', '.join(paths)}" for name, paths in sorted(files.items()) if len(paths) > 1]
 
 
 def catch_alls(root: Path) -> list[str]:
@@ -192,11 +192,11 @@ def catch_alls(root: Path) -> list[str]:
 
 
 def machine_paths(root: Path, tracked: list[str]) -> list[str]:
-    """Lines of tracked text files that name a place of one machine."""
+    """Return lines of tracked text files that contain an absolute path of a machine."""
     found = []
     for name in tracked:
         path = root / name
-        if name.startswith("tests/") or not path.is_file():  # tests make paths up
+        if name.startswith("tests/") or not path.is_file():  # tests contain made-up paths
             continue
         for number, line in enumerate(path.read_bytes().decode("utf-8", errors="ignore").splitlines(), 1):
             if MACHINE_PATH.search(line):
@@ -264,9 +264,9 @@ def test_no_tracked_file_names_a_place_of_one_machine() -> None:
             "train.main",
             ("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
         ),
-        # whoever trains by a plan of his own needs no planner but on rank 0
+        # a run with a manual plan needs no planner except on rank 0
         ("train.main", tuple(f"{PACKAGE}.parallel.planner.{m}" for m in ("search", "workload", "timeline"))),
-        # as many of them as cores are started
+        # one process per core imports this module
         ("train.data.prepare.worker_pool", ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio")),
     ],
 )

@@ -1,5 +1,4 @@
-"""Every shipped config loads, plans for the number of GPUs it is meant for, and has the published number of
-parameters."""
+"""Every shipped config loads, plans for its number of GPUs, and has the published number of parameters."""
 
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def test_it_has_the_published_number_of_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", MEANT_FOR)
 def test_it_plans_for_the_gpus_it_is_meant_for(name: str) -> None:
-    """Memory too is predicted, of the eager model, whose work is found out fast."""
+    """Also predicts memory, without compilation because tracing the eager model is faster."""
     config, gpus = parse_config([f"--config={_path(name)}", *EAGER]), MEANT_FOR[name][0]
     plan = plan_run(config.job, gpus)
     assert plan.mesh.world_size == gpus

@@ -1,8 +1,8 @@
-"""docs/torch_private.md lists every private name of torch that the product uses: each use has its row, each
-row its use, and the torch that is installed has each name.
+"""docs/torch_private.md lists exactly the private names of torch that the product uses, and the installed
+torch has each of them.
 
-Private is a name that begins with one underscore, anywhere in a dotted path. Files are parsed, not imported.
-What is not found: names put together at run time, and names inside longer texts (the page lists these).
+A name is private if a part of its dotted path begins with one underscore. Files are parsed, not imported. Not
+found: names composed at run time, and names inside longer strings (the page lists these).
 """
 
 import ast
@@ -21,17 +21,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("models", "parallel", "train", "tools")
 PAGE = "docs/torch_private.md"
-# Private attributes of objects that are not torch's, and whose they are.
+# Private attributes of objects of other packages, and the package.
 NOT_TORCH = {"_actions": "argparse", "_fingerprint": "datasets", "_tensor": "torchao"}
-# Private operators and namespaces of torch that stand alone in strings.
+# Private operators and namespaces of torch that occur alone in strings.
 OPERATORS = {"_c10d_functional": "torch.ops", "_unsafe_view": "torch.ops.aten"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-ASKING = {"getattr", "hasattr", "setattr", "delattr"}
-# What is done to a dictionary or a function that torch keeps: of it the row is.
+ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
+# Methods of dictionaries and functions of torch; the row names the dictionary or function.
 METHODS = {"get", "clear", "items", "keys", "values", "cache_clear"}
 DOTTED = re.compile(r"torch(\.\w+)+")
 SELF = ("self", "cls", "super()")
-OBJECT = "*."  # begins the name of an attribute of an object, whose class a parser does not know
+OBJECT = "*."  # prefix of an attribute of an object whose class the parser does not know
 
 
 def is_private(name: str) -> bool:
@@ -39,24 +39,22 @@ def is_private(name: str) -> bool:
 
 
 def uses_in(text: str) -> set[str]:
-    """Private names of torch in a module's text: dotted paths, or `*.NAME` for an attribute of an object.
-
-    Of a path and a longer one through it, such as an imported module and what is taken from it, the longer
-    one."""
-    found = {name for name in _of_scope(ast.parse(text), {}) if is_private(name)}
-    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+    """Return the private names of torch in a module's text: dotted paths, or `*.NAME` for an attribute of an
+    object. A path that is a prefix of another one is left out."""
+    names = {name for name in _of_scope(ast.parse(text), {}) if is_private(name)}
+    return {name for name in names if not any(longer.startswith(f"{name}.") for longer in names)}
 
 
 def _of_scope(scope: ast.AST, outer: Mapping[str, str]) -> Iterator[str]:
-    """Names in a module or a function, with those of the functions in it. `outer`: what names stand for
-    around it."""
+    """Yield the names in a module or a function, including its inner functions. `outer`: full names by local
+    name in the enclosing scope."""
     nodes = list(_nodes_of(scope))
-    imported = [(full, here) for node in nodes for full, here in _imported(node)]
+    imported = [(full, local) for node in nodes for full, local in _imported(node)]
     yield from (full for full, _ in imported if full.startswith("torch."))
     arguments = getattr(scope, "args", None)
     hidden = {node.arg for node in ast.walk(arguments) if isinstance(node, ast.arg)} if arguments else set()
     known = {name: full for name, full in outer.items() if name not in hidden}
-    known |= {here: full for full, here in imported if not full.startswith("meshwright.")}
+    known |= {local: full for full, local in imported if not full.startswith("meshwright.")}
     for node in nodes:
         known |= _set_to_private(node, known)
     for node in nodes:
@@ -68,7 +66,8 @@ def _of_scope(scope: ast.AST, outer: Mapping[str, str]) -> Iterator[str]:
 
 
 def _set_to_private(node: ast.AST, known: Mapping[str, str]) -> dict[str, str]:
-    """The name that is set to a private one of torch's, as c10d = torch.ops._c10d_functional, if it is so."""
+    """Return the full name by local name of an assignment such as c10d = torch.ops._c10d_functional, else
+    {}."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or not node.value:
         return {}
     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -77,7 +76,7 @@ def _set_to_private(node: ast.AST, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def _nodes_of(scope: ast.AST) -> Iterator[ast.AST]:
-    """All below a scope, with functions in it but not what is in them."""
+    """Yield all nodes below a scope, including its functions but not their bodies."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if not isinstance(node, FUNCTIONS):
@@ -85,7 +84,7 @@ def _nodes_of(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Full names that an import brings, each with the name that it has here."""
+    """Yield the full and local names of an import."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield (alias.name, alias.asname) if alias.asname else (alias.name, alias.name)
@@ -95,7 +94,7 @@ def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _path(node: ast.AST, known: Mapping[str, str]) -> str | None:
-    """The dotted path of `torch.a.b` or `alias.b`; None of what begins with no import."""
+    """Return the dotted path of `torch.a.b` or `alias.b`; None if it does not begin with an import."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -118,9 +117,9 @@ def _of_node(node: ast.AST, known: Mapping[str, str]) -> Iterator[str]:
 
 
 def _of_call(node: ast.Call, known: Mapping[str, str]) -> Iterator[str]:
-    """getattr(x, "name") and the like; the keys in config.patch(key=value)."""
+    """Yield the name in getattr(x, "name") and similar calls, and the keys in config.patch(key=value)."""
     function = node.func
-    if isinstance(function, ast.Name) and function.id in ASKING and len(node.args) > 1:
+    if isinstance(function, ast.Name) and function.id in ATTRIBUTE_FUNCTIONS and len(node.args) > 1:
         name = getattr(node.args[1], "value", None)
         if isinstance(name, str):
             yield from _of_attribute(node.args[0], name, known)
@@ -139,7 +138,7 @@ def _of_attribute(base: ast.AST, name: str, known: Mapping[str, str]) -> Iterato
 
 
 def _inherited(node: ast.ClassDef, known: Mapping[str, str]) -> Iterator[str]:
-    """Private attributes of `self` that a class made from one of torch's has not set or defined itself."""
+    """Yield private attributes of `self` that a subclass of a torch class uses but does not set or define."""
     if not any((_path(base, known) or "").startswith("torch.") for base in node.bases):
         return
     own = {getattr(part, "name", None) or ast.unparse(getattr(part, "target", part)) for part in node.body}
@@ -154,54 +153,55 @@ def _inherited(node: ast.ClassDef, known: Mapping[str, str]) -> Iterator[str]:
 
 @cache
 def uses(root: Path) -> Mapping[str, set[str]]:
-    """Private name of torch -> the files that use it."""
-    found = defaultdict(set)
+    """Return the files that use a private name of torch, by name."""
+    files = defaultdict(set)
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             for name in uses_in(path.read_text(encoding="utf-8")):
-                found[name].add(path.relative_to(root).as_posix())
-    return dict(found)
+                files[name].add(path.relative_to(root).as_posix())
+    return dict(files)
 
 
 def rows(root: Path) -> dict[str, tuple[set[str], str]]:
-    """The page's tables: name -> the files, and the row."""
-    found = {}
+    """Return the files and the row of the page's tables, by name."""
+    table = {}
     for line in (root / PAGE).read_text(encoding="utf-8").splitlines():
         if line.startswith("| `"):
             name, where, why, since = (cell.strip() for cell in line.strip("|").split(" | "))
             assert why, line
             assert since, line
-            assert name.strip("`") not in found, f"{PAGE}: {name} has two rows"
-            found[name.strip("`")] = (set(re.findall(r"`([^`]+)`", where)), line)
-    return found
+            assert name.strip("`") not in table, f"{PAGE}: {name} has two rows"
+            table[name.strip("`")] = (set(re.findall(r"`([^`]+)`", where)), line)
+    return table
 
 
 def as_used(name: str) -> str:
-    """The name of a row as `uses` has it: `torch.nn.Module()._call_impl` is `*._call_impl`."""
+    """Return a row's name in the form of `uses`: `torch.nn.Module()._call_impl` is `*._call_impl`."""
     return f"{OBJECT}{name.partition('().')[2]}" if "()." in name else name
 
 
 def differences(root: Path) -> list[str]:
-    """What is to be changed in the page, so that it says what the code does."""
+    """Return the changes that the page needs to match the code."""
     listed: dict[str, set[str]] = defaultdict(set)
     for name, (files, _) in rows(root).items():
         listed[as_used(name)] |= files
-    found = uses(root)
+    used = uses(root)
     wrong = []
-    for name in sorted(found.keys() | listed.keys()):
-        where = ", ".join(f"`{file}`" for file in sorted(found.get(name, ())))
+    for name in sorted(used.keys() | listed.keys()):
+        where = ", ".join(f"`{file}`" for file in sorted(used.get(name, ())))
         row = f"| `{name.replace(OBJECT, 'CLASS().')}` | {where} | WHAT FOR | SINCE; WHAT TO DO |"
         if name not in listed:
             wrong.append(f"{PAGE} lacks a private name of torch. Add: {row}")
-        elif name not in found:
-            wrong.append(f"{PAGE}: nothing uses {name} any more: delete its row")
-        elif listed[name] != found[name]:
-            wrong.append(f"{PAGE}: {name} is used in {where}, and its row says {sorted(listed[name])}")
+        elif name not in used:
+            wrong.append(f"{PAGE}: no file uses {name} any more: delete its row")
+        elif listed[name] != used[name]:
+            wrong.append(f"{PAGE}: {name} is used in {where}, but its row lists {sorted(listed[name])}")
     return wrong
 
 
 def find(name: str) -> Any:
-    """What a dotted path of torch means. AttributeError, or ImportError, where there is no such thing."""
+    """Return the object at a dotted path of torch. Raises AttributeError or ImportError if it does not
+    exist."""
     path, *parts = name.split(".")
     value: Any = importlib.import_module(path)
     for part in parts:
@@ -213,9 +213,10 @@ def find(name: str) -> Any:
 
 
 def is_there(name: str, row: str) -> bool:
-    """Whether the installed torch has the name, or need not: it is older than the row says, or has no NCCL.
+    """Return whether the installed torch has the name, or need not: it is older than the row's version, or
+    has no NCCL.
 
-    Of an attribute that a class does not know: whether the file of torch's that the row names has it."""
+    An attribute that is not on the class must occur in the torch file that the row names."""
     import torch
 
     since = re.search(r"\| (\d+)\.(\d+)[^|]*\|$", row)
@@ -315,21 +316,25 @@ def test_the_page_and_the_code_are_compared_both_ways(tmp_path: Path) -> None:
     (tmp_path / "train/deep/a.py").write_text("from torch._y import z\nmodule._apply(z)\n")
     (tmp_path / "tools/b.py").write_text("import torch\ntorch._y.z()\n")
     page = """\
-        | name | where | what for | there since; what to do when it goes |
+        | name | where | what for | since; what to do if it is removed |
         |---|---|---|---|
         | `torch._y.z` | `tools/b.py`, `train/deep/a.py` | a | 2.11; b |
         | `torch.nn.Module()._apply` | `train/deep/a.py` | a | 2.11; b |
         """
 
-    def said(old: str = "", new: str = "") -> list[str]:
+    def report(old: str = "", new: str = "") -> list[str]:
         uses.cache_clear()
         (tmp_path / PAGE).write_text(textwrap.dedent(page).replace(old, new))
         return differences(tmp_path)
 
-    assert said() == []
-    (lacking,) = said("| `torch.nn.Module()._apply` | `train/deep/a.py` | a | 2.11; b |\n")
+    assert report() == []
+    (lacking,) = report("| `torch.nn.Module()._apply` | `train/deep/a.py` | a | 2.11; b |\n")
     assert lacking.endswith("Add: | `CLASS()._apply` | `train/deep/a.py` | WHAT FOR | SINCE; WHAT TO DO |")
-    (elsewhere,) = said("`tools/b.py`, ")
-    assert "torch._y.z is used in `tools/b.py`, `train/deep/a.py`, and its row says" in elsewhere
+    (incomplete,) = report("`tools/b.py`, ")
+    assert "torch._y.z is used in `tools/b.py`, `train/deep/a.py`" in incomplete
+    assert "['train/deep/a.py']" in incomplete
     (tmp_path / "train/deep/a.py").write_text("from torch._y import z\n")
-    assert said() == [f"{PAGE}: nothing uses *._apply any more: delete its row"]
+    (superfluous,) = report()
+    assert superfluous.startswith(PAGE)
+    assert "*._apply" in superfluous
+    assert superfluous.endswith("delete its row")

@@ -1,5 +1,4 @@
-"""The helpers that start ranks: what comes back, what a failure says, and that a fork begins with nothing but
-imports."""
+"""The helpers that start ranks: their results, their reports of failures, and the state of a new fork."""
 
 import json
 import os
@@ -17,7 +16,7 @@ from tests.support.forks import PRELOADED, fork
 from tests.support.launch import started
 from tests.support.worlds import RanksError, run_ranks
 
-LINES = 40  # that a report may have
+LINES = 40  # maximum length of a report
 RANKS = 3
 
 
@@ -28,8 +27,8 @@ def sum_of(value: float) -> tuple[int, float]:
 
 
 def fail_on_one(how: str, depth: int = 40) -> None:
-    """After so many calls of itself: the innermost frames of a stack are what counts, wherever they are
-    printed."""
+    """Fail on rank 1 after `depth` calls of itself, because a report must show the innermost frames of a
+    stack."""
     if depth:
         return fail_on_one(how, depth - 1)
     if dist.get_rank() == 1:
@@ -46,7 +45,7 @@ def crash() -> None:
 
 
 def leave() -> None:
-    traceback.print_stack()  # or nothing would say where
+    traceback.print_stack()  # os._exit prints no stack
     os._exit(0)
 
 
@@ -55,19 +54,21 @@ def hang() -> None:
 
 
 def describe_fork(path: Path) -> None:
-    """Write down what a child finds that has done nothing yet."""
-    heard = {
+    """Write a description of a new child process to a file."""
+    handlers = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGHUP: signal.SIG_DFL,
         signal.SIGTERM: signal.SIG_DFL,
     }
-    found = {
+    state = {
         "threads": len(os.listdir("/proc/self/task")),
         "group": dist.is_initialized(),
         "imported": [name for name in PRELOADED if name in sys.modules],
-        "deaf to": [which.name for which, handler in heard.items() if signal.getsignal(which) is not handler],
+        "ignored signals": [
+            number.name for number, handler in handlers.items() if signal.getsignal(number) is not handler
+        ],
     }
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(state))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -88,22 +89,22 @@ def test_each_rank_gives_back_what_it_returned(ranks):
     ids=["raise", "crash", "leave", "hang"],
 )
 def test_a_failure_names_the_rank_its_line_and_where_the_others_were(how, first, innermost):
-    # on a busy machine they may not have met when the first is over
+    # on a busy machine the ranks may not have connected within the first limit
     for limit_s in (3, 15, 60) if how == "hang" else (60,):
         with pytest.raises(RanksError) as caught:
             run_ranks(RANKS, fail_on_one, how, limit_s=limit_s)
-        said = str(caught.value)
-        if innermost in said:
+        report = str(caught.value)
+        if innermost in report:
             break
-    assert said.startswith(first)
-    assert innermost in said
-    assert " in fail_on_one" in said
-    assert how != "hang" or "rank 1 was in\n" in said
-    assert len(said.splitlines()) < LINES
-    if how not in ("crash", "leave"):  # then gloo of the others fails too, and they say that
-        assert "rank 0, 2 was in" in said
-        assert "barrier" in said
-    assert run_ranks(1, sum_of, 0.0) == [(0, 0.0)], "the next call has nothing of it"
+    assert report.startswith(first)
+    assert innermost in report
+    assert " in fail_on_one" in report
+    assert how != "hang" or "rank 1 was in\n" in report
+    assert len(report.splitlines()) < LINES
+    if how not in ("crash", "leave"):  # in these cases gloo fails on the other ranks too
+        assert "rank 0, 2 was in" in report
+        assert "barrier" in report
+    assert run_ranks(1, sum_of, 0.0) == [(0, 0.0)], "the failure does not affect the next call"
 
 
 def test_a_fork_begins_with_one_thread_no_group_all_imports_and_open_ears(tmp_path):
@@ -113,12 +114,12 @@ def test_a_fork_begins_with_one_thread_no_group_all_imports_and_open_ears(tmp_pa
         "threads": 1,
         "group": False,
         "imported": list(PRELOADED),
-        "deaf to": [],
+        "ignored signals": [],
     }
 
 
 def test_ranks_of_a_command_end_together_as_under_torchrun(tmp_path):
-    """A rank that is killed fails the whole; the others hear SIGTERM, and nothing is left behind."""
+    """If a rank is killed, the launch fails, the other ranks receive SIGTERM, and no process is left."""
     with started(2, "-h", output=tmp_path / "out", module="http.server") as done:
         assert done.wait(60) == 0
     with started(2, "0", output=tmp_path / "out", module="http.server") as launch:

@@ -1,4 +1,4 @@
-"""Installs the fake GPU, and runs a command on it: `python -m tests.fake_gpu -h`."""
+"""Install the fake GPU and run a command on it: `python -m tests.fake_gpu -h`."""
 
 import argparse
 import subprocess
@@ -11,9 +11,9 @@ from tests.fake_gpu import log
 from tests.fake_gpu.install import ROOT, AbsentError, FakeGpu, install
 
 DESCRIPTION = (
-    "Install a CUDA build of torch on libraries that stand for NVIDIA's (once, 0.53 GB to fetch, 1.9 GB in "
-    "~/.cache/meshwright-tests or in the folder MESHWRIGHT_TESTS_CACHE), and run a command that sees H100s "
-    "then. Kernels compute nothing and take no time: losses are 0, and no figure of time means anything."
+    "Install a CUDA build of torch with libraries that replace NVIDIA's (once, a download of 0.53 GB, 1.9 GB "
+    "in ~/.cache/meshwright-tests or in the folder MESHWRIGHT_TESTS_CACHE), and run a command that sees fake "
+    "H100s. Kernels compute nothing and take no time: losses are 0, and times are meaningless."
 )
 EPILOG = (
     "example: python -m tests.fake_gpu -- python -m train.main --config=llama_debug.yaml --train.steps=20"
@@ -21,15 +21,18 @@ EPILOG = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do so; the command's exit code."""
+    """Install the fake GPU, run the command, and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fake_gpu", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument(
         "--devices", type=int, default=1, metavar="N", help="GPUs that the command sees (default 1)"
     )
     parser.add_argument(
-        "--scratch", type=Path, metavar="FOLDER", help="keep the logs and caches here (default: nowhere)"
+        "--scratch",
+        type=Path,
+        metavar="FOLDER",
+        help="keep logs and caches in FOLDER (default: delete them)",
     )
-    parser.add_argument("command", nargs="*", help="what to run, after --; nothing: only install")
+    parser.add_argument("command", nargs="*", help="the command to run, after --; without one: only install")
     options = parser.parse_args(arguments)
     try:
         gpu = install()
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_on(gpu: FakeGpu, scratch: Path, devices: int, command: Sequence[str]) -> int:
-    """Run the command; its exit code. What its processes asked for is said on stderr."""
+    """Run the command and return its exit code. Prints the calls of its processes to stderr."""
     code = subprocess.run(command, env=gpu.environment(scratch, devices), cwd=ROOT, check=False).returncode
     for path in sorted(scratch.glob("log.*")):
         calls = log.read_calls(path)

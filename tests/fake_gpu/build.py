@@ -1,8 +1,8 @@
-"""Builds the libraries that a CUDA build of torch loads: what `cuda/` implements, and a stub for every other
-symbol.
+"""Build the libraries that a CUDA build of torch loads: the functions implemented in `cuda/`, and a stub for
+every other symbol.
 
-A stub logs and prints its name and returns "not supported". torch binds lazily, so a symbol that is never
-called costs nothing.
+A stub logs and prints its name and returns "not supported". torch binds symbols lazily, so unused stubs have
+no effect.
 """
 
 import re
@@ -21,7 +21,7 @@ IMPLEMENTED = {
     "libnvidia-ml.so.1": "nvml.cc",
     "libnvrtc.so.13": "nvrtc.cc",
 }
-# Where torch looks for NVIDIA's libraries below each folder of sys.path, and loads what it finds first.
+# torch looks here for NVIDIA's libraries, below each folder of sys.path, and loads the first that it finds.
 PLACE = Path("nvidia/cu13/lib")
 STUBS = (
     "libcufft.so.12",
@@ -34,8 +34,8 @@ STUBS = (
     "libnvrtc-builtins.so.13.0",
     "libnvshmem_host.so.3",
 )
-# Symbols that torch wants without a version, by the library that has them; the other libraries' symbols carry
-# their soname.
+# Libraries whose symbols torch references without a version, with the prefix of their symbols. The symbols of
+# other libraries have the soname as version.
 UNVERSIONED = {
     "libnccl.so.2": r"p?nccl",
     "libcusparseLt.so.0": "cusparseLt",
@@ -44,20 +44,20 @@ UNVERSIONED = {
     "libcurand.so.10": None,
     "libnvidia-ml.so.1": None,
 }
-# where it is not the soname
+# versions that are not the soname
 VERSIONS = {"libnvshmem_host.so.3": "NVSHMEM", "libnvrtc-builtins.so.13.0": "libnvrtc_builtins"}
 FLAGS = ["-std=c++17", "-O1", "-fPIC"]
 
 
 class BuildError(Exception):
-    """A command failed; the text has it and what it said."""
+    """A command failed; the message contains the command and its output."""
 
 
 def build_libraries(site: Path, out: Path) -> None:
-    """Build all libraries for the torch and the triton of `site` (whose headers are CUDA's) into `out` /
+    """Build all libraries for the torch and the triton of `site` (which has CUDA's headers) into `out` /
     PLACE.
 
-    Raises BuildError with the compiler's words.
+    Raises BuildError with the compiler's output.
     """
     out = out / PLACE
     out.mkdir(parents=True)
@@ -115,7 +115,7 @@ def _build(soname: str, wanted: set[str], include: Path, out: Path) -> None:
 
 
 def _wanted_symbols(site: Path) -> dict[str, set[str]]:
-    """What torch and Triton's driver call of each library."""
+    """Return the symbols of each library that torch and Triton's driver call."""
     wanted: dict[str, set[str]] = {soname: set() for soname in (*IMPLEMENTED, *STUBS)}
     by_version = {VERSIONS.get(soname, soname): soname for soname in wanted}
     for library in sorted((site / "torch/lib").glob("lib*.so")):
@@ -124,7 +124,7 @@ def _wanted_symbols(site: Path) -> dict[str, set[str]]:
             owner = by_version.get(version.lstrip("@")) or (None if version else _owner(name))
             if owner:
                 wanted[owner].add(name)
-    # torch asks for the driver's functions by name; Triton compiles its driver.c where it runs.
+    # torch looks up the driver's functions by name; Triton compiles its driver.c at run time.
     strings = re.findall(rb"\bcu[A-Z][A-Za-z0-9]+\b", (site / "torch/lib/libc10_cuda.so").read_bytes())
     driver = (site / "triton/backends/nvidia/driver.c").read_text()
     wanted["libcuda.so.1"] |= {name.decode() for name in strings} | set(
@@ -138,7 +138,9 @@ def _owner(name: str) -> str | None:
 
 
 def _run(*command: object) -> str:
-    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [str(argument) for argument in command], capture_output=True, text=True, check=False
+    )
     if result.returncode != 0:
         raise BuildError(f"{' '.join(map(str, command))}\n{result.stderr.strip()[-2000:]}")
     return result.stdout

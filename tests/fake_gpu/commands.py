@@ -1,4 +1,4 @@
-"""Commands of the project on fake GPUs, each in processes of its own."""
+"""Run commands of the project on fake GPUs, in separate processes."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.support.launch import LIMIT_S
 def start(
     gpu: FakeGpu, scratch: Path, *command: str, devices: int = 1, root: Path = ROOT, **env: str
 ) -> subprocess.Popen[str]:
-    """python -m COMMAND with so many fake GPUs, whose output is to be read."""
+    """Start python -m COMMAND with `devices` fake GPUs; its output is a pipe."""
     environment = {**gpu.environment(scratch, devices, root), **env}
     return subprocess.Popen(
         [sys.executable, "-m", *command],
@@ -25,10 +25,10 @@ def start(
 
 
 def run(gpu: FakeGpu, scratch: Path, *command: str, **options: Any) -> tuple[int, str]:
-    """The same to its end: exit code, and what was printed."""
+    """Run a command to its end; return its exit code and output."""
     with start(gpu, scratch, *command, **options) as process:
         try:
-            said = process.communicate(timeout=LIMIT_S)[0]
+            output = process.communicate(timeout=LIMIT_S)[0]
         finally:
             process.kill()
-    return process.returncode, said
+    return process.returncode, output

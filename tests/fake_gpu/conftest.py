@@ -1,4 +1,4 @@
-"""The fake GPU, once for all of a session's tests; where it cannot be had they are skipped with the
+"""The fake GPU, installed once per session. If it cannot be installed, the tests are skipped with the
 reason."""
 
 import pytest

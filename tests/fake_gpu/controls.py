@@ -1,4 +1,4 @@
-"""The project with faults put in: what the tests on the fake GPU must notice."""
+"""Copies of the project with injected faults, which the tests on the fake GPU must detect."""
 
 import shutil
 from pathlib import Path
@@ -15,20 +15,20 @@ READ = Fault(
 )
 NO_WAIT = Fault(
     "fetched-is-not-awaited",
-    "the backward reads offloaded activations that are still on their way",
+    "the backward reads offloaded activations before their copy is complete",
     "self._torch_device.current_stream().wait_event(block.copied)",
     "pass",
 )
 WRONG_STREAM = Fault(
     "sent-on-the-computing-stream",
-    "activations are copied where the step computes",
+    "activations are copied on the stream on which the step computes",
     "with self._torch_device.stream(self._copies):\n                for storage in block.storages.values():\n"
     "                    self.sent_bytes",
     "if True:\n                for storage in block.storages.values():\n                    self.sent_bytes",
 )
 NOT_AWAITED = Fault(
     "batches-are-not-awaited",
-    "a step reads batches that are still on their way to the GPU",
+    "a step reads batches before their copy to the GPU is complete",
     "stream.wait_event(copied)",
     "pass",
 )
@@ -40,21 +40,20 @@ READ_AT_ONCE = Fault(
 )
 SAVED_TOO_EARLY = Fault(
     "copies-are-not-awaited",
-    "a checkpoint is written while its values are still copied",
+    "a checkpoint is written before its values are copied",
     "torch.cuda.synchronize()\n        return copied",
     "pass\n        return copied",
 )
 NO_DEVICE = Fault(
     "thread-on-device-0",
-    "the loader's thread does not take its rank's device",
+    "the loader's thread does not set its rank's device",
     "torch.cuda.set_device(self._stream.device)",
     "pass",
 )
 
 
 def broken_copy(folder: Path, *faults: Fault) -> Path:
-    """A copy of the project with the faults; FaultError where a snippet is not there any more, exactly
-    once."""
+    """Copy the project with the faults. Raises FaultError if a snippet does not occur exactly once."""
     places = find_places(ROOT, faults)
     for name in (*PRODUCT, "configs", "tests"):
         if (ROOT / name).exists():

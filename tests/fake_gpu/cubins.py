@@ -1,5 +1,4 @@
-"""Reads what a kernel needs of a GPU from its cubin (machine code), by the tools that Triton's wheel
-brings."""
+"""Read a kernel's resource usage from its cubin (machine code) with the tools in Triton's wheel."""
 
 import json
 import re
@@ -10,10 +9,10 @@ from pathlib import Path
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Of one multiprocessor of an H100. CUDA C++ Programming Guide, technical specifications of compute capability
+# Per multiprocessor of an H100. CUDA C++ Programming Guide, technical specifications of compute capability
 # 9.0.
 REGISTERS, WARPS, BLOCKS, SHARED_BYTES = 65536, 64, 32, 233472
-RESERVED_BYTES = 1024  # of shared memory, that every block takes besides its own
+RESERVED_BYTES = 1024  # shared memory that the system reserves for every block
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,10 @@ class Cubin:
     """One compiled kernel.
 
     Args:
-        registers: of each thread
-        spilled_bytes: of each thread's stack frame. A Triton kernel has one only for values that found no
-            register
-        warps: of each block
-        shared_bytes: of each block's shared memory
+        registers: per thread
+        spilled_bytes: the stack frame of each thread; a Triton kernel has one only for spilled registers
+        warps: per block
+        shared_bytes: shared memory per block
     """
 
     name: str
@@ -36,31 +34,31 @@ class Cubin:
 
     @property
     def resident_warps(self) -> int:
-        """Warps that a multiprocessor of an H100, which has room for 64, runs at once."""
-        allocated = -(-self.registers // 8) * 8 * 32  # a warp gets registers by the 256
-        # and each of the four schedulers as many warps as the others
+        """Warps that a multiprocessor of an H100 runs at the same time, of 64 at most."""
+        allocated = -(-self.registers // 8) * 8 * 32  # a warp's registers are allocated in units of 256
+        # the four schedulers have equal numbers of warps
         by_registers = REGISTERS // allocated // 4 * 4
         by_shared = SHARED_BYTES // (self.shared_bytes + RESERVED_BYTES)
         return self.warps * min(by_registers // self.warps, WARPS // self.warps, BLOCKS, by_shared)
 
 
 def read_cubin(path: Path) -> Cubin:
-    """The kernel in a file of Triton's cache, NAME.cubin beside NAME.json."""
-    used = dict(
+    """Read the kernel in a file of Triton's cache, NAME.cubin with NAME.json next to it."""
+    usage = dict(
         re.findall(r"(\w+):(\d+)", _run("cuobjdump", "-res-usage", str(path)).split("Function", 1)[1])
     )
-    made = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    metadata = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     return Cubin(
-        made["name"],
-        int(used["REG"]),
-        int(used["STACK"]) + int(used["LOCAL"]),
-        made["num_warps"],
-        made["shared"],
+        metadata["name"],
+        int(usage["REG"]),
+        int(usage["STACK"]) + int(usage["LOCAL"]),
+        metadata["num_warps"],
+        metadata["shared"],
     )
 
 
 def disassemble(path: Path) -> str:
-    """The kernel's machine code as text (SASS)."""
+    """Return the kernel's machine code as text (SASS)."""
     return _run("nvdisasm", "-c", str(path))
 
 

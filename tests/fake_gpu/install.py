@@ -1,8 +1,8 @@
-"""Installs the fake GPU in a cache folder: torch's plain CUDA build, the Triton that belongs to it, and the
-fake libraries.
+"""Install the fake GPU in a cache folder: torch's plain CUDA build, its version of Triton, and the fake
+libraries.
 
-The two wheels (0.53 GB to fetch, 1.9 GB on disk) lie in a folder that is put before the environment's own
-packages by PYTHONPATH, so the same interpreter, pytest and project run on either build of torch.
+The two wheels (a download of 0.53 GB, 1.9 GB on disk) are in a folder that PYTHONPATH puts before the
+environment's packages, so the same interpreter, pytest and project run with either build of torch.
 """
 
 import hashlib
@@ -22,25 +22,25 @@ from tests.fake_gpu.build import PLACE, SOURCES, build_libraries
 
 TORCH, TRITON = "2.13.0", "3.7.1"
 ROOT = Path(__file__).parents[2]
-# Variables of the tests or the user that would change what a process on the fake GPU does.
-NOT_HANDED_ON = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Variables of the tests or the user that would change the behavior of a process on the fake GPU.
+NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class AbsentError(Exception):
-    """The fake GPU cannot be had on this machine; the text says why."""
+    """The fake GPU cannot be installed on this machine; the message contains the reason."""
 
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """An installed one: the folder of torch and triton, and that of the libraries."""
+    """An installed fake GPU: the folder of torch and triton, and the folder of the libraries."""
 
     site: Path
     libraries: Path
 
     def environment(self, scratch: Path, devices: int = 1, root: Path = ROOT) -> dict[str, str]:
-        """The variables of a process that sees so many H100s and imports the project of `root`.
+        """Return the environment of a process that sees `devices` H100s and imports the project in `root`.
 
-        `scratch` gets a log of each process (log.PID), and the caches of what inductor and Triton compile.
+        `scratch` gets a log of each process (log.PID), and the caches of inductor and Triton.
         """
         caches = {
             name: str(scratch / folder)
@@ -51,7 +51,7 @@ class FakeGpu:
             )
         }
         (scratch / "home").mkdir(parents=True, exist_ok=True)
-        kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         return {
             **kept,
             **caches,
@@ -64,23 +64,25 @@ class FakeGpu:
 
 
 def _before(variable: str, *folders: Path) -> str:
-    """The folders, then those that the variable names already."""
+    """Return the folders, followed by those that the variable already contains."""
     return ":".join([*map(str, folders), *filter(None, [os.environ.get(variable)])])
 
 
 def install() -> FakeGpu:
-    """Install what is not there yet in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a
-    HOME of their own).
+    """Install the missing parts in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a
+    separate HOME).
 
-    Raises AbsentError where it cannot be had, and BuildError where the libraries do not compile.
+    Raises AbsentError if it cannot be installed, and BuildError if the libraries do not compile.
     """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise AbsentError(
-            f"the fake GPU is for Linux on x86_64, and this is {platform.system()} on {platform.machine()}"
+            f"the fake GPU needs Linux on x86_64, but this is {platform.system()} on {platform.machine()}"
         )
     for tool in ("gcc", "g++", "nm"):
         if not shutil.which(tool):
-            raise AbsentError(f"the fake GPU's libraries are compiled here, and there is no {tool}")
+            raise AbsentError(
+                f"the fake GPU's libraries must be compiled, but there is no {tool}: install it"
+            )
     folder = _cache_folder()
     sources = b"".join(
         path.read_bytes() for path in [*sorted(SOURCES.iterdir()), SOURCES.parent / "build.py"]
@@ -95,8 +97,11 @@ def install() -> FakeGpu:
                 _make(site, _fetch)
                 _make(libraries, lambda out: build_libraries(site, out))
         except OSError as error:
-            said = f"the fake GPU cannot be put into {folder} ({error}); MESHWRIGHT_TESTS_CACHE names another"
-            raise AbsentError(said) from error
+            message = (
+                f"the fake GPU cannot be installed in {folder} ({error}): set MESHWRIGHT_TESTS_CACHE to "
+                "another folder"
+            )
+            raise AbsentError(message) from error
     return FakeGpu(site, libraries)
 
 
@@ -107,24 +112,23 @@ def _cache_folder() -> Path:
         return Path.home() / ".cache/meshwright-tests"
     except RuntimeError as error:
         raise AbsentError(
-            f"there is no folder for the fake GPU ({error}); MESHWRIGHT_TESTS_CACHE names one"
+            f"there is no folder for the fake GPU ({error}): set MESHWRIGHT_TESTS_CACHE"
         ) from error
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make and fill a folder that is not there, in one step: a half-filled one of an earlier attempt is made
-    anew."""
+    """Create and fill a missing folder atomically; an incomplete folder of an earlier attempt is deleted."""
     if folder.exists():
         return
-    begun = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(begun, ignore_errors=True)
-    fill(begun)
-    begun.rename(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    fill(partial)
+    partial.rename(folder)
 
 
 def _fetch(folder: Path) -> None:
-    """The wheels of PyPI. `===` takes the plain version, a CUDA build, where `==` would also take a local
-    one, as +cpu."""
+    """Install the wheels of PyPI. `===` matches only the plain version, a CUDA build; `==` would also match a
+    local version such as +cpu."""
     command = [
         sys.executable,
         "-m",
@@ -142,10 +146,11 @@ def _fetch(folder: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise AbsentError(
-            f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be fetched:\n{result.stderr[-500:]}"
+            f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be downloaded:\n"
+            f"{result.stderr[-500:]}"
         )
     if not (folder / "torch/lib/libtorch_cuda.so").exists():
         raise AbsentError(
-            f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, and the package index here gave another "
+            f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, but the package index returned another "
             "build"
         )

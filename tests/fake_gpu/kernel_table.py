@@ -1,4 +1,4 @@
-"""What our Triton kernels need of an H100, compiled for it without one: `python -m
+"""Compile the project's Triton kernels for an H100 without one and print their resource usage: `python -m
 tests.fake_gpu.kernel_table -h`."""
 
 import argparse
@@ -23,22 +23,22 @@ ADAMW = ROOT / "train" / "optim" / "adamw_triton.py"
 LOSS = ROOT / "models" / "kernels" / "cross_entropy_triton.py"
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRS = [(parameter, moment) for parameter in DTYPES for moment in DTYPES]
-VOCABULARY = 128_256  # of Llama 3
+VOCABULARY = 128_256  # as in Llama 3
 SLICES = 9
 DESCRIPTION = (
-    "Compile our Triton kernels for sm_90 (H100) and print for each what it needs: registers of a thread, "
-    "bytes that it spills, warps that a multiprocessor (which has room for 64) runs at once, and "
-    "instructions of the main loop for each element, by the shortest way through it: for AdamW where whole "
-    f"rows are sharded. The last column is the time to issue them at {CLOCK / 1e9:g} GHz, divided by the "
-    "time to move the element's bytes at the rate that the planner assumes. It is a lower bound: above 1 a "
-    "kernel cannot reach the rate of the memory, below 1 it may. Nothing is run, so no time follows. All "
-    "figures depend on the version of Triton, which is printed too. No GPU is needed."
+    "Compile the project's Triton kernels for sm_90 (H100) and print for each: registers and spilled bytes "
+    "of a thread, resident warps of a multiprocessor (64 at most), and instructions of the main loop per "
+    "element, on the shortest path through it (for AdamW: entire rows are sharded). The last column is the "
+    f"time to issue them at {CLOCK / 1e9:g} GHz, divided by the time to move the element's bytes at the rate "
+    "that the planner assumes. It is a lower bound: above 1 a kernel cannot reach the memory's rate, below 1 "
+    "it may. Nothing is run, so this predicts no time. All figures depend on the version of Triton, which is "
+    "printed too. This needs no GPU."
 )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel of ours, compiled for some dtypes, and the bytes that it moves for an element."""
+    """A kernel compiled for some dtypes, and the bytes that it moves per element."""
 
     name: str
     dtypes: str
@@ -47,12 +47,12 @@ class Compiled:
 
 
 def compile_kernels(cache: Path) -> Iterator[Compiled]:
-    """All of our kernels in all dtypes."""
+    """Compile all kernels of the project for all dtypes."""
     adamw, loss = load_copy(ADAMW), load_copy(LOSS)
     for parameter, moment in PAIRS:
-        moved = 3 * parameter.itemsize + 4 * moment.itemsize
+        moved_bytes = 3 * parameter.itemsize + 4 * moment.itemsize
         launch = compile_adamw(cache, adamw, parameter, moment)
-        yield Compiled("AdamW", f"{short(parameter)}, moments {short(moment)}", moved, launch)
+        yield Compiled("AdamW", f"{short(parameter)}, moments {short(moment)}", moved_bytes, launch)
     for dtype in DTYPES:
         read, write = compile_loss(cache, loss, dtype)
         yield Compiled("cross entropy, read", short(dtype), dtype.itemsize, read)
@@ -60,26 +60,27 @@ def compile_kernels(cache: Path) -> Iterator[Compiled]:
 
 
 def compile_adamw(cache: Path, kernels: ModuleType, parameter: torch.dtype, moment: torch.dtype) -> Launch:
-    """`kernels`: adamw_triton, or a changed copy."""
+    """Compile the AdamW kernel of `kernels`: adamw_triton, or a changed copy."""
     with offline_triton(cache) as launches:
-        one = Slice(
+        piece = Slice(
             *(torch.zeros(16, dtype=dtype) for dtype in (parameter, parameter, moment, moment)), 0, 0, 16, 0
         )
-        each, scalar = torch.ones(SLICES), torch.ones(())
-        kernels.update([one] * SLICES, AdamWStep(0.9, 0.95, 1e-8, 1.0, each, each, each, scalar, scalar))
+        vector, scalar = torch.ones(SLICES), torch.ones(())
+        step = AdamWStep(0.9, 0.95, 1e-8, 1.0, vector, vector, vector, scalar, scalar)
+        kernels.update([piece] * SLICES, step)
     return launches[0]
 
 
 def compile_loss(cache: Path, kernels: ModuleType, dtype: torch.dtype) -> list[Launch]:
-    """Its two kernels, for rows of a whole vocabulary."""
+    """Compile the two kernels of the loss, for rows of the full vocabulary."""
     with offline_triton(cache) as launches:
-        logits, ids, each = (
+        logits, ids, vector = (
             torch.zeros(2, VOCABULARY, dtype=dtype),
             torch.zeros(2, dtype=torch.int64),
             torch.ones(2),
         )
         kernels.read_rows(logits, ids)
-        kernels.write_gradient(logits, ids, each, each, each)
+        kernels.write_gradient(logits, ids, vector, vector, vector)
     return launches
 
 
@@ -88,19 +89,19 @@ def short(dtype: torch.dtype) -> str:
 
 
 def memory_bytes_per_s() -> float:
-    """The rate of an H100's memory that the planner assumes."""
+    """Return the rate of an H100's memory that the planner assumes."""
     hardware = load_hardware()["h100-sxm"]
     return hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
 
 
 def to_row(compiled: Compiled) -> list[str]:
     cubin, bound = read_cubin(compiled.launch.cubin), bound_of(disassemble(compiled.launch.cubin))
-    needs = [cubin.registers, cubin.spilled_bytes, cubin.resident_warps]
+    resources = [cubin.registers, cubin.spilled_bytes, cubin.resident_warps]
     figures = [
         bound.instructions_per_element(compiled.element_bytes),
         bound.share_of_memory_time(memory_bytes_per_s()),
     ]
-    return [compiled.name, compiled.dtypes, *map(str, needs), f"{figures[0]:.0f}", f"{figures[1]:.2f}"]
+    return [compiled.name, compiled.dtypes, *map(str, resources), f"{figures[0]:.0f}", f"{figures[1]:.2f}"]
 
 
 def main() -> None:

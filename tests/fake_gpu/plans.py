@@ -1,4 +1,4 @@
-"""The plans whose steps run on the fake GPU: between them they take every part of the CUDA side."""
+"""The plans whose steps run on the fake GPU: together they use every part of the CUDA code."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ WORLD = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A plan for eight GPUs: config arguments; and how the names of kernels begin that may spill registers,
-    with the reason."""
+    """A plan for eight GPUs: config arguments, and name prefixes of kernels that may spill registers, with
+    the reason."""
 
     arguments: tuple[str, ...]
     spills: tuple[tuple[str, str], ...] = ()
@@ -28,7 +28,7 @@ CASES = {
             "--parallel.activation_checkpoint=full",
         )
     ),
-    # Three layers: the last one's activations stay, and of two others one is fetched ahead.
+    # Three layers: the last layer's activations stay on the GPU, and one of the other two is fetched ahead.
     "tp-2-offload": Case(
         (*LLAMA_8B, "--model.n_layers=3", "--parallel.tp=2", "--parallel.activation_checkpoint=offload")
     ),

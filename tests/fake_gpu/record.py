@@ -1,9 +1,9 @@
-"""The record of the fake GPU's steps (record.json): what a steady step of each plan launches, sends and
-holds.
+"""The record of the fake GPU's steps (record.json): launches, collectives, copies, waits and memory of a
+steady step of each plan.
 
-    python -m tests.fake_gpu.record    # write it anew: a difference is a decision, and named in the commit
+    python -m tests.fake_gpu.record    # write it again: name the differences in the commit message
 
-The figures belong to the torch and the Triton of tests/fake_gpu/install.py. None of them is a time.
+The figures depend on the versions of torch and Triton in tests/fake_gpu/install.py. None of them is a time.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from tests.fake_gpu.log import Call
 from tests.fake_gpu.plans import CASES, WORLD
 
 PATH = Path(__file__).with_name("record.json")
-STEPS = 3  # the first compiles, the second still fills caches, the third is like all later ones
+STEPS = 3  # the first compiles, the second still fills caches, the third equals all later ones
 LIMIT_S = 400
 
 
 def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path = ROOT, **env: str) -> Any:
-    """tests/fake_gpu/step.py of the project in `root`, in a process of its own; the result has returncode,
-    stdout and stderr. Its log and its caches are in `scratch` then."""
+    """Run tests/fake_gpu/step.py of the project in `root` in a separate process; its log and caches are
+    written to `scratch`. The result has returncode, stdout and stderr."""
     command = [
         sys.executable,
         "-m",
@@ -52,12 +52,12 @@ def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path 
 
 
 def steady_step(calls: Sequence[Call]) -> list[Call]:
-    """The last step's calls."""
+    """Return the calls of the last step."""
     return log.between(calls, f"step {STEPS - 1}", f"end {STEPS - 1}")
 
 
 def figures_of(scratch: Path) -> dict[str, Any]:
-    """What the record says of one plan, from the log and the memory file of its run."""
+    """Return the record's figures of one plan, from the log and the memory file of its run."""
     calls = log.read_log(scratch)
     step, peaks = steady_step(calls), json.loads((scratch / "memory.json").read_text())
     waits = log.stream_waits(calls[: calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))], step)
@@ -84,14 +84,18 @@ def figures_of(scratch: Path) -> dict[str, Any]:
             for c, before in zip(log.collectives(step), _launches_before(step), strict=True)
         ],
         "streams": dict(Counter(names[c.stream] for c in step if c.kind in log.ON_STREAMS)),
-        "waits": {f"{names[one]} for {names[other]}": count for (one, other), count in sorted(waits.items())},
+        "waits": {
+            f"{names[waiting]} for {names[awaited]}": count
+            for (waiting, awaited), count in sorted(waits.items())
+        },
         "peak_allocated_bytes": peaks["allocated"],
         "peak_reserved_bytes": peaks["reserved"],
     }
 
 
 def _launches_before(step: Sequence[Call]) -> list[int]:
-    """Of each collective, the launches on the default stream before it: prefetching shows in them."""
+    """Return the number of launches on the default stream before each collective; it depends on
+    prefetching."""
     counts, launches = [], 0
     for call in step:
         launches += call.kind in log.LAUNCHES and call.stream == 0
@@ -101,36 +105,37 @@ def _launches_before(step: Sequence[Call]) -> list[int]:
 
 
 def _blocks(launch: Call) -> int:
-    """Of a kernel of torch's or Triton's: its grid's."""
+    """Return the number of blocks in the grid of a torch or Triton kernel."""
     grid = launch.words[1 if launch.kind == "kernel" else 3]
     return math.prod(map(int, grid.split(",")))
 
 
 def _stream_names(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, str]:
-    """Streams by the order of their first use; the default one is that on which the step computes."""
+    """Return names of the streams by order of first use; stream 0 is the default stream, on which the step
+    computes."""
     used = (call.stream for call in step if call.kind in log.ON_STREAMS)
     order = list(dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)]))
     return {stream: f"stream {number}" for number, stream in enumerate(order)}
 
 
 def _torch_kernels(step: Sequence[Call]) -> Counter[str]:
-    """torch's own kernels by the name of their function, without what its templates were given."""
+    """Return the number of launches of torch's kernels by function name, without template arguments."""
     return Counter(_function_name(call.words[0]) for call in step if call.kind == "kernel")
 
 
 def _function_name(mangled: str) -> str:
-    """The innermost function of a mangled C++ name: its identifiers are written with their lengths (Itanium
-    C++ ABI)."""
-    name, at = "", re.match(r"_ZN?", mangled)
-    rest = mangled[at.end() :] if at else ""
-    while found := re.match(r"(\d+)", rest):
-        start = found.end()
-        name, rest = rest[start : start + int(found[1])], rest[start + int(found[1]) :]
+    """Return the innermost function of a mangled C++ name, in which every identifier follows its length
+    (Itanium C++ ABI)."""
+    name, prefix = "", re.match(r"_ZN?", mangled)
+    rest = mangled[prefix.end() :] if prefix else ""
+    while length := re.match(r"(\d+)", rest):
+        start = length.end()
+        name, rest = rest[start : start + int(length[1])], rest[start + int(length[1]) :]
     return name or mangled
 
 
 def make_record(gpu: FakeGpu) -> dict[str, Any]:
-    """The figures of every case. Raises RuntimeError with what a step that fails has printed."""
+    """Return the figures of every case. Raises RuntimeError with the output of a failed step."""
     record = {}
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -146,4 +151,4 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     PATH.write_text(json.dumps(make_record(install()), indent=1) + "\n")
-    print(f"written: {PATH.relative_to(ROOT)}; git diff shows what has changed")
+    print(f"written: {PATH.relative_to(ROOT)}; git diff shows the changes")

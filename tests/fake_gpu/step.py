@@ -1,10 +1,10 @@
-"""Optimizer steps of rank 0 of N on the fake GPU: the real model, plan, collectives and compiler; the kernels
-compute nothing.
+"""Run optimizer steps of rank 0 of N on the fake GPU, with the real model, plan, collectives and compiler.
+The kernels compute nothing.
 
     python -m tests.fake_gpu.step WORLD STEPS MEMORY_FILE --config=llama_8b.yaml [--section.key=value ...]
 
-The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it); MEMORY_FILE
-gets what the caching allocator says of the last step, in bytes. SANITIZE=1 in the environment turns torch's
+The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it). MEMORY_FILE
+gets the caching allocator's peaks in the last step, in bytes. SANITIZE=1 in the environment switches torch's
 CUDA sanitizer on.
 """
 
@@ -33,7 +33,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, int]:
-    """The steps; peaks of the last one."""
+    """Run the steps; return the memory peaks of the last one."""
     config = parse_config(arguments)
     use_expandable_segments()
     torch.cuda.set_device(DEVICE)
@@ -71,4 +71,4 @@ if __name__ == "__main__":
     peaks = run_steps(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:])
     Path(sys.argv[3]).write_text(json.dumps(peaks))
     sys.stdout.flush()
-    os._exit(0)  # NCCL's threads wait for peers that are not there
+    os._exit(0)  # NCCL's threads would wait for peers that do not exist

@@ -1,4 +1,4 @@
-"""The tools that a first user with a GPU would try, and the tests marked `gpu`, on a fake one."""
+"""The tools that a new user with a GPU would run, and the tests marked `gpu`, on a fake GPU."""
 
 import re
 from pathlib import Path
@@ -13,13 +13,13 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> None:
-    code, said = run(fake_gpu, tmp_path, "tools.doctor", devices=2)
-    assert code == 1, said
-    assert "gpus_of_torch: 2" in said
-    failures = [line for line in said.splitlines() if "FAILS" in line]
-    assert len(failures) == 2, said
-    assert "Tensor-likes are not close" in failures[0]  # for the fake computes nothing
-    assert "two processes of this machine cannot reduce together" in failures[1]
+    code, output = run(fake_gpu, tmp_path, "tools.doctor", devices=2)
+    assert code == 1, output
+    assert "gpus_of_torch: 2" in output
+    failures = [line for line in output.splitlines() if "FAILS" in line]
+    assert len(failures) == 2, output
+    assert "Tensor-likes are not close" in failures[0]  # the fake GPU computes nothing
+    assert "all-reduce of two processes" in failures[1]
     assert [log.unimplemented(log.read_calls(path)) for path in tmp_path.glob("log.*")] == [[]] * 3
 
 
@@ -27,21 +27,21 @@ def test_bench_gpu_runs_its_cases(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     names = ["8 layers", "float8 rowwise", "fsdp, prefetch 2"]
     keys = ["--parallel.compile.backend=aot_eager", "--model.n_layers=2"]
     options = ["--tiny", "--minutes=8", "--json", *keys, "--only", *names]
-    code, said = run(fake_gpu, tmp_path, "tools.bench", "gpu", *options, devices=2)
-    assert code == 0, said
-    assert said.count(" done, ") == len(names), said
+    code, output = run(fake_gpu, tmp_path, "tools.bench", "gpu", *options, devices=2)
+    assert code == 0, output
+    assert output.count(" done, ") == len(names), output
     assert [name for path in tmp_path.glob("log.*") for name in log.unimplemented(log.read_calls(path))] == []
 
 
 def test_gpu_tests_whose_subject_is_not_a_value_pass(fake_gpu: FakeGpu, tmp_path: Path) -> None:
-    """A part: all of them, as README.md beside this file says, take minutes."""
+    """Only a part of them: all of them take minutes (README.md in this folder has the command)."""
     chosen = "not max-autotune and not compiled and not full and not half_matmul and not documents"
     tests = [
         "tests/e2e/test_gpu.py",
         "tests/train/fault_tolerance/test_nonfinite.py",
         "tests/models/test_kernels_on_gpu.py",
     ]
-    code, said = run(
+    code, output = run(
         fake_gpu,
         tmp_path,
         "pytest",
@@ -54,7 +54,7 @@ def test_gpu_tests_whose_subject_is_not_a_value_pass(fake_gpu: FakeGpu, tmp_path
         *tests,
         MESHWRIGHT_TESTS_HOME=str(tmp_path / "home"),
     )
-    assert code == 0, said
-    passed = re.search(r"(\d+) passed", said)
+    assert code == 0, output
+    passed = re.search(r"(\d+) passed", output)
     assert passed is not None
-    assert int(passed[1]) >= 9, said
+    assert int(passed[1]) >= 9, output

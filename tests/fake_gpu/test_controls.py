@@ -1,5 +1,5 @@
-"""Eager steps on the fake H100: no access to memory races with another stream's; and the checks of this
-folder notice faults."""
+"""Eager steps on the fake H100: no memory access races with another stream, and the checks of this folder
+detect faults."""
 
 import re
 from pathlib import Path

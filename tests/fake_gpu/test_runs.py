@@ -1,4 +1,4 @@
-"""What a first user with GPUs would do, on fake ones: whole runs to their end, each from its command."""
+"""The commands of a new user with GPUs, on fake GPUs: complete runs."""
 
 import json
 import signal
@@ -18,13 +18,13 @@ from tests.fake_gpu.log import Call
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
 
 pytestmark = pytest.mark.slow
-# of 16 channels, as cuDNN wants
+# head dim 16, which cuDNN requires
 HEADS = ["--model.n_heads=2", "--model.n_kv_heads=1", "--parallel.param_dtype=bfloat16"]
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 FIRST, LAST = 6, 9  # profiled steps
-BATCH_BYTES = 2 * 32 * 8  # int64[2, 32] of tokens, or of targets (TINY)
-SAVED_BYTES = 32 * 4  # of TINY's smallest parameter
-STEP_LAUNCHES = 100  # fewer than a step has
+BATCH_BYTES = 2 * 32 * 8  # int64[2, 32] of tokens or targets (TINY)
+SAVED_BYTES = 32 * 4  # TINY's smallest parameter
+STEP_LAUNCHES = 100  # fewer than the launches of a step
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def batches_awaited(calls: Sequence[Call]) -> int:
-    """How often the computing stream waits for the one on which batches are copied."""
+    """Return how often the step's stream waits for the stream on which batches are copied."""
     (stream,) = {
         c.stream
         for c in calls
@@ -43,8 +43,8 @@ def batches_awaited(calls: Sequence[Call]) -> int:
 
 
 def saves_awaited(calls: Sequence[Call]) -> bool:
-    """Whether the whole device is waited for after each save's copies to page-locked memory, before any other
-    wait."""
+    """Return whether the host synchronizes the device after each save's copies to page-locked memory, before
+    any other wait."""
     copied = saved = False
     for call in calls:
         if (
@@ -61,17 +61,17 @@ def saves_awaited(calls: Sequence[Call]) -> bool:
 
 
 def launches_before_flags(calls: Sequence[Call]) -> list[int]:
-    """Of each wait for an event, the launches since it was recorded: those of a whole step, if the host is a
-    step ahead."""
+    """Return the launches between the recording of an event and the wait for it, for each wait: those of a
+    full step if the host is a step ahead."""
     launches, at = 0, dict[str, int]()
-    found = []
+    counts = []
     for call in calls:
         launches += call.kind in log.LAUNCHES
         if call.kind == "record":
             at[call.words[0]] = launches
         elif call.kind == "event_sync":
-            found.append(launches - at[call.words[0]])
-    return found
+            counts.append(launches - at[call.words[0]])
+    return counts
 
 
 def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(
@@ -85,7 +85,7 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(
         f"--profile.start={FIRST}",
         f"--profile.steps={LAST - FIRST + 1}",
     ]
-    code, said = run(
+    code, output = run(
         fake_gpu,
         tmp_path / "scratch",
         *TORCHRUN,
@@ -97,18 +97,18 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(
         f"--run.dir={folder}",
         devices=2,
     )
-    assert code == 0, said
+    assert code == 0, output
     assert read_status(folder)["state"] == "finished"
     assert (folder / "checkpoints" / "step-00000012").is_dir()
     assert read_metrics(folder)[12]["eval_loss"] == 0.0
-    assert "attention cudnn" in said
+    assert "attention cudnn" in output
     logs = [log.read_calls(path) for path in (tmp_path / "scratch").glob("log.*")]
     for calls in logs:
         assert log.unimplemented(calls) + log.refused(calls) == []
         assert batches_awaited(calls) >= 12
         assert saves_awaited(calls)
         assert sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)) <= 3, (
-            "two saves, and the end"
+            "only two saves and the end of the run wait for a flag immediately"
         )
     assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], (
         "each rank has a context on its own device only"
@@ -121,8 +121,8 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(
         timeout=LIMIT_S,
         check=True,
     )
-    said = json.loads(trace.stdout)
-    sent = {(row["collective"], row["axis"]) for row in said["communication"]}
+    report = json.loads(trace.stdout)
+    sent = {(row["collective"], row["axis"]) for row in report["communication"]}
     assert {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard")} <= sent
 
 
@@ -139,13 +139,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=LIMIT_S)[0]
+            output = process.communicate(timeout=LIMIT_S)[0]
         finally:
             process.kill()
-    assert process.returncode == 75, said
+    assert process.returncode == 75, output
     step = read_status(folder)["step"]
-    code, said = run(fake_gpu, tmp_path / "scratch", *command, f"--train.steps={step + 2}")
-    assert code == 0, said
+    code, output = run(fake_gpu, tmp_path / "scratch", *command, f"--train.steps={step + 2}")
+    assert code == 0, output
     assert read_status(folder) | {"state": "finished", "resumed_from": step} == read_status(folder)
 
 
@@ -155,7 +155,7 @@ def test_a_gpu_that_refuses_memory_is_explained(fake_gpu: FakeGpu, data: list[st
         "--train.global_batch_size=2048",
         "--parallel.loss_chunk_tokens=0",
     ]
-    code, said = run(
+    code, output = run(
         fake_gpu,
         tmp_path / "scratch",
         "train.main",
@@ -168,23 +168,23 @@ def test_a_gpu_that_refuses_memory_is_explained(fake_gpu: FakeGpu, data: list[st
         FAKE_CUDA_REFUSES_GIB="0.7",
     )
     assert code == 1
-    assert "OutOfMemory: rank 0 ran out of memory: CUDA out of memory." in said
-    assert "would help: --parallel.activation_checkpoint=full" in said
-    assert "Traceback" not in said
+    assert "OutOfMemory: rank 0 ran out of memory: CUDA out of memory." in output
+    assert "would help: --parallel.activation_checkpoint=full" in output
+    assert "Traceback" not in output
     assert (tmp_path / "run/profile/out-of-memory-rank-0.pickle").stat().st_size > 0
 
 
 def test_faults_of_loader_guard_and_saver_are_noticed(
     fake_gpu: FakeGpu, data: list[str], tmp_path: Path
 ) -> None:
-    """As local rank 1 of two: what the checks of the other tests say with the code as it is, and with four
-    faults at once."""
-    (tmp_path / "as it is").mkdir()
+    """As local rank 1 of two: the checks of the other tests on the unchanged code, and with four faults at
+    the same time."""
+    (tmp_path / "unchanged").mkdir()
     roots = {
-        "as it is": ROOT,
+        "unchanged": ROOT,
         "broken": broken_copy(tmp_path / "copy", NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY),
     }
-    seen = {}
+    results = {}
     for name, root in roots.items():
         keys = [
             "--train.steps=6",
@@ -192,7 +192,7 @@ def test_faults_of_loader_guard_and_saver_are_noticed(
             "--checkpoint.every=3",
             f"--run.dir={tmp_path / name / 'run'}",
         ]
-        code, said = run(
+        code, output = run(
             fake_gpu,
             tmp_path / name,
             "train.main",
@@ -205,13 +205,13 @@ def test_faults_of_loader_guard_and_saver_are_noticed(
             LOCAL_RANK="1",
             LOCAL_WORLD_SIZE="1",
         )
-        assert code == 0, said
+        assert code == 0, output
         calls = log.read_log(tmp_path / name)
-        seen[name] = (
+        results[name] = (
             log.devices(calls),
             batches_awaited(calls) >= 6,
             saves_awaited(calls),
             sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)),
         )
-    assert seen["as it is"] == ({1}, True, True, 2)
-    assert seen["broken"] == ({0, 1}, False, False, 6)
+    assert results["unchanged"] == ({1}, True, True, 2)
+    assert results["broken"] == ({0, 1}, False, False, 6)

@@ -1,5 +1,5 @@
-"""The real compiled step of rank 0 of 8 on the fake H100: what the host waits for, what is allocated, sent,
-and compiled."""
+"""The compiled step of rank 0 of 8 on the fake H100: host waits, allocations, collectives and compiled
+kernels."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Run:
-    """A case that has run: its folder, and its calls."""
+    """A case after its run: its folder and its calls."""
 
     name: str
     case: Case
@@ -41,7 +41,7 @@ def run(request, fake_gpu, tmp_path_factory) -> Run:
 
 
 def test_a_steady_step_waits_for_nothing_and_allocates_nothing(run: Run) -> None:
-    assert log.count_launches(run.step) > 200, "the log must have the step"
+    assert log.count_launches(run.step) > 200, "the log must contain the step"
     assert log.host_waits(run.step) == []
     assert log.allocations(run.step) == []
 
@@ -56,9 +56,11 @@ def test_no_kernel_spills_but_those_that_are_named(run: Run) -> None:
     kernels = log.loaded_kernels(run.calls)
     assert len(kernels) > 10
     spilling = {kernel.name for kernel in kernels if kernel.stack_bytes}
-    named = {begin: {name for name in spilling if name.startswith(begin)} for begin, _ in run.case.spills}
-    assert spilling == set().union(*named.values())
-    assert all(named.values()), "plans.py names a kernel that does not spill"
+    allowed = {
+        prefix: {name for name in spilling if name.startswith(prefix)} for prefix, _ in run.case.spills
+    }
+    assert spilling == set().union(*allowed.values())
+    assert all(allowed.values()), "plans.py lists a kernel that does not spill"
 
 
 def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run: Run) -> None:
@@ -66,7 +68,7 @@ def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run
 
 
 def check_collectives(sent: Sequence[Collective], wanted: Sequence[Simulated]) -> None:
-    """Kind, bytes and order; one communicator for an axis; and which streams they are on."""
+    """Check kind, bytes and order of the collectives, one communicator per axis, and their streams."""
     assert [(c.op, c.bytes) for c in sent] == [(c.op, c.bytes) for c in wanted]
     both = list(zip(sent, wanted, strict=True))
     communicators = {(w.axis, s.communicator, s.ranks) for s, w in both}
@@ -75,10 +77,10 @@ def check_collectives(sent: Sequence[Collective], wanted: Sequence[Simulated]) -
     for s, w in both:
         streams.setdefault((w.axis, w.op if w.axis == "dp_shard" else ""), set()).add(s.stream)
     assert all(len(used) == 1 for used in streams.values()), streams
-    beside = [streams[key] for key in streams if key[0] in ("dp_shard", "dp_replicate", "tp")]
-    assert {0} not in beside, "none of them is in the way of what is computed"
-    assert len({frozenset(used) for used in beside}) == len(beside), (
-        "gathering, reducing, and each other axis have a stream each"
+    separate = [streams[key] for key in streams if key[0] in ("dp_shard", "dp_replicate", "tp")]
+    assert {0} not in separate, "no collective is on the stream on which the step computes"
+    assert len({frozenset(used) for used in separate}) == len(separate), (
+        "all-gathers, reduce-scatters, and each other axis have separate streams"
     )
 
 
@@ -89,18 +91,18 @@ def test_offloaded_activations_go_beside_what_is_computed_and_come_back(run: Run
 
 
 def check_offload(step: Sequence[Call]) -> tuple[list[int], list[int]]:
-    """Bytes of the copies to the host and back, which are on one stream that is not the step's."""
+    """Return the bytes of the copies to the host and back; all are on one stream, which is not the step's."""
     copies = [call for call in step if call.kind == "memcpy" and call.words[0] == "DtoH"]
     streams = {copy.stream for copy in copies}
     assert len(streams) <= 1
     assert 0 not in streams, "activations are copied on the stream on which the step computes"
-    back = [
+    returned = [
         call for call in step if call.kind == "memcpy" and call.words[0] == "HtoD" and call.stream in streams
     ]
-    return sorted(int(copy.words[1]) for copy in copies), sorted(int(copy.words[1]) for copy in back)
+    return sorted(int(copy.words[1]) for copy in copies), sorted(int(copy.words[1]) for copy in returned)
 
 
 def test_the_step_is_the_recorded_one(run: Run) -> None:
-    """A difference is a decision: python -m tests.fake_gpu.record writes it anew, and the commit names what
-    has changed."""
+    """After an intended difference, write the record again with python -m tests.fake_gpu.record, and name the
+    change in the commit."""
     assert figures_of(run.scratch) == json.loads(PATH.read_text())[run.name]

@@ -1,7 +1,7 @@
-"""Our Triton kernels as an H100 gets them, compiled for sm_90 by our own launch code, and their PTX executed
-on the CPU.
+"""The project's Triton kernels, compiled for sm_90 (H100) by the project's launch code, and their PTX
+executed on the CPU.
 
-Tried with Triton 3.6.0, 3.7.1 (which GPU builds of torch 2.13 pin), 3.8.0 and 3.9.0.
+Tested with Triton 3.6.0, 3.7.1 (the version of torch 2.13's GPU builds), 3.8.0 and 3.9.0.
 """
 
 import os
@@ -48,12 +48,12 @@ pytestmark = [
 ]
 
 F32, BF16 = torch.float32, torch.bfloat16
-# Registers of a thread, with some room to the most that were seen: AdamW 64 with Triton 3.9.0 and 96 with
-# 3.7.1, cross entropy 32 with both. At these limits an H100's multiprocessor holds 16 warps of AdamW and 48
-# of cross entropy.
+# Limits of registers per thread, with a margin above the maximum observed: AdamW 64 with Triton 3.9.0 and 96
+# with 3.7.1, cross entropy 32 with both. At these limits an H100's multiprocessor holds 16 warps of AdamW and
+# 48 of cross entropy.
 REGISTERS = {"AdamW": 104, "cross entropy, read": 40, "cross entropy, write": 40}
-# Float operations that are rounded correctly, as the reference's are. `.rn` also forbids ptxas to fuse them
-# (PTX ISA, 9.7.3).
+# Float operations that are rounded correctly, as in the reference. `.rn` also forbids ptxas to fuse them (PTX
+# ISA, 9.7.3).
 ROUNDED = {
     "add.rn.f32",
     "sub.rn.f32",
@@ -64,9 +64,9 @@ ROUNDED = {
     "cvt.rn.bf16.f32",
     "cvt.rzi.s64.f32",
 }
-# Of each slice: elements, place of the first, columns, gap. One element; what a program holds at once (512),
-# one less, one more; a gap; a whole program; more than one, beyond 32 bits; rows of one, with gaps that
-# together are.
+# Elements, index of the first, columns, and gap of each slice: one element; the block of a program (512), one
+# less and one more; a gap; a full program; more than one program, with an index beyond 32 bits; rows of one
+# element with gaps that together exceed 32 bits; and rows without gaps.
 PARTS = [
     (1, 3, 1, 0),
     (511, 0, 73, 0),
@@ -82,13 +82,13 @@ PARTS = [
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Triton's cache, with nothing of an earlier run in it."""
+    """An empty cache for Triton."""
     return tmp_path_factory.mktemp("triton")
 
 
 @pytest.fixture(scope="module")
 def compiled(cache: Path) -> dict[str, Compiled]:
-    return {f"{one.name}, {one.dtypes}": one for one in compile_kernels(cache)}
+    return {f"{kernel.name}, {kernel.dtypes}": kernel for kernel in compile_kernels(cache)}
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def launches(cache: Path) -> Iterator[list[Launch]]:
 
 
 def changed(folder: Path, source: Path, *changes: tuple[str, str]) -> ModuleType:
-    """A copy of the kernels' file in which some texts, each of which must be there once, are others."""
+    """Load a copy of the kernels' file with replaced snippets, each of which must occur once."""
     text = source.read_text(encoding="utf-8")
     for old, new in changes:
         assert text.count(old) == 1, old
@@ -111,7 +111,7 @@ def changed(folder: Path, source: Path, *changes: tuple[str, str]) -> ModuleType
 
 
 def too_much(name: str, launch: Launch) -> list[str]:
-    """What the compiled kernel needs beyond its limits."""
+    """Return the resources of the compiled kernel that exceed their limits."""
     cubin = read_cubin(launch.cubin)
     spilled = [f"{cubin.spilled_bytes} spilled bytes"] if cubin.spilled_bytes else []
     return [*spilled, f"{cubin.registers} registers"] if cubin.registers > REGISTERS[name] else spilled
@@ -122,40 +122,40 @@ def share_of_memory_time(launch: Launch) -> float:
 
 
 def inexact(launch: Launch) -> set[str]:
-    """Opcodes with a type of floats, but for those that are rounded correctly."""
+    """Return opcodes with a float type, except those that are rounded correctly."""
     opcodes = {instruction.opcode for instruction in parse(launch.ptx.read_text()).instructions}
     return {opcode for opcode in opcodes if re.search(r"\.(f|bf|tf|e\dm)\d", opcode)} - ROUNDED
 
 
 def test_no_kernel_spills_or_takes_too_many_registers(compiled: dict[str, Compiled]) -> None:
     assert len(compiled) == len(PAIRS) + 2 * 2
-    needs = {title: too_much(one.name, one.launch) for title, one in compiled.items()}
-    assert {title: beyond for title, beyond in needs.items() if beyond} == {}
+    excess = {title: too_much(kernel.name, kernel.launch) for title, kernel in compiled.items()}
+    assert {title: resources for title, resources in excess.items() if resources} == {}
 
 
 def test_adamw_in_bfloat16_can_be_issued_within_the_time_that_the_planner_assumes(
     compiled: dict[str, Compiled],
 ) -> None:
-    """At best in 0.90 of it with Triton 3.9.0, 0.89 with 3.7.1."""
+    """The lower bound is 0.90 of the memory time with Triton 3.9.0, 0.89 with 3.7.1."""
     assert 0.5 < share_of_memory_time(compiled["AdamW, bfloat16, moments bfloat16"].launch) < 1
 
 
 def test_adamw_has_only_correctly_rounded_float_operations(compiled: dict[str, Compiled]) -> None:
-    launches = [one.launch for one in compiled.values() if one.name == "AdamW"]
+    launches = [kernel.launch for kernel in compiled.values() if kernel.name == "AdamW"]
     assert [inexact(launch) for launch in launches] == [set()] * len(PAIRS)
 
 
 def test_adamw_as_it_was_takes_all_registers_and_cannot_reach_the_memorys_rate(
     cache: Path, tmp_path: Path
 ) -> None:
-    """With Triton 3.9.0 it spilled 600 bytes and took at least 1.31 of the memory's time, with 3.7.1 it was
-    16 bytes and 1.12."""
+    """An earlier version of the kernel spilled 600 bytes and took at least 1.31 of the memory time with
+    Triton 3.9.0, 16 bytes and 1.12 with 3.7.1."""
     block, division = (
         (("BLOCK = 512", "BLOCK = 2048"), ("BLOCKS = 32", "BLOCKS = 8")),
         ("if gap != 0:", "if True:"),
     )
     launch = compile_adamw(cache, changed(tmp_path, ADAMW, *block, division), BF16, BF16)
-    # 192 with Triton 3.8.0, without spills
+    # with Triton 3.8.0: 192 registers without spills
     assert re.search(r"(192|255) registers", ", ".join(too_much("AdamW", launch)))
     assert share_of_memory_time(launch) > 1
 
@@ -178,8 +178,8 @@ def test_triton_is_as_before_afterwards(tmp_path: Path) -> None:
 
 
 def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[Slice]:
-    """The same values at every call. Tensors of every other slice begin where 16 bytes do not; two have a
-    gradient that is not finite."""
+    """Return slices with the same values at every call. The tensors of every second slice are not aligned to
+    16 bytes; two slices have a non-finite gradient."""
     generator, slices = torch.Generator().manual_seed(0), []
     for number, (n, first, columns, gap) in enumerate(PARTS):
         values = [torch.randn(n, generator=generator) * scale for scale in (0.1, 1.0, 0.1, 0.1)]
@@ -202,19 +202,21 @@ def make_step(skip: float = 0.0) -> AdamWStep:
 
 
 def tensors_of(slices: list[Slice]) -> list[Tensor]:
-    return [tensor for one in slices for tensor in (one.parameter, one.gradient, one.exp_avg, one.exp_avg_sq)]
+    return [
+        tensor for part in slices for tensor in (part.parameter, part.gradient, part.exp_avg, part.exp_avg_sq)
+    ]
 
 
 def executed(
     kernels: ModuleType, launches: list[Launch], parameter: torch.dtype, moment: torch.dtype
 ) -> list[str]:
-    """Which tensors differ from the reference's after a step of these kernels."""
-    got, expected = make_slices(parameter, moment), make_slices(parameter, moment)
-    kernels.update(got, make_step())
-    execute(launches[-1], tensors_of(got))
+    """Return the names of tensors that differ from the reference's after a step of these kernels."""
+    actual, expected = make_slices(parameter, moment), make_slices(parameter, moment)
+    kernels.update(actual, make_step())
+    execute(launches[-1], tensors_of(actual))
     adamw_kernel.update(expected, make_step())
-    pairs = [(bits(mine), bits(other)) for mine, other in zip(got, expected, strict=True)]
-    return [name for mine, other in pairs for name in mine if not torch.equal(mine[name], other[name])]
+    pairs = [(bits(a), bits(e)) for a, e in zip(actual, expected, strict=True)]
+    return [name for a, e in pairs for name in a if not torch.equal(a[name], e[name])]
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
@@ -247,8 +249,8 @@ def test_fused_operations_are_seen_in_the_opcodes_and_in_the_result(
 
 
 def make_rows(rows: int, vocabulary: int, dtype: torch.dtype, between: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits with so many elements between their rows, and ids: those of the first row and of a third are
-    another rank's."""
+    """Return logits with `between` elements between their rows, and ids; the ids of the first and third row
+    belong to another rank."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocabulary + between, generator=generator) * 5).to(dtype)[:, :vocabulary]
     return logits, torch.tensor([-7, vocabulary - 1, vocabulary])[:rows]
@@ -261,29 +263,29 @@ def make_rows(rows: int, vocabulary: int, dtype: torch.dtype, between: int = 0) 
 def test_cross_entropy_does_what_its_reference_does(
     rows: int, vocabulary: int, between: int, dtype: torch.dtype, launches: list[Launch]
 ) -> None:
-    """Sums of float32 in another order differ by 1e-5 at most; a gradient by a rounding of its dtype, or of
+    """Sums of float32 in another order differ by at most 1e-5; a gradient by one rounding of its dtype, or of
     1."""
     kernels, (logits, ids) = load_copy(LOSS), make_rows(rows, vocabulary, dtype, between)
-    got, expected = kernels.read_rows(logits, ids), plain_rows(logits, ids)
+    actual, expected = kernels.read_rows(logits, ids), plain_rows(logits, ids)
     execute(launches[-1])
-    assert torch.equal(got[[0, 2]], expected[[0, 2]])
-    torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=0.0)
+    assert torch.equal(actual[[0, 2]], expected[[0, 2]])
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=0.0)
     log_sum, scale, weight = expected[0] + expected[1].log(), torch.rand(rows) + 0.5, torch.rand(rows)
-    whole = logits.as_strided((rows, vocabulary + between), (vocabulary + between, 1)) if between else logits
-    untouched, expected = whole[:, vocabulary:].clone(), logits.clone()
+    padded = logits.as_strided((rows, vocabulary + between), (vocabulary + between, 1)) if between else logits
+    untouched, expected = padded[:, vocabulary:].clone(), logits.clone()
     kernels.write_gradient(logits, ids, log_sum, scale, weight)
     execute(launches[-1])
     plain_gradient(expected, ids, log_sum, scale, weight)
     tolerance = 1e-6 if dtype is F32 else 2**-8
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(whole[:, vocabulary:], untouched)
+    assert torch.equal(padded[:, vocabulary:], untouched)
 
 
 def test_a_vector_load_from_a_misaligned_address_is_refused(
     compiled: dict[str, Compiled], launches: list[Launch]
 ) -> None:
-    """Our launch code has another kernel compiled for logits at such an address, which loads them one by
-    one."""
+    """The project's launch code compiles another kernel for logits at such an address, which loads single
+    elements."""
     aligned = compiled["cross entropy, read, float32"].launch
     logits = torch.zeros(2 * VOCABULARY + 1)[1:].view(2, VOCABULARY)
     with pytest.raises(AccessError, match=r"16 bytes at \w+ are misaligned"):
@@ -328,7 +330,7 @@ def test_a_missing_mask_is_noticed(name: str, tmp_path: Path, launches: list[Lau
 
 
 def run_ptx(folder: Path, *lines: str) -> None:
-    """Execute a kernel of two warps."""
+    """Execute a kernel with two warps."""
     kernel = (
         ".visible .entry kernel(",
         ")",
@@ -363,15 +365,16 @@ def test_an_instruction_that_is_not_known_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [32, 16])
 def test_threads_that_must_meet_and_do_not_are_reported(threads: int, tmp_path: Path) -> None:
-    apart = ("mov.u32 %r1, %tid.x;", f"setp.lt.s32 %p1, %r1, {threads};", "@%p1 bra $around;")
+    diverge = ("mov.u32 %r1, %tid.x;", f"setp.lt.s32 %p1, %r1, {threads};", "@%p1 bra $around;")
     shuffle = "shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;"
-    run_ptx(tmp_path, *apart, "add.s32 %r2, %r1, 1;", "$around:", shuffle, "bar.sync 0;")
+    run_ptx(tmp_path, *diverge, "add.s32 %r2, %r1, 1;", "$around:", shuffle, "bar.sync 0;")
     with pytest.raises(RuntimeError, match=f"only some of {64 if threads == 32 else 32} threads"):
-        run_ptx(tmp_path, *apart, "bar.sync 0;" if threads == 32 else shuffle, "$around:")
+        run_ptx(tmp_path, *diverge, "bar.sync 0;" if threads == 32 else shuffle, "$around:")
 
 
 def test_a_fused_operation_is_rounded_once() -> None:
-    """The product lies in the middle of two neighbours, to which float64 adds too little to show."""
+    """The product is exactly between two float32 values, and the addend is too small to change it in
+    float64."""
     x, middle = np.full(3, 1 + 2**-12, np.float32), 1 + 2**-11
     tiny = np.array([-(2**-80), 0, 2**-80], np.float32)
     assert fused_multiply_add(x, x, tiny).tolist() == [middle, middle, middle + 2**-23]
@@ -383,6 +386,6 @@ def test_bfloat16_is_rounded_as_torch_does() -> None:
     values = torch.randint(
         -(2**31), 2**31, (2**16,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
     )
-    values[:4096] = values[:4096] & -(2**16) | 2**15  # in the middle of two neighbours
+    values[:4096] = values[:4096] & -(2**16) | 2**15  # exactly between two bfloat16 values
     floats = values.view(F32)[~values.view(F32).isnan()]
     assert np.array_equal(to_bfloat16(floats.numpy()), floats.to(BF16).view(torch.uint16).numpy())

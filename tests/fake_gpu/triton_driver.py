@@ -1,7 +1,7 @@
-"""A driver for Triton without a GPU: our own launch code compiles for sm_90 (H100), and each launch is
+"""A driver for Triton without a GPU: the project's launch code compiles for sm_90 (H100), and each launch is
 recorded instead of run.
 
-Triton itself decides on types, constants and which arguments are divisible by 16, as on a GPU: the compiled
+As on a GPU, Triton determines types, constants and which arguments are divisible by 16, so the compiled
 kernels are those that an H100 would load.
 """
 
@@ -20,10 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
-# of a block. CUDA C++ Programming Guide, technical specifications of compute capability 9.0
+# per block. CUDA C++ Programming Guide, technical specifications of compute capability 9.0
 MAX_SHARED_BYTES = 232448
-MAX_THREADS = 1024  # of a block
-# what Triton passes to a launch between grid and arguments: stream, function, metadata and hooks
+MAX_THREADS = 1024  # per block
+# values that Triton passes to a launch between grid and arguments: stream, function, metadata and hooks
 LAUNCH_PARTS = 6
 
 
@@ -33,10 +33,9 @@ class Launch:
 
     Args:
         grid: blocks along x, y and z
-        warps: of each block
-        shared_bytes: of each block's shared memory
-        arguments: tensors and numbers, in the kernel's order, without those that are constants of the
-            compiled kernel
+        warps: per block
+        shared_bytes: shared memory per block
+        arguments: tensors and numbers in the kernel's order, without constants of the compiled kernel
         ptx, cubin: files of the compiled kernel
     """
 
@@ -51,8 +50,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class OfflineDriver:
-    """What Triton calls to compile and launch: by name, the methods and attributes of its own drivers that it
-    asks for."""
+    """The methods and attributes of a driver that Triton uses to compile and launch, with Triton's names."""
 
     launches: list[Launch] = field(default_factory=list)
 
@@ -73,12 +71,12 @@ class OfflineDriver:
         return {"max_shared_mem": MAX_SHARED_BYTES}
 
     def load_binary(self, *_: Any) -> tuple[None, None, int, int, int]:
-        """Module, function, registers, spills, and threads of the largest block. There is no module, so
-        Triton unloads none."""
+        """Return module, function, registers, spills, and threads of the largest block. The module is None,
+        so that Triton unloads none."""
         return None, None, 0, 0, MAX_THREADS
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """Triton calls it with each compiled kernel, and the result at each launch."""
+        """Return the function that Triton calls at each launch of a compiled kernel."""
         return partial(self._record, source, metadata)
 
     def _record(self, source: Any, metadata: Any, *launch: Any) -> None:
@@ -96,20 +94,20 @@ class OfflineDriver:
 
 @contextmanager
 def offline_triton(cache: Path) -> Iterator[list[Launch]]:
-    """Until it ends, Triton compiles for sm_90 into the folder `cache`, and its launches are added to the
-    list."""
-    before, offline = driver._active, OfflineDriver()
+    """Inside this context Triton compiles for sm_90 into the folder `cache`, and its launches are appended to
+    the list."""
+    previous, offline = driver._active, OfflineDriver()
     with patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)):
         driver.set_active(offline)
         try:
             yield offline.launches
         finally:
-            driver.set_active(before)
+            driver.set_active(previous)
 
 
 def load_copy(path: Path) -> ModuleType:
-    """The file as a module of its own. Its kernels share no compiled code with those of the imported module:
-    a kernel keeps its compiled code by the number of the device, and a real GPU has the number 0 too."""
+    """Load the file as a separate module, whose kernels share no compiled code with the imported module: a
+    kernel caches compiled code by device number, and a real GPU also has number 0."""
     spec = importlib.util.spec_from_file_location(f"copy_of_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# unshare -rn two_nodes.sh FOLDER COMMAND [ARGUMENT ...]: the same command on two "nodes", network namespaces with one cable between
-# them, 10.77.0.1 and 10.77.0.2. What each prints goes to FOLDER/1.txt and 2.txt, its exit code to 1.code and 2.code, and the
-# process ids to 1.pid and 2.pid.
+# unshare -rn two_nodes.sh FOLDER COMMAND [ARGUMENT ...]: run a command on two "nodes", network namespaces with one link between
+# them, 10.77.0.1 and 10.77.0.2. FOLDER gets the output of each in 1.txt and 2.txt, the exit codes in 1.code and 2.code, and the
+# process ids in 1.pid and 2.pid.
 set -euo pipefail
 folder=$1
 shift

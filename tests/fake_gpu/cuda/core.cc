@@ -16,16 +16,16 @@
 
 typedef std::lock_guard<std::recursive_mutex> Guard;
 static const size_t MIB = 1ul << 20, GIB = 1ul << 30;
-static const size_t H100_BYTES = 85029158912ul;  // what cudaMemGetInfo says of an H100 SXM: 79.19 GiB
+static const size_t H100_BYTES = 85029158912ul;  // as cudaMemGetInfo reports for an H100 SXM: 79.19 GiB
 static const size_t CONTEXT_BYTES =
-    512 * MIB;  // an estimate: what a context takes before anything is allocated
+    512 * MIB;  // an estimate: the memory of a context before any allocation
 static const size_t LARGE_BYTES = 64 * MIB;
 
-// Never destroyed: threads of torch still call while the process ends.
+// Never destroyed, because torch's threads still make calls while the process exits.
 struct State {
   std::recursive_mutex lock;
   FILE* log = nullptr;
-  pid_t opened = 0;  // the process that has
+  pid_t opened = 0;  // the process that opened the log
   long lines = 0;
   void (*observer)(const char*, const void*, const char*) = nullptr;
   std::set<std::string> unimplemented;
@@ -60,9 +60,9 @@ void fake_log(const char* kind, const void* stream, const char* format, ...) {
   State& s = state();
   if (s.opened != getpid()) {
     s.opened = getpid(), s.log = nullptr;
-    if (const char* path = getenv("FAKE_CUDA_LOG")) {  // one file a process: FAKE_CUDA_LOG.PID
+    if (const char* path = getenv("FAKE_CUDA_LOG")) {  // one file per process: FAKE_CUDA_LOG.PID
       s.log = fopen((std::string(path) + "." + std::to_string(getpid())).c_str(), "w");
-      if (s.log) setvbuf(s.log, nullptr, _IOLBF, BUFSIZ);  // a process may end at any line
+      if (s.log) setvbuf(s.log, nullptr, _IOLBF, BUFSIZ);  // line-buffered: a process may end at any line
     }
   }
   if (s.log) fprintf(s.log, "%ld\t%s\t%lx\t%s\n", s.lines++, kind, (unsigned long)(uintptr_t)stream, text);
@@ -85,7 +85,7 @@ void fake_observe(void (*observer)(const char*, const void*, const char*)) { sta
 // Devices
 
 int fake_installed() { return (int)number_of("FAKE_CUDA_DEVICES", 1); }
-int fake_devices() {  // looked up once, as CUDA does
+int fake_devices() {  // read once, as in CUDA
   static const int count = [] {
     const char* visible = getenv("CUDA_VISIBLE_DEVICES");
     if (!visible) return fake_installed();
@@ -99,7 +99,7 @@ int fake_device() { return device; }
 int fake_set_device(int wanted) {
   if (wanted < 0 || wanted >= fake_devices()) return 101;  // cudaErrorInvalidDevice
   device = wanted;
-  fake_make_context();  // since CUDA 12 cudaSetDevice makes the primary context
+  fake_make_context();  // since CUDA 12 cudaSetDevice creates the primary context
   return 0;
 }
 
@@ -155,8 +155,8 @@ int fake_launch(const char* call, const void* stream, const unsigned grid[3], co
 
 // Memory
 
-// FAKE_CUDA_GIB: what the device says it has. FAKE_CUDA_REFUSES_GIB: it refuses more than that, whatever it
-// says.
+// FAKE_CUDA_GIB: the reported memory of the device. FAKE_CUDA_REFUSES_GIB: allocations beyond this fail,
+// independent of the reported memory.
 size_t fake_total() {
   static size_t total = (size_t)(number_of("FAKE_CUDA_GIB", (double)H100_BYTES / GIB) * GIB);
   return total;
@@ -234,8 +234,8 @@ int fake_is_pinned(const void* host) {
   return (uintptr_t)host < it->first + it->second;
 }
 
-// Device memory reads as 0: no kernel computes, so nothing else could be right. A copy of more than 64 MiB to
-// the host changes nothing there: nobody looks at it, and its pages need not exist.
+// Device memory reads as 0, because no kernel computes values. A copy of more than 64 MiB to the host changes
+// nothing there: no test reads it, and its pages need not exist.
 void fake_copy(void* to, const void* from, size_t bytes) {
   const bool to_device = fake_device_of(to) >= 0, from_device = fake_device_of(from) >= 0;
   if (to_device || bytes > LARGE_BYTES) return;
@@ -245,8 +245,8 @@ void fake_copy(void* to, const void* from, size_t bytes) {
     memcpy(to, from, bytes);
 }
 
-// An H100 SXM, as cudaDeviceGetAttribute describes one (the names of the numbers: driver_types.h, enum
-// cudaDeviceAttr).
+// The attributes of an H100 SXM as cudaDeviceGetAttribute returns them (names of the numbers: driver_types.h,
+// enum cudaDeviceAttr).
 int fake_attribute(int number) {
   static const std::map<int, int> h100 = {
       {1, 1024},        {2, 1024},    {3, 1024},     {4, 64},    {5, 2147483647},  {6, 65535},

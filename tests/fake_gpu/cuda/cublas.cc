@@ -1,4 +1,4 @@
-// libcublas.so.13: products, logged with their sizes (m, n, k), types and transpositions.
+// libcublas.so.13: matrix products, logged with their sizes (m, n, k), types and transpositions.
 #include <cstdlib>
 
 #include "core.h"

@@ -1,4 +1,4 @@
-// libcublasLt.so.13: products with an epilogue, or of float8, logged as those of cublas.cc are.
+// libcublasLt.so.13: matrix products with an epilogue or of float8, logged as in cublas.cc.
 #include <cstdlib>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// libcuda.so.1, the driver: contexts, modules (Triton's and inductor's cubins), launches, and memory that is
+// libcuda.so.1, the driver: contexts, modules (cubins of Triton and inductor), launches, and memory that is
 // mapped by pages.
 #include <cuda.h>
 #include <elf.h>
@@ -25,7 +25,7 @@ static CUcontext context_of(int device) { return (CUcontext)(uintptr_t)(0x77 + d
 static thread_local CUcontext current;
 
 // Registers and stack frame of a cubin's kernel: attributes 0x2f and 0x11 of its ELF section .nv.info.
-// Inductor asks for them to choose among configurations, as on a GPU.
+// Inductor reads them to choose among configurations, as on a GPU.
 static Module* read_cubin(const char* image) {
   Module* module = new Module{0, 0};
   if (memcmp(image, ELFMAG, 4)) return module;

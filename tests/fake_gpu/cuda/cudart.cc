@@ -1,5 +1,4 @@
-// libcudart.so.13, the runtime: what torch's own kernels, its allocator, its streams and its events are made
-// of.
+// libcudart.so.13, the runtime: the functions of torch's kernels, allocator, streams and events.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -55,7 +54,7 @@ static cudaError_t unpin(void* host) {
 }
 
 extern "C" {
-// Kernels of torch's libraries, which register themselves as they are loaded
+// Kernels of torch's libraries, which register themselves when they are loaded
 
 void** __cudaRegisterFatBinary(void*) { return (void**)calloc(1, 64); }
 void __cudaRegisterFatBinaryEnd(void**) {}
@@ -121,7 +120,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
-  static void* const symbol = fake_reserve(65536);  // of the program's image, not allocated
+  static void* const symbol = fake_reserve(65536);  // part of the program's image, not allocated
   *pointer = symbol;
   return cudaSuccess;
 }
@@ -279,8 +278,8 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t byt
 cudaError_t cudaMemset(void*, int, size_t bytes) { return fill(bytes, nullptr); }
 cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t stream) { return fill(bytes, stream); }
 
-// Streams and events. All work is done the moment it is launched; the order that the program asked for is in
-// the log.
+// Streams and events. Work is complete as soon as it is launched; the log has the order that the program
+// requested.
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   *stream = (cudaStream_t)fake_handle();

@@ -1,5 +1,5 @@
 // libcudnn.so.9: the backend API with which cuDNN's frontend, compiled into torch, builds attention. Every
-// graph gets one plan of no workspace; what is logged is how many operations a graph has (24 for attention's
+// graph gets one plan without workspace; the log has the number of operations of a graph (24 for attention's
 // backward).
 #include <cstdlib>
 

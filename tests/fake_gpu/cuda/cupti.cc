@@ -1,7 +1,7 @@
-// libcupti.so.13: what torch's profiler asks. Every line of the log becomes the records that CUPTI would make
-// of it: the call on the host, the operator around it, and the kernel or copy on its stream. Times on the
-// device are made up: 1,000 ticks each of the profiler's clock, one after the other. So are the names of
-// kernels that NVIDIA's libraries choose, in their style.
+// libcupti.so.13: the functions that torch's profiler calls. Every line of the log becomes the records that
+// CUPTI would create: the call on the host, the operator around it, and the kernel or copy on its stream.
+// Times on the device are made up: 1,000 ticks of the profiler's clock each, one after the other. The names of
+// the kernels of NVIDIA's libraries are made up in their style.
 #include <cupti.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,12 +22,12 @@ static const uint32_t DEFAULT_STREAM = 7;  // as CUPTI numbers it
 static std::recursive_mutex lock;
 typedef std::lock_guard<std::recursive_mutex> Guard;
 static std::set<int> enabled;  // kinds of activity
-static uint8_t* buffer;        // of the caller's, which is being filled
+static uint8_t* buffer;        // the caller's buffer that is being filled
 static size_t buffer_size, buffer_used;
-static std::set<std::string> names;              // a record holds a pointer to its name
-static std::map<uint32_t, uint64_t> busy_until;  // of each stream
+static std::set<std::string> names;              // records hold pointers to these names
+static std::map<uint32_t, uint64_t> busy_until;  // by stream
 static thread_local std::map<CUpti_ExternalCorrelationKind, std::vector<uint64_t>>
-    around;  // operators, annotations: the inmost last
+    around;  // operators and annotations, the innermost last
 static CUpti_BuffersCallbackRequestFunc request_buffer;
 static CUpti_BuffersCallbackCompleteFunc complete_buffer;
 static CUpti_TimestampCallbackFunc clock_of_caller;
@@ -66,7 +66,7 @@ static size_t size_of(int kind) {
   }
 }
 
-// What a line of the log is
+// Kinds of lines in the log
 
 struct Call {
   CUpti_ActivityKind kind;

@@ -1,5 +1,5 @@
-// libnccl.so.2: communicators that are alone, and collectives that are logged. `bytes` is the full side of a
-// collective: an all-gather's output, a reduce-scatter's input.
+// libnccl.so.2: communicators without peers, and collectives that are only logged. `bytes` is the size of the
+// full tensor: an all-gather's output, a reduce-scatter's input.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -12,7 +12,7 @@ struct UniqueId {
 struct Communicator {
   int size, rank, number;
 };
-static const int BYTES_OF[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // of an ncclDataType_t
+static const int BYTES_OF[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // by ncclDataType_t
 
 static Communicator* make(int size, int rank) {
   static std::atomic<int> made{0};

@@ -1,5 +1,5 @@
-// libnvrtc.so.13: kernels that torch writes as it runs (its jiterator). They are named, and not compiled: a
-// GPU would have them from NVIDIA's own compiler, of which Triton's are independent.
+// libnvrtc.so.13: kernels that torch generates at run time (its jiterator). They get names but are not
+// compiled. Triton's kernels do not use this compiler.
 #include <cstddef>
 #include <cstring>
 #include <string>
