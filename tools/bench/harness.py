@@ -25,7 +25,7 @@ from meshwright import __version__
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 
 WORKER = "meshwright.tools.bench.worker"
-KEYS = "Config keys of train.main are accepted too, as --section.key=value, and override the settings above."
+KEYS = "Config keys of train.main are accepted too, as --section.key=value, and override the subcommand's."
 
 
 @dataclass(frozen=True)
