@@ -97,7 +97,7 @@ PAGE_OF = {
     if not any(re.search(pattern, command) for pattern in ELSEWHERE)
 }
 # commands that plan large models or compile, and on which no later command depends
-LONG = r"tools\.(plan|doctor|eval)(?!.*--timeline)"
+LONG = r"tools\.(plan|doctor|eval|bench)(?!.*--timeline)"
 ALL = [
     pytest.param(
         command,
