@@ -30,9 +30,9 @@ KERNELS = {
     "cudnn": ("cuda",),
     "flex": ("cuda",),
 }
-WITHIN_DOCUMENTS = ("cpu", "flex")  # kernels that can mask attention across documents
+DOCUMENT_MASK_KERNELS = ("cpu", "flex")  # kernels that can mask attention across documents
 # kernels that do not support float32 on a GPU (torch, sdp_utils.cpp: check_dtypes_low_precision)
-HALF_ON_GPUS = ("flash", "cudnn")
+HALF_PRECISION_KERNELS = ("flash", "cudnn")
 _TORCH_KERNELS = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,

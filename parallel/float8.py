@@ -62,11 +62,11 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
     for module in model.modules():
         if hasattr(module, "linear_mm_config"):
             module.product = MethodType(_product, module)  # type: ignore[assignment]
-    if scales_ahead(plan):
+    if precomputes_scales(plan):
         _scale_after_each_step(model)
 
 
-def scales_ahead(plan: Plan) -> bool:
+def precomputes_scales(plan: Plan) -> bool:
     """Return whether the scales of weights are computed right after the optimizer step, for the next
     all-gather."""
     # with CPU offload FSDP2 copies a weight to the device without its scale

@@ -8,7 +8,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.fx import Node
 
 
-def inner_code(op: Any) -> Callable[..., Any] | None:
+def custom_op_body(op: Any) -> Callable[..., Any] | None:
     """Return the Python body of a `torch.library.custom_op`, so that tracers can look inside it. None for
     other operators, for torch's own, and for those with "attention" or "kernel" in their name, which count as
     one kernel."""

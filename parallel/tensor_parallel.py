@@ -93,7 +93,7 @@ def apply_styles(
         module.forward = MethodType(forward, module)
 
 
-def share_copies(parameters: Iterable[Tensor]) -> None:
+def synchronize_replicated_gradients(parameters: Iterable[Tensor]) -> None:
     """Copy the first tp rank's gradients of replicated weights to all tp ranks, once a step; only needed if
     `tp_modules` leaves a part of the model unsplit.
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.planner.timeline_plot import FAINT, GRID, INK, LETTER, SMALL, new_figure, plainly
+from meshwright.parallel.planner.timeline_plot import (
+    FAINT,
+    GRID,
+    INK,
+    LETTER,
+    SMALL,
+    new_figure,
+    with_default_style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,14 +66,14 @@ def style_of(number: int) -> Style:
     return Style(COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)])
 
 
-@plainly
+@with_default_style
 def draw_curves(title: str, x_label: str, curves: Sequence[Curve]) -> "Figure":
     """Return a line chart; without any finite point an empty chart with a note."""
     if not any(math.isfinite(y) for curve in curves for _, y in curve.points):
         return _empty_chart(title)
     figure = new_figure(WIDTH, HEIGHT)
     axes = figure.add_axes((0.13, 0.16, 0.83, 0.72))
-    dress(axes, title, x_label)
+    style_axes(axes, title, x_label)
     add_curves(axes, curves)
     return figure
 
@@ -83,7 +91,7 @@ def add_curves(axes: "Axes", curves: Sequence[Curve]) -> None:
     axes.set_xlim(left=0)
 
 
-@plainly
+@with_default_style
 def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     """Return a chart with one row per bar: its name, and below it the bar with its label."""
     known = [bar.high or bar.value for bar in bars if bar.value is not None]
@@ -101,7 +109,7 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     return figure
 
 
-@plainly
+@with_default_style
 def draw_errors(title: str, names: Sequence[str], errors: Mapping[str, Sequence[float | None]]) -> "Figure":
     """Return a chart with one row per name and one bar per kind of `errors`: the relative error of the
     prediction, to the left if it is below the measurement."""
@@ -135,7 +143,7 @@ def _rows(names: Sequence[str], title: str, above: float, below: float) -> "tupl
     figure = new_figure(WIDTH, height)
     place = (SIDE / WIDTH, below / height, 1 - 2 * SIDE / WIDTH, len(names) * BAR_ROW / height)
     axes = figure.add_axes(place, ylim=(len(names), 0))
-    dress(axes, title, pad=above - 20)
+    style_axes(axes, title, pad=above - 20)
     axes.yaxis.set_visible(False)
     axes.xaxis.set_visible(False)
     style: Any = {"fontsize": SMALL, "color": FAINT, "parse_math": False}
@@ -148,18 +156,18 @@ def _rows(names: Sequence[str], title: str, above: float, below: float) -> "tupl
 def _empty_chart(title: str) -> "Figure":
     figure = new_figure(WIDTH, 74)
     axes = figure.add_axes((SIDE / WIDTH, 0.1, 1 - 2 * SIDE / WIDTH, 0.5))
-    say_nothing(axes, title, "nothing measured yet")
+    draw_note(axes, title, "nothing measured yet")
     return figure
 
 
-def say_nothing(axes: "Axes", title: str, note: str) -> None:
+def draw_note(axes: "Axes", title: str, note: str) -> None:
     """Show only a title and a note, for a chart without data."""
-    dress(axes, title)
+    style_axes(axes, title)
     axes.set_axis_off()
     axes.text(0, 0.5, note, fontsize=SMALL, color=FAINT)
 
 
-def dress(axes: "Axes", title: str, x_label: str = "", pad: float = 8) -> None:
+def style_axes(axes: "Axes", title: str, x_label: str = "", pad: float = 8) -> None:
     """Set the title, the grid, and axes with short numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 

@@ -19,8 +19,8 @@ from meshwright.tools.cli import format_table, run_tool, to_json
 from meshwright.tools.load_weights import (
     checkpoints_folder,
     find_newest,
-    load_whole_weights,
-    read_whole,
+    load_full_weights,
+    read_full_tensors,
     write_weights,
 )
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
@@ -157,7 +157,7 @@ def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
     target = out if out.suffix == ".safetensors" and not out.is_dir() else out / "model.safetensors"
     if target.exists() and not force:
         raise CheckpointError(f"{target} exists: name another file, or add --force to replace it")
-    weights = {name: tensor.to(torch.float32) for name, tensor in load_whole_weights(checkpoint).items()}
+    weights = {name: tensor.to(torch.float32) for name, tensor in load_full_weights(checkpoint).items()}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as partial:
@@ -277,7 +277,7 @@ def _compare(name: str, first: _Opened, second: _Opened) -> TensorDifference | N
     if saved_1 is None or saved_2 is None or saved_1 != saved_2:
         return TensorDifference(name, str(saved_1 or "missing"), str(saved_2 or "missing"), None)
     a, b = (
-        read_whole(checkpoint, manifest, [name], reader)[name]
+        read_full_tensors(checkpoint, manifest, [name], reader)[name]
         for checkpoint, manifest, reader in (first, second)
     )
     if torch.equal(a, b):

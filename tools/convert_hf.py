@@ -24,7 +24,7 @@ from meshwright.tools.cli import number_from, run_tool
 from meshwright.tools.load_weights import (
     checkpoint_config,
     find_newest,
-    read_whole,
+    read_full_tensors,
     saved_weights,
     write_weights,
 )
@@ -37,7 +37,7 @@ from meshwright.train.checkpoint.manifest import (
     CheckpointManifest,
     SavedTensor,
     TrainPosition,
-    dtype_word,
+    dtype_name,
     manifest_to_text,
 )
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
@@ -146,7 +146,7 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
     (partial / "config.yaml").write_text(
         config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8"
     )
-    described = {name: SavedTensor(t.shape, dtype_word(DTYPES[t.dtype])) for name, t in tensors.items()}
+    described = {name: SavedTensor(t.shape, dtype_name(DTYPES[t.dtype])) for name, t in tensors.items()}
     files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
     write_synced(partial / MANIFEST, manifest_to_text(CheckpointManifest(TrainPosition(), files, described)))
 
@@ -181,7 +181,7 @@ def export_checkpoint(
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
 
     def read(name: str) -> Tensor:
-        tensor = read_whole(checkpoint, manifest, [saved[name][0]], reader)[saved[name][0]]
+        tensor = read_full_tensors(checkpoint, manifest, [saved[name][0]], reader)[saved[name][0]]
         return _converted(name, tensor, dtypes[name])
 
     places = write_files(partial, sizes, read, limit_bytes)

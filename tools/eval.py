@@ -31,18 +31,18 @@ from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, DataConfig
-from meshwright.train.config_parser import no_warning, parse_config, rename_overrides, warn_once
+from meshwright.train.config_parser import ignore_warning, parse_config, rename_overrides, warn_once
 from meshwright.train.data.corpus import Corpus, check_data, load_on_all_ranks
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
-from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
+from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo, choose_device, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
-from meshwright.train.planning.resolve import plan_here
+from meshwright.train.planning.resolve import plan_on_device
 
 PROG = "tools.eval"
 # The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         evaluate_model(options, overrides, ranks)
     except USER_ERRORS as error:
-        say_user_error(ranks, f"{type(error).__name__}: {error}")
+        print_user_error(ranks, f"{type(error).__name__}: {error}")
         code, problem = EXIT_USER_ERROR, error
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -145,10 +145,10 @@ def make_parser() -> argparse.ArgumentParser:
 def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> None:
     """Find, load and evaluate the model, and print the scores. Raises the classes of
     train.errors.USER_ERRORS."""
-    target = find_target(options, overrides, warn_once if ranks.is_main else no_warning)
+    target = find_target(options, overrides, warn_once if ranks.is_main else ignore_warning)
     config = target.config
     device, device_name = choose_device(config.run, ranks)
-    plan = plan_here(config.job, ranks, device, device_name)
+    plan = plan_on_device(config.job, ranks, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, ranks.local_world_size)
     check_data(config.data, config.model.vocab_size)
@@ -189,7 +189,7 @@ def find_target(
     config = (
         config_of_hf(folder, keys)
         if is_hf
-        else parse_config([f"--config={folder / 'config.yaml'}", *keys], PROG, no_warning)
+        else parse_config([f"--config={folder / 'config.yaml'}", *keys], PROG, ignore_warning)
     )
     weights = find_weights(str(folder), config.model, None)
     assert weights is not None, "the folder exists, and there is no checkpoint to resume from"

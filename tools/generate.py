@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.models.llama import Llama
 from meshwright.models.rope import rope_tables
 from meshwright.tools.cli import natural, number_from, run_tool
-from meshwright.tools.load_weights import checkpoint_config, find_newest, load_whole_weights
+from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
 from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sources import find_files
@@ -28,7 +28,7 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
 )
 from meshwright.train.errors import ConfigError, DataError
-from meshwright.train.planning.device_defaults import dtype_here
+from meshwright.train.planning.device_defaults import dtype_on_device
 
 BROKEN = "\ufffd"  # a decoder's character for bytes that are not, or not yet, a character
 
@@ -175,12 +175,12 @@ def choose_window(requested: int, job: TrainingJob) -> int:
 def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> Llama:
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
     CPU in float32."""
-    weights = load_whole_weights(checkpoint)
+    weights = load_full_weights(checkpoint)
     if job.model.tie_embeddings:
         weights["head.output.weight"] = weights["tok_embeddings.weight"]
     with torch.device("meta"):
         model = Llama(job.model)
-    name = dtype_here(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
+    name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
     model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
     tables = rope_tables(

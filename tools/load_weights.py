@@ -75,7 +75,7 @@ def saved_weights(
     return saved
 
 
-def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
+def load_full_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return the model's full parameters on the CPU in their saved dtype, by fully qualified name, in the
     order of `model.named_parameters()`.
 
@@ -85,11 +85,11 @@ def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     manifest = verify_alone(checkpoint)
     saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint).model)
     names = {PREFIX + name: name for name in saved}
-    tensors = read_whole(checkpoint, manifest, list(names))
+    tensors = read_full_tensors(checkpoint, manifest, list(names))
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
-def read_whole(
+def read_full_tensors(
     checkpoint: Path, manifest: CheckpointManifest, names: Sequence[str], reader: FilesReader | None = None
 ) -> dict[str, Tensor]:
     """Return tensors of a checkpoint by name, each assembled from its shards.

@@ -13,7 +13,7 @@ from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.config_parser import known_keys, no_warning, rename_keys
+from meshwright.train.config_parser import ignore_warning, known_keys, rename_keys
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_status import Status, read_status
 from meshwright.train.files import parse_mapping
@@ -95,7 +95,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return rename_keys(flatten(load_mapping(path), whole=known_keys()), str(path), no_warning)
+        return rename_keys(flatten(load_mapping(path), whole=known_keys()), str(path), ignore_warning)
     except YamlError as error:
         raise ConfigError(str(error)) from None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.float8 import scale_weights, scales_ahead
+from meshwright.parallel.float8 import precomputes_scales, scale_weights
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
@@ -106,7 +106,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         # them is slow.
         fill_model(model, plan, device, 0, copy=lambda parameter, value: None)
         optimizer = build_optimizer(model, OptimConfig(state_dtype=job.state_dtype))
-        if scales_ahead(plan):  # as after the first step
+        if precomputes_scales(plan):  # as after the first step
             scale_weights(model)
         return optimizer
 

@@ -36,7 +36,7 @@ def warn_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def no_warning(line: str) -> None:
+def ignore_warning(line: str) -> None:
     """Ignore a warning: for ranks other than 0, and for files that an older version wrote."""
 
 
@@ -134,7 +134,7 @@ def parse_config(
 def load_config(path: Path) -> Config:
     """Return the config of a YAML file, such as one in a run folder or a checkpoint. Old key names do not
     cause warnings, because the program and not the user wrote the file."""
-    return parse_config([f"--config={path}"], warn=no_warning)
+    return parse_config([f"--config={path}"], warn=ignore_warning)
 
 
 def list_configs() -> list[Path]:
@@ -325,7 +325,7 @@ def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def _check_key(key: str, place: str) -> None:
     """Raise ConfigError with the nearest valid key unless `key` (dotted) is a key or a section."""
     if not is_config_key(key):
-        raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {near_key(key)}")
+        raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {key_hint(key)}")
 
 
 def is_config_key(key: str) -> bool:
@@ -333,7 +333,7 @@ def is_config_key(key: str) -> bool:
     return any(known == key or known.startswith(f"{key}.") for known in known_keys())
 
 
-def near_key(key: str) -> str:
+def key_hint(key: str) -> str:
     """Return a hint for an unknown key: the nearest valid key, or the command that lists all keys."""
     known = known_keys()
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]

@@ -93,7 +93,7 @@ def replacing(path: Path, ending: str = ".tmp") -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically: fsync, then rename. Raises OSError."""
     with replacing(path) as partial, open(partial, "wb") as file:
         file.write(content)
@@ -119,20 +119,20 @@ def make_lock(path: Path) -> "FileLock":
 
 # enough for a socket to each of thousands of peers and all shards; small enough for programs that loop over
 # all file descriptors
-ENOUGH = 65_536
+MAX_OPEN_FILES = 65_536
 
 
 def open_files_limit() -> int:
-    """The current limit of open files (ulimit -n), at most `ENOUGH`."""
+    """The current limit of open files (ulimit -n), at most `MAX_OPEN_FILES`."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return ENOUGH if soft == resource.RLIM_INFINITY else min(soft, ENOUGH)
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files to the hard limit, at most `ENOUGH`. The usual soft limit of 1,024 exists
-    for programs that use select(2)."""
+    """Raise the limit of open files to the hard limit, at most `MAX_OPEN_FILES`. The usual soft limit of 1,024
+    exists for programs that use select(2)."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if open_files_limit() < wanted:
         # macOS allows less than its reported hard limit; then the old limit remains
         with contextlib.suppress(ValueError, OSError):

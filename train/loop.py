@@ -10,7 +10,7 @@ from meshwright.train.config import Config
 from meshwright.train.data.training_data import TrainingData
 from meshwright.train.errors import PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
-from meshwright.train.fault_tolerance.shutdown import INTACT
+from meshwright.train.fault_tolerance.shutdown import COMMITS_INTACT
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.metrics.reporting import Reporting
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
@@ -112,7 +112,9 @@ class Saves:
         """
         self._step, finished = step, self._saver.poll()
         if self._saver.cut_off:
-            raise PeerLostError(f"{self._saver.cut_off}; {INTACT}, and the same command resumes from there")
+            raise PeerLostError(
+                f"{self._saver.cut_off}; {COMMITS_INTACT}, and the same command resumes from there"
+            )
         for save in finished:
             if not save.error:
                 self._reporting.print(

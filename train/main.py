@@ -12,7 +12,7 @@ from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.load import find_start
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, Config
-from meshwright.train.config_parser import config_to_yaml, no_warning, parse_config, warn_once
+from meshwright.train.config_parser import config_to_yaml, ignore_warning, parse_config, warn_once
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import check_data
 from meshwright.train.data.training_data import load_training_data
@@ -22,21 +22,21 @@ from meshwright.train.distributed.exit import (
     EXIT_USER_ERROR,
     exit_process,
     print_error,
-    say_user_error,
+    print_user_error,
 )
 from meshwright.train.distributed.process_group import init_distributed
 from meshwright.train.distributed.ranks import (
     RankInfo,
     check_same_settings,
+    comparable_settings,
     plan_lines,
     read_rank_info,
-    settings_of,
-    with_restarts_of_all,
+    with_maximum_restarts,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.run_lock import make_run_folder, write_texts
-from meshwright.train.fault_tolerance.shutdown import as_lost_peer
+from meshwright.train.fault_tolerance.shutdown import as_peer_lost_error
 from meshwright.train.fault_tolerance.supervision import supervised
 from meshwright.train.loop import train_loop
 from meshwright.train.metrics.reporting import build_reporting
@@ -51,11 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     ranks = read_rank_info()
     try:
         config = parse_config(
-            sys.argv[1:] if arguments is None else arguments, warn=warn_once if ranks.is_main else no_warning
+            sys.argv[1:] if arguments is None else arguments,
+            warn=warn_once if ranks.is_main else ignore_warning,
         )
         stopped = run(config, ranks)
     except USER_ERRORS as error:
-        say_user_error(ranks, f"{type(error).__name__}: {error}")
+        print_user_error(ranks, f"{type(error).__name__}: {error}")
         exit_process(ranks, EXIT_USER_ERROR, error)
     except EXPLAINED_ERRORS as error:
         print_error(f"{type(error).__name__}: {error}")
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt as error:
         exit_process(ranks, EXIT_STOPPED, error)
     except Exception as error:
-        lost = as_lost_peer(error)
+        lost = as_peer_lost_error(error)
         print_error(f"PeerLostError: {lost}" if lost else traceback.format_exc())
         exit_process(ranks, EXIT_FAILED, lost or error)
     # torchrun treats every exit code except 0 as a failure
@@ -78,11 +79,11 @@ def run(config: Config, ranks: RankInfo) -> bool:
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, config.model.vocab_size)
-        init_distributed(config.run, settings_of(config), ranks, device)
+        init_distributed(config.run, comparable_settings(config), ranks, device)
         check_same_settings(ranks, plan_lines(plan))
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)
-        ranks = with_restarts_of_all(ranks)
+        ranks = with_maximum_restarts(ranks)
 
         with supervision.in_folder(folder := make_run_folder(str(config.run.dir), ranks), ranks):
             checkpoints = folder / "checkpoints"

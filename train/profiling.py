@@ -21,7 +21,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import ProfileConfig
 from meshwright.train.distributed.exit import print_error
 from meshwright.train.distributed.ranks import read_rank_info
-from meshwright.train.files import replacing, write_whole
+from meshwright.train.files import replacing, write_atomically
 
 CHECKED_STEP = 2  # counted from this process's start: the first step compiles
 # Patterns of kernel names, on a GPU as the driver reports them, on a CPU the names of torch's operators.
@@ -159,7 +159,7 @@ class StepProfiler:
             with replacing(self._path("json.gz"), ".gz") as partial:
                 profile.export_chrome_trace(str(partial))
             self._write_memory()
-            write_whole(self._path("compile.json"), _compile_report().encode())
+            write_atomically(self._path("compile.json"), _compile_report().encode())
             written = self._folder
         self._end()
         return written

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshwright.train.checkpoint.initial_weights import Weights, load_weights, say_start
+from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights
 from meshwright.train.checkpoint.load import Start, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig
@@ -33,7 +33,7 @@ def restore(
 ) -> TrainState:
     """Load the checkpoint that the run resumes from, or the weights of `checkpoint.init_from`; without either
     keep the initial weights. Raises CheckpointError."""
-    console.print_lines((*start.said, *say_start(config.init_from, start.checkpoint)))
+    console.print_lines((*start.messages, *describe_start(config.init_from, start.checkpoint)))
     if start.checkpoint and start.manifest:
         load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
         position = start.manifest.position

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.fsdp import set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
-from meshwright.parallel.tensor_parallel import share_copies
+from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
 from meshwright.train.data.batch import Batch
 
 
@@ -51,7 +51,7 @@ def train_step(
         micro_loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
         micro_loss.backward()
         loss += micro_loss.detach()
-    share_copies(model.parameters())
+    synchronize_replicated_gradients(model.parameters())
     grad_norm = gradient_norm(list(model.parameters()), loss)
     # The attributes that GradScaler sets for fused AdamW: the divisor of the gradients, and a flag that, at
     # 1, keeps weights, moments and step count unchanged.

@@ -99,7 +99,7 @@ class RecompileError(RuntimeError):
 
 
 class RecompileGuard:
-    """Collects dynamo's recompile reports once armed; `news` returns them."""
+    """Collects dynamo's recompile reports once armed; `new_messages` returns them."""
 
     def __init__(self, config: CompileConfig) -> None:
         self._action = config.on_recompile if config.enabled else "ignore"
@@ -116,7 +116,7 @@ class RecompileGuard:
         log.handlers[:] = [self._reports]  # instead of printing on every rank
         log.propagate = False
 
-    def news(self) -> list[str]:
+    def new_messages(self) -> list[str]:
         """Return one sentence for each recompile since the last call.
 
         Raises RecompileError if `on_recompile` is error.

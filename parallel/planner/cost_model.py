@@ -70,7 +70,7 @@ class StepTimes:
     slowdown: float
     host_s: Mapping[str, float] = field(default_factory=dict)
 
-    def busy_s(self, micro_batches: int) -> float:
+    def step_lower_bound_s(self, micro_batches: int) -> float:
         """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, and copies
         to and from host memory overlap fully with the forward and the backward."""
         copying = sum(self.host_s.values())

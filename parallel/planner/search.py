@@ -134,7 +134,7 @@ def search(
     return SearchResult(tuple(_ranked(state.ranked)), tuple(state.does_not_fit), tuple(state.pruned))
 
 
-def frugal(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
+def least_memory(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
     """Return config and shape with all open keys except tp set to the values that need the least memory.
     `blocks` is the model's number of blocks."""
     least: dict[str, Any] = {
@@ -258,7 +258,10 @@ class _Search:
             work = self.trace(plan)
             times = step_times(plan, work, self.machines.hardware, self.machines.gpus_per_node)
             self.bounds[key] = Bounds(
-                times, times.busy_s(plan.accumulation), least_bytes(plan, work), host_bytes(plan, work)
+                times,
+                times.step_lower_bound_s(plan.accumulation),
+                least_bytes(plan, work),
+                host_bytes(plan, work),
             )
         return self.bounds[key]
 

@@ -150,7 +150,7 @@ def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> f
     """
     if host_s := treated.times.host_s:
         part = {name: seconds * share for name, seconds in host_s.items()}
-        return dataclasses.replace(treated.times, host_s=part).busy_s(micro_batches)
+        return dataclasses.replace(treated.times, host_s=part).step_lower_bound_s(micro_batches)
     return kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
 
 

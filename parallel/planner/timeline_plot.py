@@ -87,7 +87,7 @@ class Panel:
         return (self.window[1] - self.window[0]) / LANES_WIDTH
 
 
-def plainly(draw: Callable[P, T]) -> Callable[P, T]:
+def with_default_style(draw: Callable[P, T]) -> Callable[P, T]:
     """Decorate `draw` to run with matplotlib's default settings, so that a user's matplotlibrc (as
     text.usetex) has no effect."""
 
@@ -116,7 +116,7 @@ def _import_matplotlib() -> Any:
     return matplotlib
 
 
-@plainly
+@with_default_style
 def draw_timeline(timeline: Timeline, title: str) -> "Figure":
     """Return a figure of the step with two panels: the complete step, and a zoom on a few units."""
     start_s, end_s, units = zoom_window(timeline)
@@ -134,11 +134,11 @@ def draw_timeline(timeline: Timeline, title: str) -> "Figure":
     return figure
 
 
-@plainly
+@with_default_style
 def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
     """Return a figure with a title, a color legend, and the panels below each other."""
     assert all(panel.timeline.step_s > 0 for panel in panels), "cannot draw a step of 0 s"
-    kinds = {kind_of(event) for panel in panels for event in panel.timeline.events}
+    kinds = {color_key(event) for panel in panels for event in panel.timeline.events}
     used = {ROWS.get(kind, "compute") for kind in kinds}
     rows = [row for row in dict.fromkeys(ROWS.values()) if row in used] or ["compute"]
     lanes = LANE * len(rows)
@@ -207,7 +207,7 @@ def _draw_bars(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
     inside = defaultdict[str, list[TimelineEvent]](list)
     for event in panel.timeline.events:
         if event.end_s > start_s and event.start_s < end_s:
-            inside[kind_of(event)].append(event)
+            inside[color_key(event)].append(event)
     for kind in (kind for kind in COLORS if kind in inside):
         middle = rows.index(ROWS.get(kind, "compute")) + BAR / LANE / 2
         foot = 0 if panel.large or kind != EXPOSED else LANE - BAR - 1
@@ -262,7 +262,7 @@ def _label(event: TimelineEvent, panel: Panel) -> str:
     return next((one_line(label) for label in (describe(event), where, short) if len(label) < most), "")
 
 
-def kind_of(event: TimelineEvent) -> str:
+def color_key(event: TimelineEvent) -> str:
     """Return the event's key in COLORS."""
     if event.lane != "compute":
         return event.lane
@@ -313,7 +313,7 @@ def zoom_window(timeline: Timeline) -> tuple[float, float, str]:
     shown = middle_units(list(spans))
     start_s, end_s = join_spans(spans, shown)
     margin_s = MARGIN * (end_s - start_s)
-    return max(start_s - margin_s, 0.0), min(end_s + margin_s, timeline.step_s), units_words(shown)
+    return max(start_s - margin_s, 0.0), min(end_s + margin_s, timeline.step_s), format_units(shown)
 
 
 def backward_spans(timeline: Timeline) -> dict[str, Span]:
@@ -333,7 +333,7 @@ def middle_units(units: Sequence[str]) -> Sequence[str]:
     return units[first : first + ZOOMED_UNITS]
 
 
-def units_words(units: Sequence[str]) -> str:
+def format_units(units: Sequence[str]) -> str:
     """Format a range of units, as "layers.41 to layers.38"."""
     return units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
 
@@ -355,7 +355,7 @@ def new_figure(width: float, height: float) -> "Figure":
     return matplotlib.figure.Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="white")
 
 
-@plainly
+@with_default_style
 def to_svg(figure: "Figure") -> str:
     """Return the figure as an SVG document that can be embedded in HTML; deterministic. Text stays text, in
     the viewer's fonts."""
@@ -373,7 +373,7 @@ def picture_bytes(figure: "Figure", suffix: str) -> bytes:
     return to_svg(figure).encode() if suffix == ".svg" else to_png(figure)
 
 
-@plainly
+@with_default_style
 def to_png(figure: "Figure") -> bytes:
     """Return the figure as a PNG file with PNG_SCALE pixels per point."""
     file = io.BytesIO()

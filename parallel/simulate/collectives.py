@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.parallel.mesh import data_parallel_group
-from meshwright.parallel.operators import inner_code
+from meshwright.parallel.operators import custom_op_body
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
 from meshwright.parallel.simulate.module_tracker import ModuleTracker
@@ -67,7 +67,7 @@ class StepRecorder(TorchDispatchMode):
             )
         if DTensor in types:
             result = self._run_on_dtensors(op, args, kwargs or {})
-        elif code := inner_code(op):
+        elif code := custom_op_body(op):
             with self:
                 result = code(*args, **(kwargs or {}))
         else:

@@ -68,7 +68,7 @@ def _run_cases(ranks: int, cases: Mapping[str, Case]) -> dict[str, Result]:
 
 @functools.cache
 def reference(arguments: tuple[str, ...], dtype: torch.dtype = torch.float32) -> Result:
-    """Train plainly with the model, data and optimizer of these arguments."""
+    """Train without parallelism, with the model, data and optimizer of these arguments."""
     plain = train_plainly(parse_config(arguments), STEPS, dtype)
     assert plain["losses"][-1] < plain["losses"][0] - 0.5, (
         "the loss fell too little to reveal a wrong gradient"

@@ -16,7 +16,7 @@ import pytest
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.processes import children
 from tests.support.launch import ROOT, environment, read_status
-from tests.support.run_faults import FOR_EVER, LIMIT_S, check_stopped, kill, steps_of, tiny
+from tests.support.run_faults import ENDLESS_STEPS, LIMIT_S, check_stopped, kill, steps_of, tiny
 
 FIRST = "10.77.0.1"
 
@@ -122,7 +122,7 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(data, tmp_p
     stopped = check_stopped(tmp_path / "run", "signal SIGTERM")
     # Kubernetes must not count a pod that was asked to stop as succeeded.
     assert nodes.code(2) != 0
-    last = arguments.index(f"--train.steps={FOR_EVER}")
+    last = arguments.index(f"--train.steps={ENDLESS_STEPS}")
     arguments[last] = f"--train.steps={stopped + 3}"
     with two_nodes(tmp_path, 2, *arguments) as nodes:
         nodes.process.wait(2 * LIMIT_S)

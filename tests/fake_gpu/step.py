@@ -25,7 +25,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.process_group import use_expandable_segments
 from meshwright.train.optim.optimizer import build_optimizer
-from meshwright.train.planning.device_defaults import attention_here, check_attention
+from meshwright.train.planning.device_defaults import attention_on_device, check_attention
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 
@@ -42,7 +42,7 @@ def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, in
         config.job,
         world_size,
         8,
-        attention_here(config.job, DEVICE, torch.cuda.get_device_name(DEVICE)),
+        attention_on_device(config.job, DEVICE, torch.cuda.get_device_name(DEVICE)),
         "bfloat16",
     )
     check_attention(config.job, plan, "cuda")

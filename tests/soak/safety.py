@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import check_room, spread
+from meshwright.tools.bench.harness import check_disk_space, spread
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import make_environment, python_command, run_to_end
@@ -60,7 +60,7 @@ def add_safety_options(parser: argparse.ArgumentParser) -> None:
 
 def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
     """Return configs, figures and a text. Raises BenchError, and the errors of a wrong config."""
-    check_room(Path(options.folder), 4 * STORE_GB)
+    check_disk_space(Path(options.folder), 4 * STORE_GB)
     keys = {"disk": [*ON_DISK, *overrides], "stall": [*STALLED, *overrides]}
     configs = {kind: config_to_record(parse_config(keys[kind])) for kind in keys}
     measured = {kind: run_workers(kind, keys[kind], options) for kind in keys}

@@ -38,7 +38,7 @@ def _hidden(axis: object) -> Sequence[Text]:
     ]
 
 
-def words_of(figure: Figure) -> list[str]:
+def figure_texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in texts_of(figure)]
 
 
@@ -70,7 +70,7 @@ def spans_of(axes: Axes, color: str) -> list[tuple[float, float]]:
     ]
 
 
-def svg_words(svg: str) -> list[str]:
+def svg_texts(svg: str) -> list[str]:
     root = ElementTree.fromstring(svg)
     return [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
 
@@ -78,7 +78,7 @@ def svg_words(svg: str) -> list[str]:
 def assert_alike(kept: str, drawn: str) -> None:
     """Assert that two SVGs have the same texts, and the same paths up to a point: versions of matplotlib
     differ by less."""
-    assert svg_words(kept) == svg_words(drawn)
+    assert svg_texts(kept) == svg_texts(drawn)
     for kept_path, drawn_path in zip(_paths(kept), _paths(drawn), strict=True):
         assert kept_path == pytest.approx(drawn_path, abs=1)
 

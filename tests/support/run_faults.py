@@ -15,10 +15,10 @@ from tests.support.limited import LIMITED
 from tests.support.nested import NESTED
 
 LIMIT_S = launch.LIMIT_S
-FOR_EVER = 100_000  # steps
+ENDLESS_STEPS = 100_000  # steps
 
 
-def tiny(data: Sequence[str], *more: str, steps: int = FOR_EVER) -> list[str]:
+def tiny(data: Sequence[str], *more: str, steps: int = ENDLESS_STEPS) -> list[str]:
     """The arguments, except run.dir, of a tiny eager run that would last for hours. The learning rate is
     constant, so that a run of fewer steps is the beginning of a longer one."""
     ends = (f"--train.steps={steps}", "--optim.schedule=constant", "--metrics.tensorboard=false")

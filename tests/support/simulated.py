@@ -29,7 +29,7 @@ def simulated(world_size: int, *arguments: str, rank: int = 0) -> Simulation:
     return simulate_run(config.job, plan_run(config.job, world_size, 8), rank)
 
 
-def in_words(
+def describe_collective(
     collectives: Iterable[Collective], phases: Iterable[str] = ("forward", "backward", "recompute")
 ) -> str:
     """The collectives of the units in order: `2` all-gathers layers.2, `-2` reduce-scatters it, `=2`

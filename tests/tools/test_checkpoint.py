@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint import compare_checkpoints, main
 from meshwright.tools.convert_hf import main as convert
-from meshwright.tools.load_weights import find_newest, load_whole_weights
+from meshwright.tools.load_weights import find_newest, load_full_weights
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import load_checkpoint
@@ -34,7 +34,7 @@ Tool = Callable[..., CompletedProcess[str]]
 
 def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
     checkpoint = find_newest(run)
-    whole = load_whole_weights(checkpoint)
+    whole = load_full_weights(checkpoint)
     seen: dict[str, int] = {}
     for path in checkpoint.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -68,7 +68,7 @@ def test_consolidate_writes_the_models_own_names(
     model = Llama(load_config(run / "config.yaml").model)
     assert {n: t.shape for n, t in weights.items()} == {n: p.shape for n, p in model.named_parameters()}
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
-    whole = load_whole_weights(find_newest(run))
+    whole = load_full_weights(find_newest(run))
     assert list(whole) == [name for name, _ in model.named_parameters()]
     assert all(torch.equal(weights[name], tensor) for name, tensor in whole.items())
     assert [path.name for path in target.parent.iterdir()] == ["model.safetensors"]
@@ -99,7 +99,7 @@ def test_a_checkpoint_can_be_named_directly(tied_run: Path) -> None:
         == find_newest(tied_run / "checkpoints")
         == tied_run / "checkpoints" / "step-00000002"
     )
-    early, late = load_whole_weights(first), load_whole_weights(find_newest(tied_run))
+    early, late = load_full_weights(first), load_full_weights(find_newest(tied_run))
     assert not torch.equal(early["tok_embeddings.weight"], late["tok_embeddings.weight"])
 
 
@@ -183,7 +183,7 @@ def test_damage_is_noticed_by_all(
         with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: {message}"):
             main(arguments)
     with pytest.raises(CheckpointError, match=message):
-        load_whole_weights(copy)
+        load_full_weights(copy)
     assert not (tmp_path / "out").exists()
 
 
@@ -201,7 +201,7 @@ def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> 
     with pytest.raises(
         CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"
     ):
-        load_whole_weights(copy)
+        load_full_weights(copy)
     with pytest.raises(
         CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"
     ):
@@ -235,7 +235,7 @@ def test_diff_tells_what_training_has_changed(
         [],
     )
     changed = {tensor["name"]: tensor["largest"] for tensor in found["tensors"]}
-    early, late = load_whole_weights(first), load_whole_weights(second)
+    early, late = load_full_weights(first), load_full_weights(second)
     assert changed["model.head.output.weight"] == pytest.approx(
         (early["head.output.weight"] - late["head.output.weight"]).abs().max().item()
     )

@@ -24,7 +24,7 @@ from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.run_reader import changed_keys, flatten, read_run
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, run, write_text
-from tests.support.pictures import assert_readable, lines_of, words_of
+from tests.support.pictures import assert_readable, figure_texts, lines_of
 from tests.support.sweeps import row, write_run
 
 MIXED = {"parallel": {"param_dtype": "bfloat16"}}
@@ -212,7 +212,7 @@ def test_each_of_several_runs_is_compared_with_the_first(
 def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tmp_path: Path) -> None:
     comparison = compare_with(first, moved(4, loss=0.5, norm=1e-6))
     figure = draw_comparisons([comparison])
-    texts = words_of(figure)
+    texts = figure_texts(figure)
     assert any(text.startswith(comparison.verdict[:40]) for text in texts)
     assert {"loss: difference from the first", "grad_norm: difference from the first", "0", "1e-01"} <= set(
         texts

@@ -26,7 +26,7 @@ from meshwright.models.hf import config_from_hf
 from meshwright.tools.checkpoint import consolidate
 from meshwright.tools.convert_hf import main, write_files
 from meshwright.tools.generate import load_model
-from meshwright.tools.load_weights import checkpoint_config, find_newest, load_whole_weights
+from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
 from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.manifest import MANIFEST, TrainPosition, manifest_to_text, read_manifest
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
@@ -126,7 +126,7 @@ def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path)
     assert config.model == config_from_hf(json.loads((hf_dir / "config.json").read_text()))
     assert config.train.seq_len == config.model.max_seq_len  # 96, less than the default
     assert config.checkpoint.every > 0, "its config saves checkpoints, although the default is never"
-    weights = load_whole_weights(out)
+    weights = load_full_weights(out)
     whole = consolidate(out, tmp_path / "whole.safetensors", force=False)
     check_same(load_file(whole), weights)
     assert len(list((out).glob(".*"))) == len(list(tmp_path.glob(".*"))) == 0
@@ -136,7 +136,7 @@ def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -
     """A run of one process with tied embeddings, and a run of two processes with shards of different
     sizes."""
     main(["export", str(run), str(tmp_path / "hf"), SMALL_FILES])
-    config, weights = checkpoint_config(find_newest(run)), load_whole_weights(find_newest(run))
+    config, weights = checkpoint_config(find_newest(run)), load_full_weights(find_newest(run))
     ours, theirs = load_model(find_newest(run), config.job, torch.device("cpu")), load_hf(tmp_path / "hf")
     tokens = make_tokens(config.model.vocab_size, 2, 32)
     assert len(read_all(tmp_path / "hf")) == len(weights)

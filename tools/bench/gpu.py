@@ -33,7 +33,7 @@ from meshwright.tools.bench.train_run import (
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 from meshwright.train.errors import USER_ERRORS
-from meshwright.train.files import write_whole
+from meshwright.train.files import write_atomically
 
 # Llama 3 8B (arXiv 2407.21783, table 3). COMMON sets 8 of its 32 layers, and weights and moments in bfloat16
 # so that all 32 layers fit one GPU. The keys of a case override both.
@@ -216,7 +216,7 @@ def run_cases(
         print(f"  {outcome}, {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, f"{json.dumps(harness.without_names(document), indent=2)}\n".encode())
+            write_atomically(path, f"{json.dumps(harness.without_names(document), indent=2)}\n".encode())
     if path is not None:
         print(f"recorded: tools/bench/records/{path.name}", file=sys.stderr)
 

@@ -235,7 +235,7 @@ def _version(module: str) -> str | None:
         return None
 
 
-def check_room(folder: Path, gb: float) -> None:
+def check_disk_space(folder: Path, gb: float) -> None:
     """Raise BenchError if the folder does not exist or its disk has less than 1.1 x `gb` free."""
     if not folder.is_dir():
         raise BenchError(f"--folder {folder}: no such folder")

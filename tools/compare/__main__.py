@@ -17,7 +17,7 @@ from meshwright.tools.compare.comparison import (
     custom_band,
 )
 from meshwright.tools.compare.plot import draw_comparisons
-from meshwright.tools.plan.export import check_target, write_whole
+from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.tools.run_reader import Figures, Rate, format_number, read_run
 from meshwright.train.errors import ConfigError
 
@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     comparisons = [compare_runs(first, other, bands, options.until) for other in others]
     same = all(comparison.same for comparison in comparisons)
     if options.picture:
-        write_whole(options.picture, picture_bytes(draw_comparisons(comparisons), options.picture.suffix))
+        write_atomically(
+            options.picture, picture_bytes(draw_comparisons(comparisons), options.picture.suffix)
+        )
     if options.json:
         print(to_json({"same": same, "comparisons": [*map(as_json, comparisons)]}))
     else:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.tools.plan.compare import diff_plans, in_words
+from meshwright.tools.plan.compare import describe_difference, diff_plans
 from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, figures_of, series
 from meshwright.tools.sweep.preflight import describe_changes
 from meshwright.train.errors import ConfigError
@@ -303,7 +303,7 @@ def _describe_tolerance(tolerance: Tolerance) -> str:
 
 def _plan_differences(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
     if a.plan is not None and b.plan is not None:
-        return tuple(map(in_words, diff_plans(a.plan, b.plan)))
+        return tuple(map(describe_difference, diff_plans(a.plan, b.plan)))
     return tuple(f"{run.folder}: {run.plan_problem}" for run in (a, b) if run.plan is None)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.planner.timeline_plot import INK, LETTER, SMALL, new_figure, plainly
-from meshwright.tools.charts import HEIGHT, WIDTH, Curve, Style, add_curves, dress, say_nothing, style_of
+from meshwright.parallel.planner.timeline_plot import INK, LETTER, SMALL, new_figure, with_default_style
+from meshwright.tools.charts import HEIGHT, WIDTH, Curve, Style, add_curves, draw_note, style_axes, style_of
 from meshwright.tools.compare.comparison import RunComparison, ToleranceBand, distance
 from meshwright.tools.run_reader import RunFolder, series
 
@@ -23,7 +23,7 @@ SHADE = "#e4e4e4"  # of the band
 MOST_RUNS = 30
 
 
-@plainly
+@with_default_style
 def draw_comparisons(comparisons: Sequence[RunComparison]) -> "Figure":
     """Draw loss and gradient norm in two columns: the curves on top, below them the differences from the
     first run."""
@@ -58,8 +58,8 @@ def _draw_runs(axes: "Axes", key: str, runs: Sequence[tuple[RunFolder, Style]], 
     title = f"{key} (gray: the band around the first)"
     curves = [Curve([*series(run.rows, key).items()], style) for run, style in runs]
     if not any(math.isfinite(value) for curve in curves for _, value in curve.points):
-        return say_nothing(axes, title, "no finite value")
-    dress(axes, title, "step")
+        return draw_note(axes, title, "no finite value")
+    style_axes(axes, title, "step")
     add_curves(axes, curves)
     limits = axes.get_ylim()
     steps, values = zip(
@@ -82,10 +82,10 @@ def _draw_differences(axes: "Axes", key: str, comparisons: Sequence[RunCompariso
     sizes = [size for values in differences for size in values.values() if 0 < size < math.inf]
     if not sizes:
         has_values = any(values for values in differences)
-        return say_nothing(
+        return draw_note(
             axes, title, "no difference at any common step" if has_values else "no common step has it"
         )
-    dress(axes, title, "step")
+    style_axes(axes, title, "step")
     add_curves(axes, [Curve([*values.items()], style_of(n + 1)) for n, values in enumerate(differences)])
     widest = max(_widest(comparison, key) for comparison in comparisons)
     axes.axhspan(0, widest, color=SHADE, zorder=0.4)

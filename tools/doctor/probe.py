@@ -24,7 +24,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.doctor.facts import OPTIONAL, Folder, Gpu, MachineFacts, Software, Unknown, find
 from meshwright.train.cgroups import memory_limit_bytes
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.files import ENOUGH
+from meshwright.train.files import MAX_OPEN_FILES
 from meshwright.train.memory import free_host_bytes
 from meshwright.train.planning.device_defaults import describe_dtype
 
@@ -43,7 +43,9 @@ def look_at_machine() -> MachineFacts:
         threads=find(lambda: len(os.sched_getaffinity(0))),
         memlock_kib=find(lambda: limit(resource.RLIMIT_MEMLOCK, SOFT, 1024)),
         open_files=find(lambda: limit(resource.RLIMIT_NOFILE, SOFT)),
-        most_open_files=find(lambda: min(limit(resource.RLIMIT_NOFILE, HARD) or ENOUGH, ENOUGH)),
+        most_open_files=find(
+            lambda: min(limit(resource.RLIMIT_NOFILE, HARD) or MAX_OPEN_FILES, MAX_OPEN_FILES)
+        ),
         shm_gib=find_gib(lambda: shutil.disk_usage("/dev/shm").free),
         hostname=name,
         addresses=find(lambda: tuple(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))),

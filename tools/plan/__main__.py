@@ -24,8 +24,8 @@ from meshwright.tools.plan.compare import (
     compare_strategies,
     comparison_json,
     comparison_text,
+    describe_difference,
     diff_plans,
-    in_words,
 )
 from meshwright.tools.plan.export import (
     PLAN_SUFFIXES,
@@ -111,7 +111,7 @@ def compare_files(options: argparse.Namespace) -> None:
     elif not differences:
         print("the two plans are the same")
     else:
-        print(f"{options.a} -> {options.b}", *map(in_words, differences), sep="\n")
+        print(f"{options.a} -> {options.b}", *map(describe_difference, differences), sep="\n")
 
 
 def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:

@@ -18,7 +18,7 @@ from torch import nn
 from meshwright.models.llama import Llama
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import Plan, UnitPlan, find_style, prefetch_schedule, regathered
-from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
+from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.cli import format_table
@@ -164,7 +164,8 @@ def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
     """Yield the all-reduces of replicated weights. If tp does not split a part of the model, the gradients of
-    all weights with identical copies on the tp ranks are summed (parallel.tensor_parallel.share_copies)."""
+    all weights with identical copies on the tp ranks are summed
+    (`parallel.tensor_parallel.synchronize_replicated_gradients`)."""
     styles = {
         name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()
     }
@@ -203,7 +204,7 @@ def _one_rank(job: TrainingJob, plan: Plan) -> Llama:
     with torch.device("meta"):
         model = Llama(job.model)
     freeze(model, job.freeze)
-    apply_as_one_rank(model, plan.tensor, plan.mesh.tp)
+    apply_as_single_tp_rank(model, plan.tensor, plan.mesh.tp)
     return model
 
 

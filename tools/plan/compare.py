@@ -140,7 +140,7 @@ def diff_plans(a: Plan, b: Plan) -> list[Difference]:
     return differences + _diff_units(a, b)
 
 
-def in_words(difference: Difference) -> str:
+def describe_difference(difference: Difference) -> str:
     """Format a difference as one line."""
     where, key = difference.where, difference.key
     if key == ONLY:

@@ -41,21 +41,21 @@ def check_target(option: str, path: Path, suffixes: Sequence[str], overwrites: b
 def save_plan(path: Path, plan: Plan, about: Sequence[str]) -> None:
     """Write the plan file, with the lines of `about` as comments at the top."""
     comments = "".join(f"# {line}\n" for sentence in about for line in sentence.splitlines())
-    write_whole(path, (comments + plan_to_yaml(plan)).encode())
+    write_atomically(path, (comments + plan_to_yaml(plan)).encode())
 
 
 def save_timeline(path: Path, timeline: Timeline, title: str) -> None:
     """Write the step as a picture (.svg, .png) or as a trace for Perfetto (.json), by the suffix of the
     file."""
     if path.suffix == ".json":
-        write_whole(path, json.dumps(chrome_trace(timeline, title)).encode())
+        write_atomically(path, json.dumps(chrome_trace(timeline, title)).encode())
     else:
-        write_whole(path, picture_bytes(draw_timeline(timeline, title), path.suffix))
+        write_atomically(path, picture_bytes(draw_timeline(timeline, title), path.suffix))
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically, by a rename. Raises ConfigError if it cannot be written."""
     try:
-        files.write_whole(path, content)
+        files.write_atomically(path, content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshwright.parallel.errors import one_line
 from meshwright.tools.cli import EXIT_INTERRUPTED, positive, run_tool, to_json
-from meshwright.tools.plan.export import write_whole
+from meshwright.tools.plan.export import write_atomically
 from meshwright.tools.sweep.html_report import make_page
 from meshwright.tools.sweep.preflight import PlannedRun, changed_runs, check_sweep, refuse_changed
 from meshwright.tools.sweep.progress import SweepScreen
@@ -31,7 +31,7 @@ from meshwright.tools.sweep.runner import (
     write_attempt,
 )
 from meshwright.tools.sweep.spec import Spec, read_spec
-from meshwright.train.config_parser import RENAMED_KEYS, known_keys, near_key, rename_keys, warn_once
+from meshwright.train.config_parser import RENAMED_KEYS, key_hint, known_keys, rename_keys, warn_once
 from meshwright.train.errors import ConfigError
 
 EXIT_NOT_ALL = 1  # a run is neither finished nor refused
@@ -153,7 +153,7 @@ def read_overrides(texts: Sequence[str]) -> dict[str, str]:
         if not is_given:
             raise ConfigError(f"--override {text}: must be a config key and a value, such as train.steps=100")
         if key not in known_keys() and key not in RENAMED_KEYS:
-            raise ConfigError(f"--override {text}: unknown key {one_line(key, 80)}. {near_key(key)}")
+            raise ConfigError(f"--override {text}: unknown key {one_line(key, 80)}. {key_hint(key)}")
         overrides[key] = value
     return dict(rename_keys(overrides, "--override", warn_once))
 
@@ -212,8 +212,8 @@ def write_report(
     report = read_sweep(name, spec, planned, changed)
     make_folder(spec.folder)
     record_owner(spec.folder, name)
-    write_whole(spec.folder / "report.json", (to_json(report_json(report)) + "\n").encode())
-    write_whole(spec.folder / "report.html", make_page(report).encode())
+    write_atomically(spec.folder / "report.json", (to_json(report_json(report)) + "\n").encode())
+    write_atomically(spec.folder / "report.html", make_page(report).encode())
     return report
 
 

@@ -21,7 +21,7 @@ from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, choose_device
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.planning.predict import predict
-from meshwright.train.planning.resolve import plan_here, plan_run
+from meshwright.train.planning.resolve import plan_on_device, plan_run
 
 SHOWN = 8  # changed keys of a run, in a message
 
@@ -137,7 +137,7 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
             kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes))
         )
     try:
-        figures = predict(config.job, plan_here(config.job, place, device, name), kind, processes)
+        figures = predict(config.job, plan_on_device(config.job, place, device, name), kind, processes)
     except (PlanError, ConfigError):
         return {}
     peak = figures.memory.peak_bytes if device.type == "cuda" else figures.reserved_bytes
@@ -167,7 +167,7 @@ def _try_plan(config: Config, cell: SweepRun, local: bool) -> Any:
     if not local:
         return plan_run(config.job, cell.processes * cell.nodes, cell.processes)
     place = _place(cell)
-    return plan_here(config.job, place, *choose_device(config.run, place))
+    return plan_on_device(config.job, place, *choose_device(config.run, place))
 
 
 def _place(cell: SweepRun) -> RankInfo:

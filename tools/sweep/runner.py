@@ -17,7 +17,7 @@ import msgspec
 
 from meshwright.parallel.errors import one_line
 from meshwright.tools.cli import to_json
-from meshwright.tools.plan.export import write_whole
+from meshwright.tools.plan.export import write_atomically
 from meshwright.tools.processes import (
     alive,
     children,
@@ -77,7 +77,7 @@ def read_attempt(folder: Path) -> Attempt:
 def write_attempt(folder: Path, attempt: Attempt) -> float:
     """Write attempt.json with an atomic rename. Returns its modification time, by the clock of the file
     system, which may be another machine's. Raises ConfigError if the folder cannot be written."""
-    write_whole(folder / NAME, (to_json(attempt) + "\n").encode())
+    write_atomically(folder / NAME, (to_json(attempt) + "\n").encode())
     return (folder / NAME).stat().st_mtime
 
 
@@ -193,7 +193,7 @@ def make_folder(folder: Path) -> None:
 
 def record_owner(folder: Path, name: str) -> None:
     """Record the spec's name in the folder. Raises ConfigError."""
-    write_whole(folder / NOTE, (json.dumps({"spec": name}) + "\n").encode())
+    write_atomically(folder / NOTE, (json.dumps({"spec": name}) + "\n").encode())
 
 
 def refuse_other_owner(folder: Path, name: str) -> None:

@@ -15,7 +15,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, report, structure
 from meshwright.parallel.yaml_io import load_mapping
 from meshwright.tools.run_reader import flatten
-from meshwright.train.config_parser import is_config_key, known_keys, near_key, rename_keys, warn_once
+from meshwright.train.config_parser import is_config_key, key_hint, known_keys, rename_keys, warn_once
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
@@ -197,7 +197,7 @@ def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
                     "config): remove it"
                 )
             elif key not in known:
-                yield f"{place}: unknown key {one_line(key, 80)}. {near_key(key)}"
+                yield f"{place}: unknown key {one_line(key, 80)}. {key_hint(key)}"
             elif not _is_plain(value):
                 yield (
                     f"{place}: {key}={one_line(value, 80)} is a date in YAML, which no key accepts: put it "

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.timeline_plot import draw_timeline, picture_bytes
 from meshwright.tools.cli import format_table, natural, run_tool
-from meshwright.tools.plan.export import check_target, write_whole
+from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.tools.trace.advice import ms
 from meshwright.tools.trace.analysis import ProfileAnalysis, analyze_profile
 from meshwright.tools.trace.kernel_stats import KernelRow
@@ -125,7 +125,7 @@ def draw(path: Path, analysis: ProfileAnalysis, measured: Timeline, predicted: T
         f"{analysis.rank}"
     )
     figure = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
-    write_whole(path, picture_bytes(figure, path.suffix))
+    write_atomically(path, picture_bytes(figure, path.suffix))
 
 
 def _document(analysis: ProfileAnalysis, kernels: Sequence[KernelRow], plan: AgainstPlan) -> dict[str, Any]:

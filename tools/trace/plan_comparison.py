@@ -17,13 +17,13 @@ from meshwright.parallel.planner.timeline_plot import (
     Panel,
     Span,
     backward_spans,
+    color_key,
     draw_panels,
+    format_units,
     in_ms,
     join_spans,
-    kind_of,
     middle_units,
     phases,
-    units_words,
 )
 from meshwright.tools.trace.steps import ComputeSpan, ProfiledStep, Transfer, total
 from meshwright.train.config import Config
@@ -114,7 +114,7 @@ def _lane_seconds(timeline: Timeline) -> Mapping[str, float]:
     seconds = Counter[str]()
     for event in timeline.events:
         if event.lane == "compute":
-            seconds[kind_of(event)] += event.seconds  # type: ignore[assignment]
+            seconds[color_key(event)] += event.seconds  # type: ignore[assignment]
     for lane in LINK_LANES:
         seconds[lane] = _covered(event for event in timeline.events if event.lane == lane)  # type: ignore[assignment]
     totals = {"step": timeline.step_s, "compute": timeline.compute_s, EXPOSED: timeline.exposed_s}
@@ -183,7 +183,9 @@ def _backward_facts(
     seconds, predicted_s = (
         end_s - start_s for start_s, end_s in (join_spans(each, units) for each in (spans, predicted))
     )
-    return f"{side.capitalize()} backward of {units_words(units)}: {_with_change(seconds, predicted_s, side)}"
+    return (
+        f"{side.capitalize()} backward of {format_units(units)}: {_with_change(seconds, predicted_s, side)}"
+    )
 
 
 def _with_change(seconds: float, predicted_s: float, side: str) -> str:

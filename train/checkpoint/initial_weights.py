@@ -59,7 +59,7 @@ def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | 
     )
 
 
-def say_start(init_from: str | None, resume_from: Path | None) -> list[str]:
+def describe_start(init_from: str | None, resume_from: Path | None) -> list[str]:
     """Return the log line that names the initial weights; nothing without init_from."""
     if init_from is None:
         return []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, refuse_newer
 from meshwright.train.checkpoint.huggingface import FilesReader
-from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, dtype_word
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, dtype_name
 from meshwright.train.checkpoint.shards import random_state, training_tensors
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
@@ -90,7 +90,7 @@ def read_tensors(
     reader = reader or open_reader(checkpoint, manifest)
     stored = reader.read_metadata().state_dict_metadata
     headers = {
-        name: SavedTensor(tuple(meta.size), dtype_word(meta.properties.dtype))
+        name: SavedTensor(tuple(meta.size), dtype_name(meta.properties.dtype))
         for name in into
         if isinstance(meta := stored.get(name), TensorStorageMetadata)
     }
@@ -147,7 +147,7 @@ class Start:
 
     checkpoint: Path | None = None
     manifest: CheckpointManifest | None = None
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:

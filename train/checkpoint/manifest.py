@@ -73,10 +73,10 @@ class SavedTensor:
 
 def describe_tensor(tensor: torch.Tensor) -> SavedTensor:
     """Return shape and dtype of a full tensor."""
-    return SavedTensor(tuple(tensor.shape), dtype_word(tensor.dtype))
+    return SavedTensor(tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
-def dtype_word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without its prefix, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 

@@ -65,7 +65,7 @@ def find_files(source: str) -> list[tuple[str, Path]]:
         paths = [path for path in _walk(root) if path.suffix == ".py"]
     elif Path(source).is_dir():
         root = Path(source)
-        paths = [path for path in _walk(root) if path.suffix in TEXT_SUFFIXES or kind_of(path) != TEXT]
+        paths = [path for path in _walk(root) if path.suffix in TEXT_SUFFIXES or file_kind(path) != TEXT]
     elif Path(source).is_file():
         _check_file(source)
         root, paths = Path(source).parent, [Path(source)]
@@ -82,7 +82,7 @@ def find_files(source: str) -> list[tuple[str, Path]]:
     return files
 
 
-def kind_of(path: Path) -> str:
+def file_kind(path: Path) -> str:
     """Return the kind of a file: TEXT for one document, else jsonl, jsonl.gz, jsonl.zst, parquet or arrow."""
     return next((suffix[1:] for suffix in RECORD_SUFFIXES if path.name.endswith(suffix)), TEXT)
 
@@ -103,7 +103,7 @@ def _check_file(source: str) -> None:
     path = Path(source)
     if path.stat().st_size == 0:
         raise DataError(f"data.source={source} is an empty file: use a file with text")
-    if kind_of(path) == TEXT and path.suffix in COMPRESSED_SUFFIXES:
+    if file_kind(path) == TEXT and path.suffix in COMPRESSED_SUFFIXES:
         raise DataError(
             f"data.source={source} is compressed, and only {' and '.join(RECORD_SUFFIXES[1:3])} can be read "
             "compressed: unpack it first"

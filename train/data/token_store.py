@@ -33,7 +33,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, Natural, structure, wrong_keys
 from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.errors import DataError
-from meshwright.train.files import open_files_limit, read_json, write_whole
+from meshwright.train.files import open_files_limit, read_json, write_atomically
 
 # Files that stay mapped after they were read. Each takes an open file and a memory map; Linux allows a
 # process 65,530 maps.
@@ -342,7 +342,7 @@ def verify_once(folder: Path, remembered: Path) -> None:
     verify(folder)
     with contextlib.suppress(OSError):  # without a record the next start compares again
         remembered.mkdir(parents=True, exist_ok=True)
-        write_whole(note, seen)
+        write_atomically(note, seen)
 
 
 def verify(folder: Path) -> None:

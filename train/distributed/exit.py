@@ -12,11 +12,11 @@ if TYPE_CHECKING:  # a process of tools.doctor that uses this module must not im
     from meshwright.train.distributed.ranks import RankInfo
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
-SPEAK_S = 5.0  # how long the other ranks wait, so that rank 0 prints its message first
+PRINT_FIRST_S = 5.0  # how long the other ranks wait, so that rank 0 prints its message first
 
 
-def say_user_error(ranks: "RankInfo", message: str) -> None:
-    """Print a user error on rank 0; on another rank wait `SPEAK_S`, then print it there.
+def print_user_error(ranks: "RankInfo", message: str) -> None:
+    """Print a user error on rank 0; on another rank wait `PRINT_FIRST_S`, then print it there.
 
     Usually all ranks find the same error. torchrun ends all ranks when the first one exits, so the others
     print only if rank 0 has no error.
@@ -25,7 +25,7 @@ def say_user_error(ranks: "RankInfo", message: str) -> None:
         print_error(message)
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(SPEAK_S)
+    time.sleep(PRINT_FIRST_S)
     print_error(f"rank {ranks.rank}: {message}")
 
 
@@ -61,7 +61,7 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_at_once(code: int, message: str) -> NoReturn:
+def exit_immediately(code: int, message: str) -> NoReturn:
     """Write `message` to stderr and end the process immediately, from any thread. Nothing is flushed, because
     other threads may hold the locks of Python's streams."""
     with contextlib.suppress(OSError):

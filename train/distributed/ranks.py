@@ -27,7 +27,7 @@ class RankInfo:
     under_torchrun: bool
     restarts: int = 0  # automatic restarts of the run by torchrun and Slurm
     torchrun_restarts: int = 0  # of these, the restarts by torchrun
-    store_keeper: str = "rank 0"  # the process that hosts the rendezvous store
+    store_host: str = "rank 0"  # the process that hosts the rendezvous store
 
     @property
     def is_main(self) -> bool:
@@ -56,7 +56,7 @@ def read_rank_info() -> RankInfo:
         under_torchrun="TORCHELASTIC_RUN_ID" in env,
         restarts=torchrun + slurm,
         torchrun_restarts=torchrun,
-        store_keeper="torchrun on the first node" if by_torchrun else "rank 0",
+        store_host="torchrun on the first node" if by_torchrun else "rank 0",
     )
 
 
@@ -120,7 +120,7 @@ def check_same_settings(ranks: RankInfo, local: Mapping[str, str]) -> None:
         )
 
 
-def settings_of(config: Config) -> dict[str, str]:
+def comparable_settings(config: Config) -> dict[str, str]:
     """Return every key of the config with its value, except those that may differ between nodes: cache
     folders and threads."""
     sections = {section.name: getattr(config, section.name) for section in fields(config)}
@@ -138,7 +138,7 @@ def plan_lines(plan: Plan) -> dict[str, str]:
     return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
 
 
-def with_restarts_of_all(ranks: RankInfo) -> RankInfo:
+def with_maximum_restarts(ranks: RankInfo) -> RankInfo:
     """Return `ranks` with the maximum restart counts of all ranks; each node's launcher counts its own."""
     restarts = torch.tensor([ranks.restarts, ranks.torchrun_restarts])
     dist.all_reduce(restarts, op=dist.ReduceOp.MAX)

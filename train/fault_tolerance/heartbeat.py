@@ -33,7 +33,7 @@ class Heartbeats:
         # All ranks leave init_process_group at nearly the same time, so this clock does not depend on the
         # hosts' clocks
         self._joined_s = time.monotonic()
-        self.address, self.keeper = _find_address(store), ranks.store_keeper
+        self.address, self.keeper = _find_address(store), ranks.store_host
 
     def beat(self, report: RankReport) -> bool:
         """Send a heartbeat; return True if another rank has requested everyone's reports."""

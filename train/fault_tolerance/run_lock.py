@@ -20,7 +20,7 @@ from meshwright.parallel.structure import Count
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import ConfigError, LockError
-from meshwright.train.files import NO_LOCKS, make_lock, read_json, write_whole
+from meshwright.train.files import NO_LOCKS, make_lock, read_json, write_atomically
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -128,7 +128,7 @@ def _write_holder(folder: Path) -> None:
     holder = Holder(socket.gethostname(), pid, since, _started(pid))
     with contextlib.suppress(OSError):
         (folder / NOTE).unlink(missing_ok=True)
-        write_whole(folder / NOTE, json.dumps(asdict(holder)).encode())
+        write_atomically(folder / NOTE, json.dumps(asdict(holder)).encode())
 
 
 def _is_dead(holder: Holder) -> bool:

@@ -16,7 +16,7 @@ from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, CrashLoopError, OutOfMemory
-from meshwright.train.fault_tolerance.shutdown import as_lost_peer
+from meshwright.train.fault_tolerance.shutdown import as_peer_lost_error
 from meshwright.train.files import read_json, replacing
 
 State = Literal["running", "finished", "stopped", "failed"]
@@ -64,7 +64,7 @@ def write_status(
         "step": step,
         "resumed_from": resumed_from,
         "reason": reason[: LIMIT_BYTES // 8],
-        "how_to_go_on": _how_to_go_on(state, saved, named),
+        "how_to_go_on": _how_to_continue(state, saved, named),
         "failed_starts": failed.count,
         "failed_at_step": failed.step,
     }
@@ -76,7 +76,7 @@ def write_status(
     return ""
 
 
-def _how_to_go_on(state: State, saved: bool, named: bool) -> str:
+def _how_to_continue(state: State, saved: bool, named: bool) -> str:
     if state == "running":
         return ""
     if not saved:
@@ -123,7 +123,7 @@ class RunStatus:
         except CrashLoopError:
             raise
         except BaseException as error:
-            lost = as_lost_peer(error)
+            lost = as_peer_lost_error(error)
             if not (lost and self._explained_elsewhere()):
                 reason = str(lost) if lost else f"{type(error).__name__}: {error}"
                 self.write("failed", reason, for_all=isinstance(error, OutOfMemory))

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from meshwright.train.config import RunConfig
-from meshwright.train.distributed.exit import end_at_once
+from meshwright.train.distributed.exit import exit_immediately
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.errors import PeerLostError
 
 # Slurm sends the signal of its --signal option, torchrun forwards SIGHUP when its terminal is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REPEAT_S = 0.5  # a signal within this time after the first is the same request, delivered twice
-LAST_WORDS_S = 5.0  # for on_end and the exit; after that the kernel ends the process
+EXIT_S = 5.0  # for on_end and the exit; after that the kernel ends the process
 CLOSE_S = 5.0  # how long close() waits for peers that may be dead
 _PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # of gloo and NCCL
-INTACT = "committed checkpoints are intact"
+COMMITS_INTACT = "committed checkpoints are intact"
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,13 @@ class GracefulShutdown:
         run."""
         self._grace = time.monotonic() + self._config.grace_s, number
         # SIGALRM ends a process by default
-        signal.setitimer(signal.ITIMER_REAL, self._config.grace_s + LAST_WORDS_S)
+        signal.setitimer(signal.ITIMER_REAL, self._config.grace_s + EXIT_S)
 
     def _end(self, number: int, reason: str) -> None:
-        signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_S)  # on_end writes to a disk, which may hang
+        signal.setitimer(signal.ITIMER_REAL, EXIT_S)  # on_end writes to a disk, which may hang
         with contextlib.suppress(Exception):
             self._on_end(reason)
-        end_at_once(128 + number, f"{reason}; {INTACT}")
+        exit_immediately(128 + number, f"{reason}; {COMMITS_INTACT}")
 
 
 def merge_requests(requests: Sequence[ShutdownRequest | None]) -> ShutdownRequest | None:
@@ -235,7 +235,7 @@ def merge_requests(requests: Sequence[ShutdownRequest | None]) -> ShutdownReques
     return next(iter([*errors, *filter(None, requests)]), None)
 
 
-def as_lost_peer(error: BaseException) -> PeerLostError | None:
+def as_peer_lost_error(error: BaseException) -> PeerLostError | None:
     """Return a PeerLostError if the error is that of a collective after another process died, otherwise
     None."""
     text = str(error)
@@ -249,8 +249,8 @@ def _explain(error: RuntimeError) -> str:
     """Return the message for a collective's error about a dead peer."""
     message = str(error).strip().splitlines()[-1]
     return (
-        f"a process of this run has died, so the others end too, without saving; {INTACT}, and the same "
-        f"command resumes from the last one ({message})"
+        "a process of this run has died, so the others end too, without saving; "
+        f"{COMMITS_INTACT}, and the same command resumes from the last one ({message})"
     )
 
 

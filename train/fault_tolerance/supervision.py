@@ -107,7 +107,9 @@ class Supervision:
         self._garbage.step_done(step)
         if not self._warm:
             self._end_warm_up()
-        self._console.print_lines(f"warning: step {step} {news}" for news in self._recompiles.news())
+        self._console.print_lines(
+            f"warning: step {step} {message}" for message in self._recompiles.new_messages()
+        )
         self._console.print_lines(self._nonfinite.step_done(step, first_sample, data, result))
 
     def progress(self, step: int) -> None:

@@ -18,7 +18,7 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.memory import device_memory_bytes
-from meshwright.train.planning.device_defaults import dtype_here
+from meshwright.train.planning.device_defaults import dtype_on_device
 from meshwright.train.planning.predict import Prediction, predict, run_workload, search_plans
 from meshwright.train.planning.resolve import check_device_support
 from meshwright.train.planning.suggest import Devices, suggest_fits
@@ -43,7 +43,7 @@ def choose_for_device(job: TrainingJob, ranks: RankInfo, device: torch.device, d
     kind = _find_kind(device, device_name)
     parallel = job.parallel
     if parallel.param_dtype == "auto":
-        parallel = dataclasses.replace(parallel, param_dtype=dtype_here(device))
+        parallel = dataclasses.replace(parallel, param_dtype=dtype_on_device(device))
     if kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
         kind = dataclasses.replace(
             kind, cores=min(usable_cores(), ranks.local_world_size * torch.get_num_threads())

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from meshwright.models.attention import HALF_ON_GPUS, KERNELS, WITHIN_DOCUMENTS
+from meshwright.models.attention import DOCUMENT_MASK_KERNELS, HALF_PRECISION_KERNELS, KERNELS
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
@@ -24,7 +24,7 @@ def best_attention(job: TrainingJob, hardware: Hardware | None) -> str:
     return _first_able(hardware.attention_kernels, job, best_dtype(hardware))
 
 
-def attention_here(job: TrainingJob, device: torch.device, device_name: str) -> str:
+def attention_on_device(job: TrainingJob, device: torch.device, device_name: str) -> str:
     """Return the same for this process's device. GPUs that no file in configs/hardware describes get cuDNN's
     kernel from Hopper on."""
     if device.type == "cpu":
@@ -32,7 +32,7 @@ def attention_here(job: TrainingJob, device: torch.device, device_name: str) -> 
     if kind := find_hardware(device_name):
         return best_attention(job, kind)
     kernels = ON_HOPPER if torch.cuda.get_device_capability(device) >= HOPPER else ON_OLDER
-    return _first_able(kernels, job, dtype_here(device))
+    return _first_able(kernels, job, dtype_on_device(device))
 
 
 def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:
@@ -70,8 +70,8 @@ def _first_able(kernels: Iterable[str], job: TrainingJob, best: str) -> str:
 
 
 def _supports(kernel: str, device_type: str, document_mask: bool, dtypes: Iterable[str]) -> bool:
-    masks = kernel in WITHIN_DOCUMENTS if document_mask else kernel != "flex"
-    too_wide = device_type == "cuda" and kernel in HALF_ON_GPUS and "float32" in dtypes
+    masks = kernel in DOCUMENT_MASK_KERNELS if document_mask else kernel != "flex"
+    too_wide = device_type == "cuda" and kernel in HALF_PRECISION_KERNELS and "float32" in dtypes
     return masks and device_type in KERNELS[kernel] and not too_wide
 
 
@@ -88,7 +88,7 @@ def best_dtype(hardware: Hardware | None) -> str:
     return "bfloat16" if rates.get("bfloat16", 0.0) > rates.get("float32", 0.0) else "float32"
 
 
-def dtype_here(device: torch.device) -> str:
+def dtype_on_device(device: torch.device) -> str:
     """Return the dtype that `auto` resolves to on this process's device."""
     return _choose_dtype(device)[0]
 

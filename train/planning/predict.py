@@ -18,7 +18,7 @@ from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import Cluster, SearchResult, frugal, search
+from meshwright.parallel.planner.search import Cluster, SearchResult, least_memory, search
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.build_model import freeze
@@ -85,7 +85,7 @@ def search_plans(job: TrainingJob, world_size: int, cluster: Cluster) -> SearchR
 def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len: int) -> SearchResult:
     """Search the plans that need the least memory, with sequences of `seq_len` tokens."""
     model = model_units(job.model)
-    parallel, shape = frugal(job.parallel, shape_on(job, world_size, cluster), len(model.checkpointed))
+    parallel, shape = least_memory(job.parallel, shape_on(job, world_size, cluster), len(model.checkpointed))
     shape = dataclasses.replace(shape, seq_len=seq_len)
     return search(parallel, model, shape, cluster, lambda plan: run_workload(job, plan).shortened(seq_len))
 

@@ -1,5 +1,5 @@
 """Makes a plan from config keys or reads it from a plan file, without a process group: for any devices
-(`plan_run`) or for those of this machine (`plan_here`)."""
+(`plan_run`) or for those of this machine (`plan_on_device`)."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import plan_file_mistakes
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.planning.device_defaults import attention_here, check_attention, dtype_here
+from meshwright.train.planning.device_defaults import attention_on_device, check_attention, dtype_on_device
 
 
 def read_plan(job: TrainingJob, model: ModelUnits, world_size: int) -> Plan:
@@ -51,15 +51,15 @@ def _batch_mistakes(job: TrainingJob, plan: Plan) -> list[str]:
     return mistakes
 
 
-def plan_here(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
+def plan_on_device(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
     """Make or read the plan as `plan_run` does, for this process and its device.
 
     Raises PlanError, also for an attention kernel or float8 products that the device does not support.
     """
     requested = job.parallel.param_dtype
     attention, dtype = (
-        attention_here(job, device, device_name),
-        dtype_here(device) if requested == "auto" else requested,
+        attention_on_device(job, device, device_name),
+        dtype_on_device(device) if requested == "auto" else requested,
     )
     plan = plan_run(job, ranks.world_size, ranks.local_world_size, attention, dtype)
     check_device_support(job, plan, device)

@@ -12,9 +12,14 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.console import Console
 from meshwright.train.distributed.process_group import init_distributed
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, choose_device, settings_of
+from meshwright.train.distributed.ranks import (
+    RankInfo,
+    broadcast_from_rank0,
+    choose_device,
+    comparable_settings,
+)
 from meshwright.train.memory import device_memory_bytes
-from meshwright.train.planning.resolve import plan_here
+from meshwright.train.planning.resolve import plan_on_device
 
 if TYPE_CHECKING:
     from meshwright.parallel.planner.timeline import Timeline
@@ -50,10 +55,10 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
     device, device_name = choose_device(config.run, ranks)
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner uses the compiler
-        init_distributed(config.run, settings_of(config), ranks, device)
+        init_distributed(config.run, comparable_settings(config), ranks, device)
         planned = _choose(config.job, ranks, device, device_name, console)
     else:
-        planned = RunPlan(device, device_name, plan_here(config.job, ranks, device, device_name))
+        planned = RunPlan(device, device_name, plan_on_device(config.job, ranks, device, device_name))
         use_cache_folder(planned.plan.compile)
     check_compiler(planned.plan, device.type, ranks.local_world_size)
     return planned

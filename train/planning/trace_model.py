@@ -16,9 +16,9 @@ from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.plan.float8_rules import count_float8
 from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.trace import apply_as_one_rank, module_workload
+from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank, module_workload
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
-from meshwright.train.files import write_whole
+from meshwright.train.files import write_atomically
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block
@@ -136,7 +136,7 @@ def _build(case: _Case, sequences: int) -> TracedModule:
     finally:
         torch.set_default_dtype(torch.float32)
     model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
-    apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
+    apply_as_single_tp_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.
     for name in case.frozen if case.module != "tok_embeddings" else ():
@@ -172,7 +172,7 @@ def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) ->
         work = trace()
     with contextlib.suppress(OSError, ValueError):  # ValueError: not a valid path
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, msgspec.json.encode(work))
+        write_atomically(path, msgspec.json.encode(work))
     return work
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, inner_code
+from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, custom_op_body
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
@@ -104,7 +104,7 @@ class _OpRecorder(TorchDispatchMode):
         return recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if code := inner_code(func):
+        if code := custom_op_body(func):
             with self:
                 return code(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

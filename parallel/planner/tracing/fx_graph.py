@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, inner_code
+from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, custom_op_body
 from meshwright.parallel.planner.tracing.eager import (
     RECORDED_SEQUENCES,
     RecordedPhase,
@@ -239,7 +239,7 @@ def _is_anchor(node: Node) -> bool:
 
 
 def _inner_code(node: Node) -> Callable[..., Any] | None:
-    return inner_code(node.target) if isinstance(node.target, OpOverload) else None
+    return custom_op_body(node.target) if isinstance(node.target, OpOverload) else None
 
 
 def _product_flops(node: Node) -> float:

@@ -25,7 +25,7 @@ from meshwright.parallel.planner.workload import Linear, ModuleWorkload, total
 from meshwright.parallel.tensor_parallel import TensorAxis, apply_styles
 
 
-def apply_as_one_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None:
+def apply_as_single_tp_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None:
     """Apply tensor parallelism as `apply_tensor_parallel` does, for rank 0 only and without a process group,
     to trace the model: weights are plain tensors with the shapes of one rank."""
     axis = TensorAxis("tp", degree, 0, tensor.sequence_parallel)

@@ -10,14 +10,14 @@ from torch import Tensor
 from meshwright.models.attention import KERNELS
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.operators import inner_code
+from meshwright.parallel.operators import custom_op_body
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.parallel.planner.cost_model import step_times, with_kernel
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.device_defaults import attention_here, best_attention, check_attention
+from meshwright.train.planning.device_defaults import attention_on_device, best_attention, check_attention
 from meshwright.train.planning.predict import predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import fullest, plan_of, report_of
@@ -133,7 +133,7 @@ def test_auto_in_float32_is_a_kernel_that_runs_on_every_gpu() -> None:
                 "flex",
             )
             check_attention(config.job, plan_run(config.job, 1, 1, best_attention(config.job, kind)), "cuda")
-    assert attention_here(config.job, GPU, "NVIDIA H200") == "efficient"
+    assert attention_on_device(config.job, GPU, "NVIDIA H200") == "efficient"
 
 
 def test_a_plan_file_for_another_kind_of_device_says_where_it_is_wrong(tmp_path) -> None:
@@ -162,9 +162,13 @@ def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_c
     names = ("h100-sxm", "h200", "a100-80gb", "cpu")
     assert [best_attention(config.job, kinds[name]) for name in names] == ["cudnn", "cudnn", "flash", "cpu"]
     assert [best_attention(apart.job, kinds[name]) for name in ("h200", "cpu")] == ["flex", "cpu"]
-    assert attention_here(config.job, CPU, "CPU (no GPU)") == attention_here(apart.job, CPU, "CPU") == "cpu"
-    assert attention_here(config.job, GPU, "NVIDIA H200") == "cudnn"
-    assert attention_here(apart.job, GPU, "NVIDIA H200") == "flex"
+    assert (
+        attention_on_device(config.job, CPU, "CPU (no GPU)")
+        == attention_on_device(apart.job, CPU, "CPU")
+        == "cpu"
+    )
+    assert attention_on_device(config.job, GPU, "NVIDIA H200") == "cudnn"
+    assert attention_on_device(apart.job, GPU, "NVIDIA H200") == "flex"
     assert plan_run(config.job, 2, 2, "cudnn").attention == "cudnn"
     assert plan_run(parse_config(["--parallel.attention=math"]).job, 2, 2, "cudnn").attention == "math"
 
@@ -236,11 +240,11 @@ def test_an_operator_is_opened_if_it_is_made_of_others() -> None:
     def kernel(x: Tensor) -> Tensor:
         return x + x
 
-    assert inner_code(torch.ops.meshwright_test.twice.default)(torch.ones(1)) == 2
+    assert custom_op_body(torch.ops.meshwright_test.twice.default)(torch.ones(1)) == 2
     for kernel_op in (
         torch.ops.meshwright_test.twice_kernel.default,
         torch.ops.meshwright.cpu_causal_attention.default,
         torch.ops.aten.add.Tensor,
         torch.ops.prims.add.default,
     ):
-        assert inner_code(kernel_op) is None
+        assert custom_op_body(kernel_op) is None

@@ -60,7 +60,7 @@ def test_the_bound_is_never_above_the_step_and_near_it_where_copies_decide() -> 
     for copy_s in (0.5, 2, 5, 50):
         host_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
         times = dataclasses.replace(times_of(PLAN, forward=2, backward=4), host_s=host_s)
-        bound, step_s = times.busy_s(1), simulate_step(PLAN, times).step_s
+        bound, step_s = times.step_lower_bound_s(1), simulate_step(PLAN, times).step_s
         assert bound <= step_s
         assert bound == pytest.approx(max(12, 3 * copy_s) + max(24, 3 * copy_s))
         assert copy_s < 50 or bound > 0.9 * step_s

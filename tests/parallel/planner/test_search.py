@@ -17,7 +17,7 @@ from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import EQUAL, Cluster, SearchResult, frugal, search
+from meshwright.parallel.planner.search import EQUAL, Cluster, SearchResult, least_memory, search
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
@@ -265,7 +265,7 @@ def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
 
 def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
     config, job = ParallelConfig(**BF16), RunShape(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
-    frugal_config, frugal_shape = frugal(config, job, BLOCKS)
+    frugal_config, frugal_shape = least_memory(config, job, BLOCKS)
     least = search(frugal_config, MODEL, frugal_shape, machines(500), trace)
     everything = find(8, machines(500))
     needed = [c.needed_bytes for c in (*everything.ranked, *everything.does_not_fit)]

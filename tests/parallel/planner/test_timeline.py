@@ -26,7 +26,7 @@ from meshwright.parallel.planner.timeline_plot import (
     zoom_window,
 )
 from tests.support.forks import ROOT
-from tests.support.pictures import assert_readable, spans_of, svg_words, words_of
+from tests.support.pictures import assert_readable, figure_texts, spans_of, svg_texts
 from tests.support.plans import make_model, plan_of
 from tests.support.streams import times_of
 
@@ -120,7 +120,7 @@ def test_a_picture_has_lanes_legend_and_axes_and_stays_inside(n_layers: int, mic
     step = step_of(n_layers, micro_batches)
     figure = draw_timeline(step, "70B <on> $8$ & \ud800 \x1b_")
     svg = to_svg(figure)
-    texts = svg_words(svg)
+    texts = svg_texts(svg)
     assert {"70B <on> $8$ & ? ?_", facts(step), "exposed: computing waits", "ms", "0"} <= set(texts)
     for lane in ("compute", "tensor parallel", "all-gather", "reduce-scatter", "all-reduce"):
         assert texts.count(lane) >= 2, "in both panels"
@@ -153,7 +153,7 @@ def test_the_window_below_is_in_the_middle_of_the_last_backward() -> None:
     assert strip.get_xlim() == pytest.approx((0, step.step_s * 1e3))
     marked = next(patch for patch in strip.patches if to_hex(patch.get_facecolor()) == MARK)
     assert marked.get_window_extent().x0 == pytest.approx(strip.transData.transform((start_s * 1e3, 0))[0])
-    texts = words_of(figure)
+    texts = figure_texts(figure)
     assert {"backward layers.41", "backward layers.38"} <= set(texts)
     assert not any(text.endswith("layers.70") for text in texts)
 

@@ -12,7 +12,7 @@ from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
-from tests.support.simulated import TINY, in_words, simulated
+from tests.support.simulated import TINY, describe_collective, simulated
 
 TP = "--parallel.tp=2"  # its collectives show when a unit computes
 HSDP3 = ("--parallel.dp_replicate=2", "--train.global_batch_size=12")  # accumulation 3 on 4 ranks
@@ -45,13 +45,13 @@ def of_axis(collectives, *axes: str) -> list[Collective]:
 )
 def test_units_are_gathered_as_far_ahead_as_the_plan_says(k, forward, backward):
     collectives = simulated(4, *TINY, TP, *prefetch(k)).collectives
-    assert in_words(collectives, ["forward"]) == forward
-    assert in_words(collectives, ["backward"]) == backward
+    assert describe_collective(collectives, ["forward"]) == forward
+    assert describe_collective(collectives, ["backward"]) == backward
 
 
 def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
     collectives = simulated(4, *TINY).collectives
-    assert in_words(collectives) == "tok 0 1 2 head 2 -head 1 -2 0 -1 tok -0 -tok"
+    assert describe_collective(collectives) == "tok 0 1 2 head 2 -head 1 -2 0 -1 tok -0 -tok"
     assert {c.axis for c in collectives if c.unit} == {"dp_shard"}
     outside = [(c.op, c.axis, c.phase, c.bytes) for c in collectives if not c.unit]
     one_float = ("all_reduce", "world")  # tokens of the batch; norm of the gradient; loss
@@ -89,12 +89,12 @@ def test_editing_one_units_prefetch_in_a_plan_file_moves_its_gathers(tmp_path):
     edited_file = tmp_path / "edited.yaml"
     edited_file.write_text(yaml.safe_dump(edited, sort_keys=False))
     after = simulated(4, *model, f"--parallel.plan={edited_file}").collectives
-    assert in_words(after, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
-    assert in_words(after, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 tok ~tok -tok"
+    assert describe_collective(after, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
+    assert describe_collective(after, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 tok ~tok -tok"
 
 
 def test_what_stays_gathered_is_not_gathered_again():
-    assert in_words(simulated(4, *TINY, KEEP).collectives) == "tok 0 1 2 head -head -2 -1 -0 -tok"
+    assert describe_collective(simulated(4, *TINY, KEEP).collectives) == "tok 0 1 2 head -head -2 -1 -0 -tok"
 
 
 def test_resharding_to_a_smaller_group_gathers_as_often_and_as_much():
@@ -110,16 +110,21 @@ def test_hsdp_all_reduces_once_per_step_and_reduce_scatters_every_micro_batch():
     collectives = simulated(4, *TINY, *HSDP3, *prefetch(0)).collectives
     forward, reduced = "tok 0 1 2 head ", "-head 2 -2 1 -1 0 -0 tok -tok"
     last = "-head =head 2 -2 =2 1 -1 =1 0 -0 =0 tok -tok =tok"
-    assert in_words(collectives) == " ".join([forward + reduced, forward + reduced, forward + last])
+    assert describe_collective(collectives) == " ".join(
+        [forward + reduced, forward + reduced, forward + last]
+    )
 
 
 def test_replication_alone_all_reduces_and_gathers_nothing():
-    assert in_words(simulated(4, *TINY, "--parallel.strategy=ddp").collectives) == "=head =2 =1 =0 =tok"
+    assert (
+        describe_collective(simulated(4, *TINY, "--parallel.strategy=ddp").collectives)
+        == "=head =2 =1 =0 =tok"
+    )
 
 
 def test_tied_embeddings_are_one_unit_gathered_first_and_reduced_last():
     collectives = simulated(4, *TINY, "--model.tie_embeddings=true", *prefetch(1)).collectives
-    assert in_words(collectives) == "tok+head 0 1 2 2 1 -2 0 -1 -0 -tok+head"
+    assert describe_collective(collectives) == "tok+head 0 1 2 2 1 -2 0 -1 -0 -tok+head"
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
@@ -359,7 +364,7 @@ def test_compiled_or_not_the_simulation_is_the_same():
 
 def test_frozen_parameters_are_gathered_and_not_reduced():
     collectives = simulated(4, *TINY, "--train.freeze=[layers.0.*,tok_embeddings.*]").collectives
-    words = in_words(collectives)
+    words = describe_collective(collectives)
     assert words.startswith("tok 0 1 2 head ")
     assert {"-head", "-2", "-1"} < set(words.split())
     assert {"-0", "-tok"}.isdisjoint(words.split())

@@ -31,7 +31,7 @@ class Scene:
     max_hours: float = 0.0
     trouble: str = ""
     rank_in_trouble: int = 0
-    last_words_s: float = shutdown_module.LAST_WORDS_S
+    last_words_s: float = shutdown_module.EXIT_S
 
 
 def play(scene: Scene, rank: int) -> None:
@@ -43,7 +43,7 @@ def play(scene: Scene, rank: int) -> None:
         if scene.trouble == "dead disk":
             time.sleep(FOR_EVER_S)
 
-    shutdown_module.LAST_WORDS_S = scene.last_words_s
+    shutdown_module.EXIT_S = scene.last_words_s
     shutdown = GracefulShutdown(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
     dist.init_process_group(
         "gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.harness import check_room, spread
+from meshwright.tools.bench.harness import check_disk_space, spread
 from meshwright.tools.bench.planner.published import published_rows
 from meshwright.tools.bench.speed.data import (
     PUBLISHED_TOKENS_S,
@@ -107,9 +107,9 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         BenchError, match=r"GB free.* --gb 1e\+09 needs 1.1e\+09: use a smaller --gb.*--folder"
     ):
-        check_room(tmp_path, 1e9)
+        check_disk_space(tmp_path, 1e9)
     with pytest.raises(BenchError, match=r"--folder .*gone: no such folder"):
-        check_room(tmp_path / "gone", 1)
+        check_disk_space(tmp_path / "gone", 1)
 
 
 def test_the_pretend_step_is_the_fastest_that_was_published() -> None:

@@ -15,7 +15,7 @@ from meshwright.tools.plan.__main__ import main as plan_tool
 from meshwright.train.errors import ConfigError
 from tests.support.forks import ROOT
 from tests.support.launch import TINY
-from tests.support.pictures import assert_alike, assert_readable, svg_words
+from tests.support.pictures import assert_alike, assert_readable, svg_texts
 from tests.support.plans import make_model, plan_of
 
 Output = pytest.CaptureFixture[str]
@@ -92,7 +92,7 @@ def test_a_row_for_each_number_of_gpus_and_a_picture(tmp_path: Path, capsys: Out
     cell = figures["cases"]["llama_debug h200 8 fsdp"]
     assert f"{cell['tokens_per_s_per_gpu']:,.0f} | {cell['mfu']:.1%} | {cell['exposed_share']:.1%}" in rows[0]
     drawn = (tmp_path / "scale.svg").read_text()
-    assert {"llama_debug", "h200, planner's choice", "h200, FSDP alone", "8", "16"} <= set(svg_words(drawn))
+    assert {"llama_debug", "h200, planner's choice", "h200, FSDP alone", "8", "16"} <= set(svg_texts(drawn))
 
 
 def test_what_cannot_be_begun() -> None:

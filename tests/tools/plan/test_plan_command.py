@@ -14,7 +14,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.plan.__main__ import main, make_parser
-from meshwright.tools.plan.compare import diff_plans, in_words
+from meshwright.tools.plan.compare import describe_difference, diff_plans
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
@@ -228,7 +228,9 @@ DIFFERING = [
 
 @pytest.mark.parametrize(("keys", "lines"), DIFFERING, ids=lambda v: v[0])
 def test_diff_says_what_a_key_changes(keys: list[str], lines: list[str]) -> None:
-    assert [in_words(difference) for difference in diff_plans(small_plan(), small_plan(*keys))] == lines
+    assert [
+        describe_difference(difference) for difference in diff_plans(small_plan(), small_plan(*keys))
+    ] == lines
 
 
 def test_diff_goes_by_pattern_where_both_plans_split_weights() -> None:
@@ -239,7 +241,7 @@ def test_diff_goes_by_pattern_where_both_plans_split_weights() -> None:
         "--parallel.tp_modules=[head]",
         "--parallel.sequence_parallel=false",
     )
-    lines = [in_words(difference) for difference in diff_plans(split, gathered)]
+    lines = [describe_difference(difference) for difference in diff_plans(split, gathered)]
     assert lines[:2] == [
         "tensor: sequence_parallel true -> false",
         "tensor: tok_embeddings vocab -> whole_vocab",
@@ -252,7 +254,7 @@ def test_diff_shows_hand_written_prefetch_lists() -> None:
     plan = small_plan()
     unit = dataclasses.replace(plan.units[3], forward_prefetch=("layers.3", "head"), backward_prefetch=())
     other = dataclasses.replace(plan, units=(*plan.units[:3], unit, *plan.units[4:]))
-    assert [in_words(difference) for difference in diff_plans(plan, other)] == [
+    assert [describe_difference(difference) for difference in diff_plans(plan, other)] == [
         "unit layers.2: forward_prefetch 1 -> [layers.3, head]",
         "unit layers.2: backward_prefetch 1 -> []",
     ]

@@ -23,7 +23,7 @@ from meshwright.tools.run_reader import Figures, Rate, figures_of, read_run, tra
 from meshwright.tools.sweep.__main__ import main
 from meshwright.tools.sweep.html_report import make_page
 from meshwright.tools.sweep.results import ReportRow, SweepReport
-from tests.support.pictures import assert_readable, lines_of, words_of
+from tests.support.pictures import assert_readable, figure_texts, lines_of
 from tests.support.sweeps import Page, row, write_run, write_spec
 
 BLUE = Style(COLORS[0], "o")
@@ -211,7 +211,7 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert [bar.get_width() for bar in figure.axes[0].patches] == [2.0, 1.0, 0.0]
     (spreads,) = figure.axes[0].collections
     assert [list(ends[:, 0]) for ends in spreads.get_segments()] == [[1.5, 3.0], [1.0, 1.0], [0.0, 0.0]]
-    assert {"t", "a", "b", "c", "2", "no figure"} <= set(words_of(figure))
+    assert {"t", "a", "b", "c", "2", "no figure"} <= set(figure_texts(figure))
     assert_readable(figure)
 
 
@@ -225,7 +225,7 @@ def test_errors_lie_beside_what_was_measured() -> None:
     assert [bar.get_width() for bar in axes.patches] == [-0.25, 1.0, 0.1, 0.0], (
         "the worst error is clipped to the edge"
     )
-    assert {"-25%", "+4000%", "+10%", "step time", "memory", "as measured"} <= set(words_of(figure))
+    assert {"-25%", "+4000%", "+10%", "step time", "memory", "as measured"} <= set(figure_texts(figure))
     assert_readable(figure)
 
 

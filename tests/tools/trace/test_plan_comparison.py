@@ -11,7 +11,7 @@ from meshwright.parallel.planner.timeline import MicroBatchTimeline, Timeline, T
 from meshwright.parallel.planner.timeline_plot import COLORS, LANES_WIDTH, MARK, to_png, to_svg
 from meshwright.tools.trace.plan_comparison import LaneRow, compare_lanes, draw_against, predict_run
 from meshwright.train.errors import DataError
-from tests.support.pictures import assert_readable, spans_of, texts_of, words_of
+from tests.support.pictures import assert_readable, figure_texts, spans_of, texts_of
 
 UNITS = [f"layers.{i}" for i in range(8)]
 
@@ -122,7 +122,7 @@ def test_exposed_time_shows_in_both_as_long_as_it_is() -> None:
 
 def test_the_same_units_are_enlarged_by_the_same_factor() -> None:
     figure = draw_against(step(), step(slower=1.5), "")
-    texts = words_of(figure)
+    texts = figure_texts(figure)
     assert "Predicted backward of layers.5 to layers.2: 86.0 ms" in texts  # 4 x 20 ms and 3 waits
     assert "Measured backward of layers.5 to layers.2: 129 ms (+50%)" in texts
     boxes = []
@@ -136,7 +136,7 @@ def test_the_same_units_are_enlarged_by_the_same_factor() -> None:
 
 
 def test_the_figures_say_the_difference() -> None:
-    texts = words_of(draw_against(step(), step(slower=1.5), "a title"))
+    texts = figure_texts(draw_against(step(), step(slower=1.5), "a title"))
     assert "a title" in texts
     assert "Predicted: step 266 ms; computing 250 ms; exposed 16.0 ms, 6.0% of the step" in texts
     assert (
@@ -144,7 +144,7 @@ def test_the_figures_say_the_difference() -> None:
         in texts
     )
     idle = timeline([bar("compute", "forward", "head", 0, 100, "forward")], 200)
-    texts = words_of(draw_against(step(), idle, ""))
+    texts = figure_texts(draw_against(step(), idle, ""))
     assert (
         "Measured: step 200 ms (-25%); computing 100 ms (-60%); exposed 0.00 ms (-100%), 0.0% of the step; "
         "host-bound or idle 100 ms"

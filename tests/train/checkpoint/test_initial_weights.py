@@ -22,7 +22,7 @@ from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.generate import load_model
 from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.checkpoint.huggingface import INDEX, open_folder
-from meshwright.train.checkpoint.initial_weights import find_weights, load_weights, say_start
+from meshwright.train.checkpoint.initial_weights import describe_start, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
 from meshwright.train.checkpoint.verify import hash_file
 from meshwright.train.errors import CheckpointError, ConfigError
@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line_before_anything_starts(hf_dir: Path, tmp_path: Pa
 def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> None:
     assert find_weights(None, LlamaConfig(), None) is None
     assert find_weights(str(tmp_path / "nothing"), LlamaConfig(), tmp_path) is None
-    assert (say_start(None, None), say_start(None, tmp_path)) == ([], [])
+    assert (describe_start(None, None), describe_start(None, tmp_path)) == ([], [])
 
 
 def test_the_names_are_those_in_the_files(hf_dir: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from meshwright.train.data import token_store as token_store_module
 from meshwright.train.data.token_store import open_split, read_manifest
 from meshwright.train.errors import DataError
-from meshwright.train.files import ENOUGH, allow_open_files, open_files_limit
+from meshwright.train.files import MAX_OPEN_FILES, allow_open_files, open_files_limit
 from tests.support.launch import EAGER, TINY, read_metrics, run
 from tests.support.limited import LIMITED
 from tests.support.stores import split_of, write_store
@@ -104,7 +104,7 @@ def opened_in(folder: Path) -> int:
 def test_the_limit_is_raised_as_far_as_it_goes() -> None:
     assert run_ranks(1, limits_after, 256, 512) == [512]
     assert run_ranks(1, limits_after, 600, 10**6) == [
-        min(ENOUGH, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        min(MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     ]
 
 

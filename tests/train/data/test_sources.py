@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.data.prepare.partition import choose_held_out, cut_source
-from meshwright.train.data.sources import find_files, fingerprint_file, kind_of
+from meshwright.train.data.sources import file_kind, find_files, fingerprint_file
 from meshwright.train.errors import DataError
 
 MIB = 2**20
@@ -41,7 +41,7 @@ def test_a_folder_gives_texts_and_records_sorted_by_name_and_nothing_else(tmp_pa
     write(tmp_path, h__gz="h")
     expected = ["b.md", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.arrow", "sub/a.parquet", "sub/z.txt"]
     assert names(tmp_path) == expected
-    assert [kind_of(path) for _, path in find_files(str(tmp_path))] == [
+    assert [file_kind(path) for _, path in find_files(str(tmp_path))] == [
         "text",
         "jsonl",
         "jsonl.gz",

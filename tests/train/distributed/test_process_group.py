@@ -109,7 +109,7 @@ def test_whose_process_keeps_the_store_is_what_torchrun_says(
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if said is not None:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", said)
-    assert read_rank_info().store_keeper == keeper
+    assert read_rank_info().store_host == keeper
 
 
 needs_settings = pytest.mark.skipif(

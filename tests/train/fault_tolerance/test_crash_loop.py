@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright.train.distributed.ranks import RankInfo, with_restarts_of_all
+from meshwright.train.distributed.ranks import RankInfo, with_maximum_restarts
 from meshwright.train.errors import CrashLoopError
 from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
 from meshwright.train.fault_tolerance.run_status import FailedStarts, State, Status, read_status, write_status
@@ -83,7 +83,7 @@ def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
 
 
 def most_restarts(of_ranks: list[RankInfo]) -> RankInfo:
-    return with_restarts_of_all(of_ranks[dist.get_rank()])
+    return with_maximum_restarts(of_ranks[dist.get_rank()])
 
 
 def test_the_restarts_of_all_nodes_count() -> None:

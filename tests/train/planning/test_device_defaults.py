@@ -17,10 +17,10 @@ from meshwright.train.planning.device_defaults import (
     best_dtype,
     cpu_dtype,
     describe_dtype,
-    dtype_here,
+    dtype_on_device,
     gpu_dtype,
 )
-from meshwright.train.planning.resolve import plan_here, plan_run
+from meshwright.train.planning.resolve import plan_on_device, plan_run
 from tests.support.launch import EAGER, TINY, run, write_text
 
 AUTO = "--parallel.param_dtype=auto"
@@ -47,7 +47,7 @@ def test_this_cpu_takes_bfloat16_if_the_kernel_reports_instructions_for_it() -> 
     expected = (
         "bfloat16" if flags & FAST_ON_CPUS.keys() and torch.backends.mkldnn.is_available() else "float32"
     )
-    assert dtype_here(CPU) == expected
+    assert dtype_on_device(CPU) == expected
     line = describe_dtype(CPU)
     assert line.startswith(f"param_dtype: auto is {expected}: ")
     assert expected == "float32" or any(name in line for key, name in FAST_ON_CPUS.items() if key in flags)
@@ -82,10 +82,12 @@ def test_gpus_from_ampere_on_take_bfloat16(capability: tuple[int, int], expected
 
 def test_a_plan_here_has_this_devices_dtype_and_a_dtype_that_is_named_stays() -> None:
     place = RankInfo(0, 1, 0, 1, False)
-    assert dtypes(plan_here(parse_config([*TINY, AUTO]).job, place, CPU, "CPU")) == {dtype_here(CPU)}
+    assert dtypes(plan_on_device(parse_config([*TINY, AUTO]).job, place, CPU, "CPU")) == {
+        dtype_on_device(CPU)
+    }
     for dtype in ("float32", "bfloat16"):
         config = parse_config([*TINY, f"--parallel.param_dtype={dtype}"])
-        assert dtypes(plan_here(config.job, place, CPU, "CPU")) == {dtype}
+        assert dtypes(plan_on_device(config.job, place, CPU, "CPU")) == {dtype}
     assert dtypes(plan_run(parse_config([*TINY, AUTO]).job, 1)) == {"float32"}, (
         "the default for an unknown machine"
     )
@@ -128,4 +130,4 @@ def test_a_run_says_what_auto_has_become(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(describe_dtype(CPU)) == 1
-    assert f"param_dtype: {dtype_here(CPU)}" in (tmp_path / "run" / "plan.yaml").read_text()
+    assert f"param_dtype: {dtype_on_device(CPU)}" in (tmp_path / "run" / "plan.yaml").read_text()

@@ -40,7 +40,7 @@ from meshwright.tools.bench.timing import (
 )
 from meshwright.train.config import Config
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.planning.device_defaults import attention_here
+from meshwright.train.planning.device_defaults import attention_on_device
 
 DTYPES = ("float32", "bfloat16")
 TINY_OPERATIONS = 256
@@ -166,7 +166,9 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
     attention = CausalAttention()
     if clock.device.type == "cuda":  # the fastest kernel of this GPU
         config = Config(parallel=ParallelConfig(param_dtype=dtype))
-        attention.kernel = attention_here(config.job, clock.device, torch.cuda.get_device_name(clock.device))
+        attention.kernel = attention_on_device(
+            config.job, clock.device, torch.cuda.get_device_name(clock.device)
+        )
     forward_runs, both_runs = attention_runs(attention, shape, dtype, clock.device)
     forward_s = clock.seconds(forward_runs)
     backward_s = clock.seconds(both_runs) - forward_s

@@ -17,7 +17,7 @@ from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import positive
-from meshwright.tools.plan.export import check_target, write_whole
+from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.tools.plan.report import find_kind
 from meshwright.tools.plan.scaling import read_sweep, row_json, sweep
 from meshwright.train.config import TrainingJob
@@ -68,7 +68,7 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
         print(f"{label}: {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
     cells = list(cases.values())
     if options.picture:
-        write_whole(options.picture, picture_bytes(draw_scaling(pairs(cells)), options.picture.suffix))
+        write_atomically(options.picture, picture_bytes(draw_scaling(pairs(cells)), options.picture.suffix))
     return BenchResult(configs, {"predicted": True, "cases": cases}, scale_text(cells))
 
 

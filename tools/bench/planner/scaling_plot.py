@@ -12,7 +12,7 @@ from meshwright.parallel.planner.timeline_plot import (
     LARGE,
     SMALL,
     new_figure,
-    plainly,
+    with_default_style,
 )
 from meshwright.tools.charts import COLORS, MARKERS
 
@@ -27,7 +27,7 @@ KEYS = {"mfu": "MFU, attention in full", "exposed_share": "exposed share of the 
 WAYS = {"planner's choice": 0, "FSDP alone": 1}  # index in a pair
 
 
-@plainly
+@with_default_style
 def draw_scaling(both: Sequence[Both]) -> "Figure":
     """Draw two panels for each model, under a title and a legend."""
     models, kinds, gpus = (

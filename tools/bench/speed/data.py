@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.tools.bench.harness import BenchResult, Measurement, check_room, spread
+from meshwright.tools.bench.harness import BenchResult, Measurement, check_disk_space, spread
 from meshwright.tools.cli import format_table
 from meshwright.train.config import DataConfig
 from meshwright.train.data.loader import BatchShape, TrainLoader
@@ -78,7 +78,7 @@ def measure_data(options: argparse.Namespace, overrides: Sequence[str]) -> Bench
     """Measure tokenizing, the loader and data waits. Raises BenchError if the disk lacks space."""
     size = QUICK if options.quick else FULL
     size = replace(size, store_gb=options.gb or size.store_gb)
-    check_room(Path(options.folder), size.store_gb)
+    check_disk_space(Path(options.folder), size.store_gb)
     tokenising = measure_tokenising(size)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-", dir=options.folder) as name:
         folder = Path(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.train.data.prepare.arrow_reader import count_groups, open_dataset
-from meshwright.train.data.sources import HF_PREFIX, TEXT, find_files, fingerprint_file, kind_of
+from meshwright.train.data.sources import HF_PREFIX, TEXT, file_kind, find_files, fingerprint_file
 from meshwright.train.data.token_store import SourceFile
 from meshwright.train.errors import DataError
 
@@ -137,7 +137,7 @@ def _describe_file(name: str, path: Path) -> Part:
         stat, fingerprint = path.stat(), fingerprint_file(path)
     except OSError as error:
         raise DataError(f"data.source: cannot read {path} ({error.strerror})") from None
-    kind, size = kind_of(path), stat.st_size
+    kind, size = file_kind(path), stat.st_size
     last = count_groups(path, kind) if kind in ("parquet", "arrow") else size
     return Part(name, str(path), kind, 0, last, size, size, stat.st_mtime_ns, fingerprint)
 

@@ -38,7 +38,7 @@ from meshwright.train.data.token_store import (
 )
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from meshwright.train.errors import DataError
-from meshwright.train.files import NO_LOCKS, flush_folder, make_lock, write_whole
+from meshwright.train.files import NO_LOCKS, flush_folder, make_lock, write_atomically
 
 
 @contextlib.contextmanager
@@ -325,7 +325,7 @@ def _publish(data: Path, folder: Path, manifest: TokenStoreManifest, tokenizer: 
     _remove_others(data, [shard for split in SPLITS for shard in manifest.splits[split]])
     if isinstance(tokenizer, JsonTokenizer):
         _copy_tokenizer(tokenizer, data)
-    write_whole(data / MANIFEST, manifest_to_json(manifest).encode())
+    write_atomically(data / MANIFEST, manifest_to_json(manifest).encode())
     flush_folder(data)
     os.rename(data, folder)
     flush_folder(folder.parent)
@@ -341,9 +341,9 @@ def _remove_others(data: Path, shards: Sequence[ShardInfo]) -> None:
 
 
 def _copy_tokenizer(tokenizer: JsonTokenizer, data: Path) -> None:
-    write_whole(data / "tokenizer.json", tokenizer.path.read_bytes())
+    write_atomically(data / "tokenizer.json", tokenizer.path.read_bytes())
     if hash_file(data / "tokenizer.json") != tokenizer.info.sha256:
         raise DataError(f"{tokenizer.path} changed while data was being prepared: start again")
     config = tokenizer.path.with_name("tokenizer_config.json")
     if config.is_file():
-        write_whole(data / config.name, config.read_bytes())
+        write_atomically(data / config.name, config.read_bytes())

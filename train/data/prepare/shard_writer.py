@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.train.data.token_store import ShardInfo
-from meshwright.train.files import write_whole
+from meshwright.train.files import write_atomically
 
 _RUN_TOKENS = 2**20
 
@@ -50,7 +50,7 @@ class ShardWriter:
         if self._file is None:
             return None
         ends = np.array(self._ends, "<u8").tobytes()
-        write_whole(self._folder / f"{self._name}.ends", ends)
+        write_atomically(self._folder / f"{self._name}.ends", ends)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -32,7 +32,7 @@ from meshwright.train.data.sources import TEXT
 from meshwright.train.data.token_store import SPLITS, ShardInfo
 from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.train.errors import DataError
-from meshwright.train.files import read_json, write_whole
+from meshwright.train.files import read_json, write_atomically
 
 PART_BYTES = 2**20
 _AROUND_BYTES = 2000  # much longer than the pieces into which a tokenizer splits text
@@ -162,7 +162,7 @@ def tokenize_piece(piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batc
         for documents, done_bytes in _batches(piece, job):
             writer.add(documents, done_bytes)
         result = writer.finish()
-        write_whole(result_path(job, piece), json.dumps(asdict(result)).encode())
+        write_atomically(result_path(job, piece), json.dumps(asdict(result)).encode())
         return result
     except OSError as error:
         if error.errno in NO_SPACE:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
-from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
+from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
 from meshwright.parallel.planner.workload import Linear, Operation
 
 TOKENS, WIDE, OUT = 4, 4, 8
@@ -108,7 +108,7 @@ def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
 
     def build(sequences: int) -> TracedModule:
         model = nn.Sequential(nn.Linear(2 * WIDE, OUT, bias=False))
-        apply_as_one_rank(model, TensorPlan(sequence_parallel=True, styles={"0": "rowwise"}), 2)
+        apply_as_single_tp_rank(model, TensorPlan(sequence_parallel=True, styles={"0": "rowwise"}), 2)
         return subject_of(model)(sequences)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
