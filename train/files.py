@@ -129,8 +129,8 @@ def open_files_limit() -> int:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files to the hard limit, at most `MAX_OPEN_FILES`. The usual soft limit of 1,024
-    exists for programs that use select(2)."""
+    """Raise the limit of open files to the hard limit, at most `MAX_OPEN_FILES`. The usual soft limit of
+    1,024 exists for programs that use select(2)."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if open_files_limit() < wanted:
