@@ -30,7 +30,8 @@ def pad_unevenly(tokens: Tensor, targets: Tensor) -> Tensor:
 
 def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, object]:
     """Train without parallelism on the config's data. Return losses, gradient norms, the first step's
-    gradients, initial weights, every step's tokens[step, sequence, token], and the held-out loss after step EVALUATE_AFTER.
+    gradients, initial weights, every step's tokens[step, sequence, token], and the held-out loss after step
+    EVALUATE_AFTER.
 
     The last step's batch is padded unevenly. Forward and backward compute in `dtype`; weights are float32.
     """
