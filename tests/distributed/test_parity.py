@@ -153,6 +153,7 @@ def test_a_case_that_fails_spoils_none_that_comes_after_it(data):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="2.11 does not have this fault of torch")
 def test_a_collective_handed_on_unwaited_would_lose_the_gradient_of_the_embedding(data):
     """Why parallel/tensor_parallel.py waits: with torch's AsyncCollectiveTensor instead, the embedding's
     gradient is lost, no other gradient is wrong apart from clipping, and the parity check must detect it."""

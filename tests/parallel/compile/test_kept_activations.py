@@ -63,7 +63,7 @@ def kept_bytes(build: Callable[[int], TracedModule]) -> int:
 
     forward().sum().backward()
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         result = forward()
     events = profiled.profiler.kineto_results.events()
     allocated = sum(event.nbytes() for event in events if event.name() == "[memory]")
