@@ -227,7 +227,7 @@ MISTAKES = [
     (["--checkpoint.resume=/nowhere/step-00000001"], ["/nowhere/step-00000001", "not a checkpoint"]),
     (
         ["--parallel.compile.enabled=true", "--parallel.compile.backend=nonsense"],
-        ["backend=nonsense", "no backend"],
+        ["backend=nonsense", "inductor"],
     ),
     (
         ["--parallel.compile.enabled=true", "--parallel.compile.mode=nonsense"],

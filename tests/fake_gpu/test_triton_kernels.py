@@ -303,11 +303,11 @@ MASKS = {
         "table + numbers * COLUMNS, mask=numbers < slices, other=0x7FFFFFFF",
         "table + numbers * COLUMNS",
     ),
-    "AdamW loads": (ADAMW, "exp_avgs + place, mask=here, other=0.0", "exp_avgs + place"),
-    "AdamW stores": (ADAMW, "PARAMETER), mask=here", "PARAMETER)"),
+    "AdamW loads": (ADAMW, "exp_avgs + offset, mask=inside, other=0.0", "exp_avgs + offset"),
+    "AdamW stores": (ADAMW, "PARAMETER), mask=inside", "PARAMETER)"),
     "the loss loads": (LOSS, 'logits + columns, mask=columns < v, other=-float("inf")', "logits + columns"),
     "the loss stores": (LOSS, "logits.dtype.element_ty), mask=columns < v", "logits.dtype.element_ty)"),
-    "the loss loads a target": (LOSS, "logits + own, mask=mine, other=0.0", "logits + own"),
+    "the loss loads a target": (LOSS, "logits + target, mask=is_local, other=0.0", "logits + target"),
 }
 
 

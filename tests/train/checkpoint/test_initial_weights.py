@@ -225,7 +225,7 @@ def point_outside(folder: Path) -> None:
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor manifest.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json cannot be read \(no mapping"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json cannot be read \(not a mapping"),
     "pickle": (unpickled, r"only pytorch_model\.bin, .*unpickling .*code.*save_pretrained"),
     "nothing": (lambda f: [file.unlink() for file in f.glob("model*")], "no weights.*save_pretrained"),
     "a file is gone": (

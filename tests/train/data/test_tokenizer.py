@@ -128,7 +128,7 @@ def test_a_text_without_ids_is_one_error(tmp_path: Path) -> None:
         ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} .*token"),
         ('{"eos_token": 7}', r"eos_token=7 .*token"),
         ('{"add_bos_token": "no"}', r"add_bos_token=no .*true or false"),
-        ('"text"', r"no mapping"),
+        ('"text"', r"not a mapping"),
         ("[" * 10**5, r"nested too deeply"),
     ],
 )
