@@ -4,7 +4,7 @@
 #   configs/launch/nodes.sh FIRST_HOST[:PORT] NODES CONFIG [--section.key=value ...]
 #
 # FIRST_HOST is the rendezvous host (c10d, port 29400): one of the machines, as a name or address that all of them can reach.
-# run.dir must be a folder with the same path on every machine: rank 0 writes the logs there, every rank its shards.
+# run.dir must be a shared folder with the same path on every machine: rank 0 writes the logs there, every rank its shards.
 # One process per GPU is started; set PET_NPROC_PER_NODE=2 before the command to change that, or if there is no GPU.
 # The screen shows local rank 0 of this machine; the output of every rank is in runs/logs/ID/HOST/*/attempt_*/RANK/{stdout,stderr}.log.
 # To stop: SIGTERM or Ctrl-C on all machines; all save after the same step, and the same command resumes. A signal on one machine

@@ -8,7 +8,7 @@
 # that all nodes mount. Output: slurm-JOB.txt in the folder of submission (local rank 0 of every node); of each rank:
 # runs/logs/JOB/NODE/.
 # At the time limit, or when preempted, the job saves, is requeued under the same number and resumes; also after a node failure.
-# A job that ends without a signal of a time limit or a preemption is not requeued: runs/.../status.json contains the reason.
+# A job that ends for any other reason is not requeued: runs/.../status.json contains the reason.
 #SBATCH --job-name=meshwright
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -39,7 +39,7 @@ again=
 # shellcheck disable=SC2329  # the trap calls it
 save_and_queue_again() {
   again=yes
-  echo "slurm.sh: $(date -Is): time is nearly up; saving, to be queued again"
+  echo "slurm.sh: $(date -Is): time limit or preemption: saving, then requeueing"
   scancel --signal=TERM "$SLURM_JOB_ID.0"
 }
 trap save_and_queue_again USR1

@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser, with one subparser per measurement."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        description="Measure real runs on the device that they select.",
+        description="Measure real runs and parts of them on this machine, and the accuracy of the planner.",
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")

@@ -108,7 +108,7 @@ def add_gpu_options(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=positive, default=9, metavar="N", help=text)
     text = "run only these cases (default all)"
     add("--only", nargs="+", default=[*CASES], choices=CASES, metavar="NAME", help=text)
-    text = f"{PEER_HELP}; it receives the first case's shape as in `cpu`, and prints the same lines"
+    text = f"{PEER_HELP}; it receives the first case's shape and prints BENCH lines, as in `cpu`"
     add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=text)
     text = "a tiny model, also on a CPU, to test the command; the record has shape tiny"
     add("--tiny", action="store_true", help=text)

@@ -238,7 +238,7 @@ def _version(module: str) -> str | None:
 def check_disk_space(folder: Path, gb: float) -> None:
     """Raise BenchError if the folder does not exist or its disk has less than 1.1 x `gb` free."""
     if not folder.is_dir():
-        raise BenchError(f"--folder {folder}: no such folder")
+        raise BenchError(f"--folder {folder}: no such folder: create it, or use another")
     free_gb = shutil.disk_usage(folder).free / 1e9
     if free_gb < 1.1 * gb:
         raise BenchError(

@@ -51,7 +51,8 @@ class Setup:
 
     def command_line(self) -> list[str]:
         """Return the arguments after `-m train.main`, except the run's folder."""
-        report = f"--metrics.every={self.steps_per_report}"  # last, so that it overrides the user's
+        # last, so that it overrides the user's: without reports there are no figures
+        report = f"--metrics.every={self.steps_per_report}"
         return [*self.arguments, report, f"--run.threads={self.threads}"]
 
 
@@ -80,7 +81,8 @@ class RunFigures:
 
 
 def resolve(setup: Setup) -> Config:
-    """Return the config of a run, checked before it is started, and tokenize its text into the cache.
+    """Return the config of a run, checked before it is started, and tokenize its text into the cache if it is
+    not there yet.
 
     Raises ConfigError, PlanError and DataError.
     """

@@ -52,8 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m tools.doctor",
         allow_abbrev=False,
         description="Print what this machine has: versions, GPUs, compiler, folders, limits, network, "
-        "environment, the results of a compiled matrix product and an all-reduce. Then print what will fail "
-        "or be slow, the most important first, and how to fix it. Exit code 0 if nothing will fail, else 1.",
+        "environment, and the results of two trials: a compiled matrix product and an all-reduce. Then print "
+        "what will fail or be slow, the most important first, and how to fix it. Exit code 0 if nothing will "
+        "fail, else 1.",
     )
     parser.add_argument(
         "--run_dir",

@@ -82,14 +82,14 @@ class MachineFacts:
     most_open_files: int | Unknown | None = None
     shm_gib: float | Unknown | None = 32.0
     hostname: str = "node"
-    addresses: tuple[str, ...] | Unknown = ("10.0.0.1",)  # to which the host name resolves
+    addresses: tuple[str, ...] | Unknown = ("10.0.0.1",)  # addresses to which the host name resolves
     interfaces: tuple[str, ...] | Unknown = ()
     infiniband: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial as text (`said`), or why it failed."""
+    """The result of a trial as text (`said`), or why it failed (`failed`)."""
 
     said: str = ""
     failed: str = ""

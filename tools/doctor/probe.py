@@ -107,7 +107,8 @@ def _nearest_entry(path: Path) -> Path:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the folder itself, or its nearest existing parent, whose disk and rights decide about it."""
+    """Return the folder itself, or its nearest existing parent, which is on the same disk and must be
+    writable to create the folder."""
     first = _nearest_entry(path)
     return first if os.path.isdir(first) else first.parent
 

@@ -110,8 +110,8 @@ def _unseen(facts: Facts, prefix: str) -> Finding:
 
 def judge_trials(facts: Facts) -> Iterator[Finding]:
     """Check the results of the compile and all-reduce trials."""
-    known = not facts.software.compiler or not facts.software.python_headers
-    if facts.compiled.failed and not known:
+    reported = not facts.software.compiler or not facts.software.python_headers  # by judge_software
+    if facts.compiled.failed and not reported:
         yield Finding(
             "fails",
             f"torch.compile fails: {facts.compiled.failed}",

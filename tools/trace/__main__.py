@@ -106,8 +106,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def compare_with_plan(analysis: ProfileAnalysis, measured: Timeline) -> AgainstPlan:
-    """Compare the measured step with the predicted one, lane by lane; requires a trace in its run's
-    folder."""
+    """Compare the measured step with the predicted one, lane by lane. Without a prediction (a trace outside
+    its run's folder, or a step that cannot be predicted) the result contains the reason."""
     if analysis.run is None:
         return AgainstPlan(None, "the trace is not in the folder of its run", ())
     try:

@@ -9,7 +9,7 @@ from meshwright.tools.trace.prefetch import EARLY_UNITS, WORTH, Prefetch
 
 MAX_LINES = 5
 STRAGGLER_FACTOR = 1.25  # a straggler is last this many times as often as by chance
-LARGE_SHARE = 0.1  # of the step: the least that is worth a line
+LARGE_SHARE = 0.1  # of the step: the least that is worth a line; half of it for a straggler
 
 
 @dataclass(frozen=True)

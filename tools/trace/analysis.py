@@ -38,7 +38,7 @@ class ProfileAnalysis:
         run: the run's folder; None if the trace is not in one
         facts: what train.profiling recorded about the run
         steps: profiled steps of `rank`; `step` is the one of median length
-        left_out: traces of other runs in the same folder, each with what differs
+        left_out: traces of other runs in the same folder, each with the difference
         clock: how times of several ranks were aligned; "" for one rank
     """
 
@@ -77,16 +77,16 @@ def analyze_profile(
     own, facts, device_type = find_steps(store), store.facts, store.device_type
     rank = store.rank if len(traces) == 1 else shown
     steps, clocks, slow, left_out = {shown: own}, {shown: _clock(store)}, find_slow_units(own), list[str]()
-    for other in sorted(traces.keys() - {shown}):
-        store = load_store(traces[other])  # replaces the one before, to keep one large trace in memory
-        if difference := find_difference(store.facts, other, facts):
-            left_out.append(f"{traces[other].name} ({difference})")
+    for other_rank in sorted(traces.keys() - {shown}):
+        store = load_store(traces[other_rank])  # replaces the one before, to keep one large trace in memory
+        if difference := find_difference(store.facts, other_rank, facts):
+            left_out.append(f"{traces[other_rank].name} ({difference})")
             continue
         other_steps = find_steps(store)
-        clocks[other] = _clock(store)
+        clocks[other_rank] = _clock(store)
         slow += find_slow_units(other_steps)
         # keep what ranks are compared by; the rest may be large
-        steps[other] = [replace(step, works=(), runs=(), needs=()) for step in other_steps]
+        steps[other_rank] = [replace(step, works=(), runs=(), needs=()) for step in other_steps]
     stragglers, clock = list[Straggler](), ""
     if len(steps) > 1:
         steps = dict(sorted(steps.items()))

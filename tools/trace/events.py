@@ -195,7 +195,7 @@ class TraceEvents:
         carried: collectives executed by gloo
         kernels: work on a GPU, with its `stream`, the `correlation` id of its launch, and `kind`: KERNEL,
             COLLECTIVE or HOST_COPY
-        sent: what each collective sends, by its index in `kernels`
+        sent: the NcclKernelInfo of each collective, by its index in `kernels`
         calls: calls that launch GPU work, with `thread` and `correlation` id
     """
 
@@ -225,7 +225,7 @@ class TraceEvents:
 
     @property
     def device_type(self) -> str:
-        """ "cuda" or "cpu"."""
+        """The device type of the run; if not recorded, "cuda" for a trace with GPU work, else "cpu"."""
         return str(self.facts.get("device_type") or ("cuda" if len(self.kernels) else "cpu"))
 
 

@@ -80,8 +80,8 @@ class KernelTable:
         self._launched, self._names = array("q"), dict[str, int]()
 
     def add(self, event: Event) -> None:
-        """Add an event of a trace, in the order of the file. Raises KeyError, TypeError or ValueError for
-        events that the profiler does not write."""
+        """Add an event of a trace, in the order of the file. An event that the profiler does not write raises
+        KeyError, TypeError, ValueError, IndexError, OverflowError or AttributeError."""
         category = event.get("cat")
         if category == "cpu_op":
             self._add_operator(event, event["name"])
@@ -197,7 +197,8 @@ def _collective_name(kernel: str, args: Event) -> str:
 
 
 def _bus_work(args: Event) -> OperatorWork | None:
-    """Return the bytes on the bus; None if the kernel does not record its size or the size of its group."""
+    """Return the work of a collective, its bytes on the bus; None if the kernel does not record its size or
+    the size of its group."""
     collective, members = (
         find_collective(str(args.get("Collective name", ""))),
         int(args.get("Group size", 0)),

@@ -149,8 +149,8 @@ def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:
 
 
 def group_axes(store: TraceEvents) -> dict[str, str]:
-    """Return the mesh axis of each process group of an axis, by name, if the trace lists groups (NCCL
-    does)."""
+    """Return the mesh axis by the name of its process group; empty if the trace lists no groups (only traces
+    with NCCL list them)."""
     groups = (store.header.get("distributedInfo") or {}).get("pg_config") or []
     return {
         str(group.get("pg_name", "")): str(group["pg_desc"]).removeprefix(MESH)

@@ -254,7 +254,8 @@ def split_step(step: ProfiledStep) -> Shares:
 
 
 def sum_communication(step: ProfiledStep) -> list[Communication]:
-    """Sum transfers by lane and axis, longest first. The bytes of concurrent transfers add up."""
+    """Sum transfers by lane and axis, longest first. Overlapping transfers count once as time, but add up as
+    bytes."""
     by_kind = defaultdict[tuple[str, str], list[Transfer]](list)
     for t in step.transfers:
         by_kind[t.lane, t.axis].append(t)

@@ -98,8 +98,8 @@ def _check(path: Path, name: str, value: object, valid: bool, kind: str) -> None
 
 
 def find_difference(facts: Mapping[str, Any], rank: int, shown: Mapping[str, Any]) -> str:
-    """Return how a rank's trace differs from the profile of the one shown, by what train.profiling
-    recorded in both; "" if it belongs to that profile."""
+    """Return the difference between a rank's trace and the one shown, in the facts that train.profiling
+    recorded in both; "" if both belong to the same profile."""
     for name in SAME:
         if facts.get(name) != shown.get(name):
             return f"{name} {facts.get(name)}, not {shown.get(name)}"
@@ -136,8 +136,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events in the order of the file. Raises DataError, at the end of what can be read if the
-    file is truncated."""
+    """Yield the events in the order of the file. Raises DataError; for a truncated file, after the events
+    that it contains."""
     import ijson
 
     with _opened(path) as text:

@@ -55,7 +55,7 @@ class TraceClock:
 
 
 def find_slow_units(steps: Sequence[ProfiledStep]) -> list[SlowUnit]:
-    """Return the slow units of one rank's steps, slowest first."""
+    """Return the slow units of one rank's steps, the largest excess over the peers first."""
     times = defaultdict[tuple[str, str], dict[str, list[int]]](dict)
     for step in steps:
         for (unit, phase), ns in _own_work(step).items():
@@ -152,8 +152,9 @@ def _numbered(steps: Iterable[ProfiledStep]) -> Iterable[tuple[Key, Transfer]]:
 def _shifts(
     clocks: Mapping[int, TraceClock], sent: Mapping[int, Mapping[Key, Transfer]]
 ) -> tuple[dict[int, int], str]:
-    """Return the offsets that bring all ranks' times to one clock, and a description of it. Without a
-    common host, ends of collectives are aligned, because they are nearly simultaneous on all ranks."""
+    """Return the offsets that bring all ranks' times to one clock, and a description of it. If the
+    traces do not all name the same host, the ends of collectives are aligned, because they are nearly
+    simultaneous on all ranks."""
     hosts = {clock.host for clock in clocks.values()}
     first = min(clocks)
     if len(hosts) == 1 and hosts != {""}:

@@ -45,7 +45,10 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Measure this machine and write the file. Raises BenchError and ConfigError before measuring."""
+    """Measure this machine and write the file.
+
+    Raises BenchError and ConfigError for wrong options before measuring, and BenchError if a process fails.
+    """
     path = HARDWARE_FOLDER / f"{options.name}.yaml"
     if path.exists() and not options.overwrite:
         raise BenchError(f"{path} exists: use --overwrite to replace it, or another --name")

@@ -37,7 +37,8 @@ def hardware_text(title: str, values: Mapping[str, SourcedValue]) -> str:
     text = f"# {title}\n"
     for key in (item.name for item in dataclasses.fields(Hardware) if item.name != "name"):
         value = _plain(values[key].value)
-        flow_style = None if isinstance(value, list | dict) else False  # None: only collections of scalars
+        # None writes collections of scalars on one line
+        flow_style = None if isinstance(value, list | dict) else False
         entry = yaml.safe_dump({key: value}, default_flow_style=flow_style, sort_keys=False, width=math.inf)
         text += entry.replace("\n", f"  # {values[key].source}\n", 1)
     return text
@@ -71,8 +72,8 @@ ATTENTION = ("attention_forward", "attention_backward")
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """Measured values: `compute`: the result of measure_compute of each process; `timings`: of collectives,
-    empty for a single GPU."""
+    """The measured values. `compute`: the result of measure_compute of each process; `timings`: of
+    collectives, empty for a single GPU."""
 
     compute: Sequence[Mapping[str, Any]]
     timings: Sequence[CollectiveTiming]
@@ -179,10 +180,10 @@ def _rates(
     matmul = {
         dtype: [(size, rate / 1e12 / peaks[dtype]) for size, rate in curve] for dtype, curve in curves.items()
     }
-    others = {dtype: curve for dtype, curve in base.matmul.items() if dtype not in matmul} if base else {}
-    note = f"; {', '.join(others)}: as in {base.name}.yaml" if base and others else ""
+    copied = {dtype: curve for dtype, curve in base.matmul.items() if dtype not in matmul} if base else {}
+    note = f"; {', '.join(copied)}: as in {base.name}.yaml" if base and copied else ""
     how = f"{stamp}: GFLOP and share of the peak, medians, forward and both gradients together{note}"
-    values = {"matmul": SourcedValue({**matmul, **others}, how)}
+    values = {"matmul": SourcedValue({**matmul, **copied}, how)}
     for key in ATTENTION:
         shares = {
             dtype: statistics.median(process[key][dtype] for process in result.compute) / 1e12 / peaks[dtype]
@@ -201,7 +202,8 @@ def _memory_efficiency(stamp: str, result: CalibrationResult, copy_bytes_s: floa
 
 
 def _copied(key: str, base: Hardware) -> SourcedValue:
-    """Return the base's value with the source in its file, preceded by the file's name."""
+    """Return the base's value with the source in its file, preceded by the file's name unless the source
+    already names a file."""
     source = source_in(HARDWARE_FOLDER / f"{base.name}.yaml", key)
     where = "" if source.startswith("as in ") else f"as in {base.name}.yaml: "
     return SourcedValue(getattr(base, key), where + (source or "no source given"))

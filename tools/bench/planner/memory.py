@@ -33,10 +33,12 @@ class PlanCase:
 
     @property
     def name(self) -> str:
+        """The keys without their sections, or "as shipped"."""
         return " ".join(key.split(".", 1)[1] for key in self.keys.split()) or "as shipped"
 
     @property
     def arguments(self) -> list[str]:
+        """The arguments of train.main for this plan, without compilation."""
         return [f"--config={self.config}.yaml", "--parallel.compile.enabled=false", *config_keys(self.keys)]
 
 
@@ -51,10 +53,12 @@ class MemoryRow:
 
     @property
     def peak_error(self) -> float:
+        """The relative error of the predicted peak."""
         return relative_error(self.predicted.peak_bytes, self.simulated.peak_bytes)
 
     @property
     def exact_error(self) -> float:
+        """The largest relative error, by absolute value, of EXACT_KINDS."""
         pairs = (
             (getattr(self.predicted.memory, kind), getattr(self.simulated.memory, kind))
             for kind in EXACT_KINDS
@@ -159,7 +163,7 @@ MEASUREMENT = Measurement(
     description=(
         "Predict the memory of plans for 8B, 70B and 405B models on 1 to 4,096 ranks, and compare it with "
         "the memory that tools.simulate counts while the real model, optimizer and training step run on fake "
-        "tensors. Simulations run without compilation, so the plans do too. This needs no GPU, starts no "
-        "processes, and takes several minutes."
+        "tensors. Simulations run without compilation, so it is off in the plans. This needs no GPU, starts "
+        "no processes, and takes several minutes."
     ),
 )

@@ -127,7 +127,7 @@ def add_predictions_options(parser: argparse.ArgumentParser) -> None:
     add("--hardware", metavar="KIND", default="cpu", help="hardware file to predict with (default cpu)")
     text = f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} are not counted)"
     add("--steps", type=positive, default=10, metavar="N", help=text)
-    add("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
+    add("--rounds", type=positive, default=2, metavar="N", help="runs of each configuration (default 2)")
 
 
 def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:

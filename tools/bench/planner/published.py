@@ -65,10 +65,12 @@ class PublishedRun:
 
     @property
     def framework(self) -> str:
+        """The first word of the source: the framework that ran."""
         return self.source.split()[0]
 
     @property
     def kind(self) -> str:
+        """The hardware file to predict the run with."""
         return KINDS[self.framework]
 
     @property

@@ -34,7 +34,13 @@ Cell = Mapping[str, Any]  # the prediction for one model, kind of GPU, number of
 def add_scale_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `scale`."""
     add, models, kinds = parser.add_argument, ["llama_8b", "llama_70b", "llama_405b"], ["h100-sxm", "h200"]
-    add("--config", nargs="+", default=models, metavar="NAME", help=f"default {' '.join(models)}")
+    add(
+        "--config",
+        nargs="+",
+        default=models,
+        metavar="NAME",
+        help=f"configs to plan (default {' '.join(models)})",
+    )
     text = f"files of configs/hardware (default {' '.join(kinds)})"
     add("--gpu", nargs="+", default=kinds, metavar="KIND", help=text)
     add("--gpus", default="8..4096", metavar="A..B", help="doublings from A to B (default 8..4096)")

@@ -52,7 +52,7 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=PEER_HELP)
     add("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="default: both")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
-    add("--rounds", type=positive, default=3, metavar="N", help="runs of each (default 3)")
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each trainer (default 3)")
     text = f"optimizer steps (default 20; the first {WARM_UP_STEPS} are not counted)"
     add("--steps", type=positive, default=20, metavar="N", help=text)
     add_run_options(parser)
@@ -120,7 +120,7 @@ def measure_cell(
 
 
 def share_of_allowed(allowed: Allowed, tokens: int, tokens_per_s: float) -> float:
-    """Return the lower bound of a rank's step over the time it takes, for a step of `tokens`."""
+    """Return the lower bound of a rank's step of `tokens` as a share of the time that it takes."""
     return allowed.total_s / (tokens / tokens_per_s)
 
 

@@ -2,7 +2,8 @@
 rates at the run's shapes.
 
 The rates are measured with as many processes and threads as the run has: the best of several repetitions, on
-inputs that may stay in the caches. Shapes: T tokens of a rank's step, D dim, F ffn, V vocabulary.
+inputs that may stay in the caches, so that no step can be faster. Shapes: T tokens of a rank's step, D dim, F
+ffn, V vocabulary.
 """
 
 import dataclasses

@@ -58,8 +58,8 @@ def parse_peers(texts: Sequence[str], threads: int, variables: Mapping[str, str]
 
 
 def parse_bench_lines(text: str) -> Figures:
-    """Return the figures in the `BENCH key=value ...` lines of all ranks: median speed, maximum memory and
-    start-up time.
+    """Return the figures in the `BENCH key=value ...` lines of all ranks: median speed, maximum memory, and
+    maximum start-up time.
 
     A line may have torchrun's prefix, such as `[rank0]:`. Raises BenchError that names missing figures.
     """
@@ -70,7 +70,7 @@ def parse_bench_lines(text: str) -> Figures:
     }
     missing = [FIGURES[figure].replace(r"(\S+)", "...") for figure, values in by_figure.items() if not values]
     if missing:
-        raise BenchError(f"its output has no BENCH line with {' or '.join(missing)}")
+        raise BenchError(f"its output has no BENCH line with {' or '.join(missing)}: see tools.bench cpu -h")
     return {
         figure: statistics.median(values) if figure == "tokens_per_s_per_rank" else max(values)
         for figure, values in by_figure.items()
