@@ -29,7 +29,7 @@ TITLE = 13  # font size
 WIDTH, HEIGHT = 460, 270  # of a chart, in points: readable on a phone, where it shrinks to three quarters
 SIDE, TOP, BAR_ROW = 8, 34, 36  # margin; title; a name with its bar below
 NOT_FINITE_SHOWN = 12
-MOST_ERROR = 1.0  # end of the axis; bars of larger errors are cut there and labeled with their value
+MOST_ERROR = 1.0  # longest bar; those of larger errors are cut there and labeled with their value
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def add_curves(axes: "Axes", curves: Sequence[Curve]) -> None:
     for number, curve in enumerate(curves):
         style: Any = {"color": curve.style.color, "marker": curve.style.marker}
         xs, ys = [x for x, _ in curve.points], [y if math.isfinite(y) else math.nan for _, y in curve.points]
-        apart = max(1, len(xs) // 4)
-        axes.plot(xs, ys, markevery=(number % 4 * apart // 4, apart), lw=1.8, ms=7, mew=0, **style)
-        lost = [x for x, y in curve.points if not math.isfinite(y)][:NOT_FINITE_SHOWN]
-        axes.plot(lost, [0.97] * len(lost), "x", color=curve.style.color, transform=across)
+        spacing = max(1, len(xs) // 4)
+        axes.plot(xs, ys, markevery=(number % 4 * spacing // 4, spacing), lw=1.8, ms=7, mew=0, **style)
+        gaps = [x for x, y in curve.points if not math.isfinite(y)][:NOT_FINITE_SHOWN]
+        axes.plot(gaps, [0.97] * len(gaps), "x", color=curve.style.color, transform=across)
     axes.set_xlim(left=0)
 
 

@@ -112,7 +112,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
         tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64, device=device)
-        # one document: the upper bound of attention blocks
+        # one document per sequence, which has the most attention blocks
         first = tokens.clone() if job.document_mask else None
         batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
         train_step(model, optimizer, batches, 1.0, group)

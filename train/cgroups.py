@@ -14,7 +14,8 @@ _UNLIMITED_BYTES = 2**60  # version 1 encodes "no limit" as a number near 2^63
 
 
 def memory_left_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process may still allocate: the minimum over its groups; None without a limit.
+    """Bytes that the processes of these groups may still allocate: the minimum over the groups; None without
+    a limit.
 
     The usage of a group includes the page cache, which is subtracted: the kernel reclaims it before it
     refuses memory.
@@ -26,14 +27,14 @@ def memory_left_bytes(root: Path = Path("/")) -> int | None:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """The lowest memory limit of this process's groups; None without one."""
+    """The lowest memory limit of this process's groups in bytes; None without one."""
     return min(
         (limit for group in own_groups("memory", root) for limit in _memory_limits(group)), default=None
     )
 
 
 def processors(root: Path = Path("/")) -> int | None:
-    """CPUs of time that the groups allow: the smallest quota, rounded up; None without a quota."""
+    """Number of CPUs whose time the groups allow: the smallest quota, rounded up; None without a quota."""
     return min(
         (math.ceil(quota) for group in own_groups("cpu", root) for quota in _cpu_quotas(group)), default=None
     )

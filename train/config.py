@@ -73,8 +73,8 @@ class DataConfig:
             .parquet, .arrow: one document per record); or a folder written by tools.prepare_data
         mixture: instead of source: source -> mixture weight, its share of the sequences, such as {/data/web:
             0.7, /data/code: 0.3}
-        validation: validation sets, name -> source, evaluated in full in addition to the held-out documents,
-            such as {wiki: /data/wiki.jsonl}
+        validation: validation sets, name -> source, such as {wiki: /data/wiki.jsonl}: all their documents are
+            for evaluation, in addition to the held-out documents
         tokenizer: bytes (every byte is a token, and 256 separates documents), or a tokenizer.json or its
             folder; auto is the tokenizer of prepared data, else bytes
         bos: token before each document: auto (as the tokenizer's files define), none, or a token such as <s>
@@ -347,5 +347,5 @@ class Config:
         if self.train.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} must not exceed "
-                f"model.max_seq_len={self.model.max_seq_len}"
+                f"model.max_seq_len={self.model.max_seq_len}: reduce the first or raise the second"
             )

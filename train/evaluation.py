@@ -88,7 +88,7 @@ def set_batches(
 
 def _predicted(split: TokenStream, shape: SequenceShape) -> int:
     """Number of tokens of a set that are targets: all but the first token of the set, or of each document if
-    documents are separate."""
+    documents are separate; all if each document gets a start token."""
     if shape.packing:
         return split.tokens - (split.documents if shape.document_mask else 1)
     return split.tokens - (split.documents if shape.start_id is None else 0)

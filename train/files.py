@@ -23,8 +23,8 @@ _SHOWN = 80  # characters of a name that a message quotes
 def user_path(name: str, key: str, error: type[ValueError] = DataError) -> Path:
     """Return the path of a user's `name`, with ~ and ~user expanded; it need not exist.
 
-    Raises `error`, whose message names `key`, if there is no such user or the system cannot look up the path
-    (too long, no permission for a folder).
+    Raises `error`, whose message names `key`, if `name` is empty, there is no such user, or the system cannot
+    look up the path (too long, no permission for a folder).
     """
     if not name:
         raise error(f"{key} is empty: name a path")

@@ -107,8 +107,8 @@ class Saves:
         """Report the saves that have finished. A failed save requests a stop of the run, unless
         `checkpoint.on_error` is warn.
 
-        Raises PeerLostError if a save lost contact with the other ranks: they may be waiting for this rank
-        and notice only that it exits.
+        Raises PeerLostError if a save lost contact with the other ranks: they may be waiting for this rank,
+        and only its exit ends their wait.
         """
         self._step, finished = step, self._saver.poll()
         if self._saver.cut_off:

@@ -131,8 +131,8 @@ def _describe_save(config: CheckpointConfig, failed: str) -> str:
         return "not saved, because checkpoint.every is 0; the same command starts over"
     if failed:
         return f"not saved: {failed}"
-    again = "" if config.resume == "auto" else " with --checkpoint.resume=auto"
-    return f"saved; the same command{again} resumes it"
+    option = "" if config.resume == "auto" else " with --checkpoint.resume=auto"
+    return f"saved; the same command{option} resumes it"
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
 
 
 def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
-    """Return the best plan for each other value of `key` with all other choices as in the best plan, except
-    those that depend on `key`: the degrees on each other, the number of blocks on every key. The values
-    nearest to the chosen one come first."""
+    """Return the best plan for each of at most MOST_COMPARED other values of `key`, those nearest to the
+    chosen one first. All other choices are those of the best plan, except those that depend on `key`: the
+    degrees on each other, the number of blocks on every key. Plans that fit take precedence."""
     free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(
         key, {key}
     )

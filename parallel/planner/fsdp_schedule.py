@@ -33,12 +33,12 @@ def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     ahead = start_ahead(plan)
     last = _simulate_round(plan, times, ahead, all_reduce=True)
     replicated = any(unit.all_reduce_s for unit in times.units.values())
-    other = (
+    earlier = (
         _simulate_round(plan, times, ahead, all_reduce=False)
         if plan.accumulation > 1 and replicated
         else last
     )
-    return _join([(other, plan.accumulation - 1), (last, 1), (_optimizer(times.optimizer_s), 1)])
+    return _join([(earlier, plan.accumulation - 1), (last, 1), (_optimizer(times.optimizer_s), 1)])
 
 
 def start_ahead(plan: Plan) -> Ahead:
@@ -59,8 +59,8 @@ def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead, all_reduces: Sequen
 
 class _FsdpLaunchOrder:
     """The tasks of a step in the order in which the CPU launches them, from the hooks of FSDP2 in torch 2.13
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py). The host is never the
-    bottleneck.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py). The model is never
+    host-bound: launches take no time.
 
     - All-gather: `_unshard`, `_copy_out`. Reduction: `_reduce`. End of a backward: `_finish`.
     - All-gathers and reduce-scatters over dp_shard share one NCCL communicator, which runs them one at a time

@@ -64,7 +64,8 @@ class Candidate:
             prefetch, micro_batch_size
         plan: the complete plan
         lower_bound_s: seconds of a step in which all FSDP communication is hidden
-        needed_bytes: memory per rank including allocator overhead; only a lower bound if `memory` is None
+        needed_bytes: memory per rank including allocator overhead; if `memory` is None, a lower bound without
+            that overhead
         host_bytes: host memory per rank
         memory: by kind; None if the bounds decided without it
         timeline: the simulated step; None for a plan that does not fit or was pruned
@@ -115,7 +116,8 @@ def search(
     """Return all legal plans, ranked. `ranked` is empty if none fits.
 
     Raises:
-        PlanError: no combination is legal; the message is that of the simplest one
+        PlanError: no combination is legal (the message is that of the simplest one), or `selective_policy`
+            is invalid
     """
     if config.activation_checkpoint == "auto" and (
         mistakes := [*policy_mistakes(config.selective_policy, model.attention_ops)]
@@ -165,9 +167,10 @@ class _Search:
     ranked: list[Candidate] = field(default_factory=list)
     does_not_fit: list[Candidate] = field(default_factory=list)
     pruned: list[Candidate] = field(default_factory=list)
-    # by choices without resharding and prefetching, which do not change the bounds
+    # by all choices except resharding and prefetching, which do not change the bounds
     bounds: dict[tuple[Any, ...], Bounds] = field(default_factory=dict)
-    # fewest blocks that fit, by the same key; from the resharding and prefetching tried first
+    # fewest blocks that fit, by the same choices without the number of blocks; the first resharding and
+    # prefetching tried decides
     fewest: dict[tuple[Any, ...], int] = field(default_factory=dict)
     # choices with which the plan fits without activation checkpointing
     fits_with_none: set[tuple[Any, ...]] = field(default_factory=set)

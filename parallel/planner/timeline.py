@@ -77,9 +77,8 @@ class Timeline:
             collectives
         exposed_s: time in which it waits for a collective or a copy to or from host memory, or runs a
             tensor-parallel collective
-        exposed_by_lane: `exposed_s` by awaited lane, without zeros. While an awaited task itself waits, for
-        the
-            link or in a queue, the task in flight counts.
+        exposed_by_lane: `exposed_s` by awaited lane, without zeros; while an awaited task itself waits (for
+            the link or in a queue), the task in flight counts
     """
 
     rounds: tuple[MicroBatchTimeline, ...]

@@ -122,8 +122,8 @@ class Difference:
 
 
 def diff_plans(a: Plan, b: Plan) -> list[Difference]:
-    """Return every difference between two plans: those of all units first, then of units in the order of the
-    forward. Empty if the plans are equal."""
+    """Return every difference between two plans: those of the plan itself first, then those of its units in
+    the order of the forward. Empty if the plans are equal."""
     differences = list[Difference]()
     for key, value_a, value_b in _changes(a, b):
         if key == "tensor":

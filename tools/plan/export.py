@@ -58,4 +58,4 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         files.write_atomically(path, content)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose another path") from None

@@ -346,4 +346,4 @@ def seconds(time_s: float) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "unknown: no peak for this device" if share is None else f"{share:.1%}"
+    return "unknown: no peak to compare with on a CPU" if share is None else f"{share:.1%}"

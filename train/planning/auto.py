@@ -107,7 +107,7 @@ def choose_plan(job: TrainingJob, world_size: int, machines: Cluster) -> SearchR
     raise PlanError(
         f"parallel.plan=auto: none of {len(choice.does_not_fit)} plans fits. A process has "
         f"{machines.available_bytes / GIB:.1f} GiB, but the leanest plan needs at least "
-        f"{nearest.needed_bytes / GIB:.1f} ({describe_choices(nearest.choices)}).\n"
+        f"{nearest.needed_bytes / GIB:.1f} GiB ({describe_choices(nearest.choices)}).\n"
         + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in suggestions)
     )
 

@@ -52,8 +52,8 @@ def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:
         if job.parallel.plan in ("manual", "auto"):
             raise PlanError(f"parallel.attention={kernel} does not support {case}: use auto, or {others}")
         raise PlanError(
-            f"attention={kernel} of {job.parallel.plan} does not support {case}: use {others} there, or "
-            "make a new plan with tools.plan --gpu KIND"
+            f"attention={kernel} of {job.parallel.plan} does not support {case}: use {others} in that file, "
+            "or make a new plan with tools.plan --gpu KIND"
         )
 
 

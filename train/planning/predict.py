@@ -65,7 +65,7 @@ def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
     rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
     peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
     full, causal = (rate * flops_per_token(job.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
-    # the peak of a CPU description is not one to compare with
+    # no MFU on a CPU: its peak_tflops is the best measured rate of one core
     mfu, mfu_causal = (None, None) if hardware.cores else (full, causal)
     return Prediction(memory, reserved_bytes(memory, hardware), timeline, rate, mfu, mfu_causal)
 

@@ -67,8 +67,8 @@ def _trace_compiled(subject: TracedModule, budget: float) -> ModuleWorkload:
 
 
 def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
-    """A backend that stores the graphs that inductor would compile, without compiling them, and whether each
-    input is a weight."""
+    """Return a torch.compile backend that compiles nothing: it stores in `graphs` the graphs that inductor
+    would compile, and in `weights` whether each input is a weight."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
