@@ -22,7 +22,7 @@ def build_model(
     time, so that no rank ever holds the full model.
 
     With `plan.cpu_offload` parameters are in host memory. Raises ConfigError if a pattern of `train.freeze`
-    matches no parameter.
+    matches no parameter, or if all parameters are frozen.
     """
     model = shard_model(config, plan, mesh, train.freeze, train.z_loss)
     fill_model(model, plan, device, seed)

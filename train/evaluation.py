@@ -95,11 +95,11 @@ def _predicted(split: TokenStream, shape: SequenceShape) -> int:
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
-    """Return (loss in nats, tokens) summed over the batches of all ranks, float64 [2] on the device. Weights
-    and gradients do not change.
+    """Return (sum of the loss in nats, number of targets) over all batches of `data_parallel`, float64 [2] on
+    the device. The z-loss is not included; weights and gradients do not change.
 
-    Autograd stays enabled, although there is no backward: without it the compiled blocks would need a second
-    graph.
+    Every rank needs the same number of batches, at least one. Training calls it with autograd enabled,
+    because without it the compiled blocks would need a second graph.
     """
     totals = None
     with without_backward(model), _loss_only(model):

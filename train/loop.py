@@ -28,7 +28,8 @@ def train_loop(
 ) -> TrainPosition:
     """Train from `state.position` to the last step, or until the ranks agree to stop; return the position.
 
-    Raises SaveError if a checkpoint could not be saved, NonFiniteError, and PeerLostError.
+    Raises SaveError if a checkpoint could not be saved, NonFiniteError, PeerLostError, RecompileError, and
+    DataError.
     """
 
     def evaluate(step: int) -> dict[str, Score]:

@@ -26,7 +26,8 @@ class GarbageCollector:
         self._every, self._took_over, self._was_enabled = every, False, gc.isenabled()
 
     def step_done(self, step: int) -> None:
-        """Collect if due; called after each step. The first call disables Python's automatic collection."""
+        """Collect if due; called after each step. The first call disables Python's automatic collection. With
+        `every` 0 nothing changes."""
         if not self._every:
             return
         if not self._took_over:

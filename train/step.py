@@ -37,8 +37,8 @@ def train_step(
     grad_clip: float,
     data_parallel: dist.ProcessGroup,
 ) -> StepResult:
-    """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights if all of it
-    is finite.
+    """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights unless the
+    loss or the gradient norm is not finite.
 
     The loss of each micro batch is divided by the number of tokens of the global batch, so the result does
     not depend on how sequences and padding are divided into micro batches and ranks.

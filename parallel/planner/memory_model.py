@@ -224,7 +224,8 @@ def usable_bytes(device_bytes: int, hardware: Hardware) -> int:
 
 
 def least_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return a lower bound of a rank's peak without a walk: its shards and all saved activations."""
+    """Return a quick lower bound of a rank's peak in bytes: its shards of parameters and moments, if they are
+    on the device, and the saved activations that stay there."""
     parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
     trained = trained_parameters(plan.modules, work) / plan.mesh.dp_shard
     sent = sent_blocks(plan, work)

@@ -113,7 +113,7 @@ def search(
     machines: Cluster,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
-    """Return all legal plans, ranked. `ranked` is empty if none fits.
+    """Search the legal plans by branch and bound. `ranked` of the result is empty if none fits.
 
     Raises:
         PlanError: no combination is legal (the message is that of the simplest one), or `selective_policy`

@@ -46,8 +46,8 @@ def with_choices(
 
 
 def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """Yield combinations of values, the simplest first. Degrees that the config leaves open multiply to the
-    number of processes."""
+    """Yield a value for every key of CHOICES except activation_checkpoint_blocks: that of the config, or each
+    value to try where it is `auto`, the simplest first. `make_plan` refuses the illegal combinations."""
     for tp in _degrees(config.tp, min(gpus_per_node, shape.world_size)):
         for replicate, shard, reshards in _data_parallel(config, shape, tp):
             prefetches = _prefetches(config, shard)

@@ -34,7 +34,7 @@ class Operation:
     """One kernel, one group of fused kernels, or one tensor-parallel collective.
 
     Args:
-        kind: its bound: compute for matmul and attention, bandwidth for memory, a link for collective
+        kind: matmul or attention (limited by compute), memory (by bandwidth) or collective (by a link)
         name: torch's name; for a collective all_gather, reduce_scatter or all_reduce
         flops: multiplications and additions; attention counts those of a causal kernel, half of the square
         bytes: read plus written; for a collective those of the unsharded tensor, as in

@@ -126,7 +126,8 @@ def judge_trials(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_folders(facts: Facts) -> Iterator[Finding]:
-    """Check the folder of the runs and the compile cache."""
+    """Yield a finding for each problem of the run folder (not writable, little space, slow writes) and of the
+    compile cache (not writable, on a network file system)."""
     run, cache = facts.run_folder, facts.cache_folder
     if not run.writable:
         reason = f": {run.problem}" if run.problem else ""

@@ -102,8 +102,12 @@ def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[C
 
 
 def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
-    """Return the collectives of one optimizer step of rank 0, from the plan's units and the traced modules,
-    without those of the loss and the gradient norm, which belong to no unit."""
+    """Predict number and bytes of rank 0's collectives in one optimizer step by operation and axis, from the
+    plan's units and the traced modules.
+
+    Bytes are those of the unsharded tensor. The collectives of the loss and the gradient norm are left out,
+    because they belong to no unit.
+    """
     work = run_workload(job, plan)
     model = _one_rank(job, plan)
     no_backward = {name for name in plan.modules if not work.has_backward((name,))}

@@ -162,9 +162,12 @@ def _costs(
 
 
 def waits_with_depth(costs: Sequence[UnitCost], depth: int) -> list[int]:
-    """Return how long each unit would wait for its all-gather if every unit launched the all-gathers of
-    the next `depth` units when it starts. The link runs one collective at a time, in launch order; a
-    unit's reduce-scatter follows its backward."""
+    """Return the wait of each unit for its all-gather, in ns, if each unit launches the next `depth`
+    all-gathers when it starts (0: only its own).
+
+    `costs`: the units of one phase and micro batch, in order of execution. The link runs one collective at a
+    time, in launch order, including the reduce-scatter after a unit's backward.
+    """
     now_ns, link_ns, ends, waits = 0, 0, dict[int, int](), []
     for i, cost in enumerate(costs):
         for j in range(i, min(i + depth + 1, len(costs))):

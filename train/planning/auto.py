@@ -96,8 +96,8 @@ def _measured_peak(predicted: Prediction, device: torch.device) -> int:
 
 
 def choose_plan(job: TrainingJob, world_size: int, machines: Cluster) -> SearchResult:
-    """Return the ranked plans of the job. Raises PlanError if none is legal or none fits, with changes that
-    fit."""
+    """Return the ranked plans of the job. Raises PlanError if none is legal, or if none fits, then with
+    changes that fit."""
     choice = search_plans(job, world_size, machines)
     if choice.ranked:
         return choice

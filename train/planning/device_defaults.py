@@ -25,8 +25,8 @@ def best_attention(job: TrainingJob, hardware: Hardware | None) -> str:
 
 
 def attention_on_device(job: TrainingJob, device: torch.device, device_name: str) -> str:
-    """Return the same for this process's device. GPUs that no file in configs/hardware describes get cuDNN's
-    kernel from Hopper on."""
+    """Return the fastest attention kernel that supports the job on this process's device. A GPU that no file
+    in configs/hardware describes gets the first of ON_HOPPER or ON_OLDER that does."""
     if device.type == "cpu":
         return "cpu"
     if kind := find_hardware(device_name):

@@ -51,7 +51,8 @@ class Prediction:
 
 
 def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
-    """Predict memory and time of the job under `plan` on machines of that kind."""
+    """Predict memory and time of the job under `plan` on machines of that kind. Raises PlanError for float8
+    on a GPU without it."""
     if plan.float8.linears and not hardware.cores and "float8" not in hardware.matmul:
         recipe = f"parallel.float8.recipe={plan.float8.recipe}"
         raise PlanError(

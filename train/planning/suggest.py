@@ -82,7 +82,8 @@ class Suggestion:
 
 
 def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str) -> StepMemory:
-    """Predict the plan's memory. Raises PlanError with the nearest changes that fit if a process has less."""
+    """Return the plan's predicted memory. Raises PlanError, with the nearest changes that fit, if it exceeds
+    the usable memory of a process."""
     needed = predict_memory(job, plan)
     if needed.peak_bytes <= devices.usable_bytes:
         return needed
@@ -181,7 +182,8 @@ def _needed_bytes(
 
 
 def _leanest_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
-    """Return the same for parallel.plan=auto, from a search over the plans that need the least memory."""
+    """Return the peak of the best plan for parallel.plan=auto, from a search in which all open keys except tp
+    have the values that need the least memory; None if none fits."""
     assert devices.hardware is not None, "the planner needs a hardware description"
     cluster = Cluster(devices.hardware, devices.gpus_per_node, devices.available_bytes)
     ranked = search_leanest(job, processes, cluster, seq_len).ranked
