@@ -46,8 +46,8 @@ from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path
 
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
-# checkpoint.every in the config of an imported model, as in the shipped configs of its size: the default is
-# never
+# checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
+# size: the default is never
 SAVE_EVERY = 500
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -162,7 +162,7 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
     sections["checkpoint"] = {"every": SAVE_EVERY}
     head = (
         f"# The model of {folder.path}, by tools.convert_hf. Position tables have model.max_seq_len rows:\n"
-        "# it may be lowered, down to train.seq_len.\n"
+        "# the key may be lowered, down to train.seq_len.\n"
     )
     return head + yaml.safe_dump(sections, sort_keys=False)
 
@@ -217,7 +217,8 @@ def write_files(
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Return parameters, dtypes, size and files of an imported or exported folder, read from its headers."""
+    """Return parameters, dtypes, size and files of an imported or exported folder, read from the headers of
+    its safetensors files."""
     parameters, size_bytes, dtypes = 0, 0, set()
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -278,7 +279,7 @@ def _new_folder(source: Path, out: Path, force: bool) -> Iterator[Path]:
     """A hidden folder next to `out` to write into. At the end it is renamed to `out`; on an error it is
     deleted."""
     if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise CheckpointError(f"{out} contains the source {source}: use another folder")
+        raise CheckpointError(f"{out} is or contains the source {source}: use another folder")
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file: use a folder")
     if out.is_dir() and any(out.iterdir()) and not force:

@@ -114,8 +114,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data",
         metavar="SOURCE",
-        help="evaluate on this instead: all of a file, folder or glob of text; or of a folder by "
-        "tools.prepare_data its held-out documents, all if none is held out; a Hugging Face model needs it",
+        help="evaluate on this source instead: all of a file, folder or glob of text; of a folder made by "
+        "tools.prepare_data the held-out documents, or all if none is held out; required for a Hugging Face "
+        "model",
     )
     add_tokenizer_option(parser)
     parser.add_argument(
@@ -263,12 +264,12 @@ def score_model(
 
 def make_figures(target: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:
     """Return the scores as plain data, for --json."""
-    names = ("loss", "perplexity", "bits_per_byte", "tokens")
+    keys = ("loss", "perplexity", "bits_per_byte", "tokens")
     return {
         "model": str(target.folder),
         "processes": ranks.world_size,
         "seq_len": target.config.train.seq_len,
-        "sets": {set_: {name: getattr(score, name) for name in names} for set_, score in scores.items()},
+        "sets": {name: {key: getattr(score, key) for key in keys} for name, score in scores.items()},
     }
 
 

@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=natural,
         default=200,
         metavar="N",
-        help="maximum number of tokens to generate (default 200); stops at the end of the document",
+        help="maximum number of tokens to generate (default 200); the end of the document ends it earlier",
     )
     parser.add_argument(
         "--temperature",
@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=0,
         metavar="T",
         help="maximum tokens of context, the oldest are dropped; 0, the default, is the run's "
-        "train.seq_len, because it has not learned longer positions; at most its model.max_seq_len",
+        "train.seq_len, because the model has not learned later positions; at most its model.max_seq_len",
     )
     return parser
 
@@ -139,7 +139,7 @@ def find_model_tokenizer(folder: Path, data: DataConfig, requested: str) -> Toke
     try:
         source = next(iter(data.mixture), data.source)
         if data.tokenizer == "auto" and not is_prepared(source):
-            # raises for a missing source, which may have been text or prepared data with a tokenizer
+            # raises if the source is missing, which may have been prepared data with a tokenizer
             find_files(source)
         return find_tokenizer(data)
     except DataError as error:
@@ -157,7 +157,7 @@ def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
         ids = tokenizer.encode([prompt])[0].tolist()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"--prompt is not valid UTF-8 at byte {error.start}, which this tokenizer needs"
+            f"--prompt is not valid UTF-8 at byte {error.start}, but this tokenizer needs UTF-8: correct it"
         ) from None
     return ids if tokenizer.info.bos is None else [tokenizer.info.bos, *ids]
 
@@ -200,7 +200,7 @@ def generate(
     tokenizer: TokenizerInfo,
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` ids that follow `tokens`, and stop at the tokenizer's EOS. The context is
-    the last `window` tokens, recomputed for every new one."""
+    the last `window` tokens, recomputed for every new token."""
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(tokens)
     last_only = model.head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))

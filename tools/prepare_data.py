@@ -22,7 +22,7 @@ from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
 
 MIB = 2**20
-LINE_EVERY_S = 10.0  # between progress lines, if stderr is not a terminal
+LINE_EVERY_S = 10.0  # seconds between progress lines, if stderr is not a terminal
 SOURCES = (
     "a file, folder or glob of text (.txt, .md, source code ...: one document each) or of records (.jsonl, "
     ".jsonl.gz, .jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def show_progress(on_terminal: bool) -> Iterator[Callable[[Progress], None]]:
-    """A function that shows progress: a bar if stderr is a terminal, else a line every LINE_EVERY_S."""
+    """Yield a function that shows progress on stderr: a bar on a terminal, else a line every LINE_EVERY_S."""
     if not on_terminal:
         yield PlainLines()
         return
@@ -183,7 +183,7 @@ def make_figures(
 def to_text(figures: dict[str, Any]) -> str:
     """Return the figures as text, with the keys for a config."""
     vocab_size, padded = figures["vocab_size"], figures["padded_vocab_size"]
-    made, speed = f"{figures['folder']} already exists, made from the same text with the same settings", ""
+    made, speed = f"{figures['folder']} already exists, made from the same text, tokenizer and settings", ""
     if not figures["already_there"]:
         made = f"wrote {figures['folder']}"
         speed = f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"

@@ -147,7 +147,7 @@ def find_reason(output: str, letters: int) -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM to a command and its descendants, and SIGKILL to those left after GRACE_S.
 
-    A signal to the process group would not do: torchrun's workers have their own sessions.
+    A signal to the process group would not reach torchrun's workers, which have their own sessions.
     """
     family = _with_descendants(find_running([process.pid]))
     try:
@@ -207,7 +207,7 @@ def _with_descendants(roots: Iterable["psutil.Process"]) -> list["psutil.Process
 
 
 def children(pid: int) -> list[int]:
-    """Return the process ids of a process's children, of all its threads; [] if it has ended."""
+    """Return the ids of the processes that any thread of a process has started; [] if it has ended."""
     pids = list[int]()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -48,8 +48,8 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read a run's folder; a missing file counts as empty. Raises ConfigError if the folder does not exist
-    or a file in it cannot be read."""
+    """Read a run's folder; a missing file counts as empty. Raises ConfigError if the folder does not exist,
+    or metrics.jsonl or config.yaml cannot be read."""
     if folder.is_file():
         raise ConfigError(f"{folder} is a file: give the run's folder, such as {folder.parent}")
     if not folder.is_dir():
@@ -95,20 +95,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return rename_keys(flatten(load_mapping(path), whole=known_keys()), str(path), ignore_warning)
+        return rename_keys(flatten(load_mapping(path), keep=known_keys()), str(path), ignore_warning)
     except YamlError as error:
         raise ConfigError(str(error)) from None
 
 
-def flatten(mapping: Mapping[str, Any], prefix: str = "", whole: Sequence[str] = ()) -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys. A key in `whole` keeps its mapping as a value, and so does a
+def flatten(mapping: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys. A key in `keep` keeps its mapping as a value, and so does a
     key with an empty mapping."""
     flat = dict[str, Any]()
     for key, value in mapping.items():
         name = f"{prefix}{key}"
         flat |= (
-            flatten(value, f"{name}.", whole)
-            if isinstance(value, dict) and value and name not in whole
+            flatten(value, f"{name}.", keep)
+            if isinstance(value, dict) and value and name not in keep
             else {name: value}
         )
     return flat
@@ -225,6 +225,7 @@ class Figures:
         tokens_per_s: over all processes
         step_time_s: seconds per optimizer step
         peak_memory_gib: of the process that uses most
+        mfu: model FLOPs utilization, the median after warm-up
         predicted: what the planner predicted, by the names in `PREDICTED`
     """
 

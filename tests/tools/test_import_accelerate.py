@@ -336,7 +336,8 @@ def test_all_refusals_are_in_one_report(imports: Importer) -> None:
 
 
 def test_what_must_be_there(imports: Importer) -> None:
-    assert "distributed_type: the key is missing: one of FSDP" in refusal(imports, "num_processes: 8\n")
+    refused = refusal(imports, "num_processes: 8\n")
+    assert "distributed_type: the key is missing: set it to one of FSDP" in refused
     assert "num_processes: the key is missing" in refusal(imports, "distributed_type: FSDP\n")
 
 

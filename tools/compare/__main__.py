@@ -21,7 +21,7 @@ from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.tools.run_reader import Figures, Rate, format_number, read_run
 from meshwright.train.errors import ConfigError
 
-EXIT_DIFFERENT = 1  # as the diff command
+EXIT_DIFFERENT = 1  # the exit code of the diff command
 PICTURES = (".svg", ".png")
 
 

@@ -84,7 +84,7 @@ def narrowest(
 
 
 def _uses_low_precision(run: RunFolder) -> bool:
-    """Whether the run uses a dtype below float32, by its plan or, without a plan, by its config."""
+    """Whether the run uses, or with auto may use, a dtype below float32, by its plan or else its config."""
     if run.plan is not None:
         dtypes = {dtype for unit in run.plan.units for dtype in (unit.param_dtype, unit.reduce_dtype)}
         dtypes_in_use = [*dtypes, run.plan.storage_dtype, "float8" if run.plan.float8.linears else ""]

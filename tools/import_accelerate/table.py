@@ -75,8 +75,8 @@ NO_FP16 = (
 
 
 def judge_accelerate(config: Mapping[Any, Any]) -> list[Item]:
-    """Return the verdict on every key of the file, and on missing keys whose default in accelerate
-    differs."""
+    """Return the verdict on every key of the file, and on missing keys: required ones, and one with another
+    default in accelerate."""
     entries, items = _flatten(config)
     given = {plain: value for _, _, plain, value in entries if value is not None}
     seen: dict[str, str] = {}
@@ -127,9 +127,10 @@ def _judge_missing(given: Given) -> Iterator[Item]:
     """Yield the required keys that are missing, and accelerate's default of dynamo_backend, which differs
     from ours: it does not compile."""
     if "distributed_type" not in given:
-        yield Item("distributed_type", None, refused(f"the key is missing: one of {', '.join(TYPES)}"))
+        why = f"the key is missing: set it to one of {', '.join(TYPES)}"
+        yield Item("distributed_type", None, refused(why))
     if "num_processes" not in given and _distributed(given) != "NO":
-        why = "the key is missing: the number of processes on all machines together"
+        why = "the key is missing: set it to the number of processes on all machines together"
         yield Item("num_processes", None, refused(why))
     if "dynamo_backend" not in given:
         note = (
@@ -399,7 +400,7 @@ TABLE: dict[str, Rule] = {
     "use_cpu": _use_cpu,
     "compute_environment": _environment,
     "main_training_function": drops("the program is train.main"),
-    "debug": drops("the planner checks shapes before the run"),
+    "debug": drops("shapes are checked when the plan is made, before the run"),
     "enable_cpu_affinity": drops(
         "processes are not pinned to cores; run.threads divides the cores among them"
     ),

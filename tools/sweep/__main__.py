@@ -166,7 +166,8 @@ def run_all(
     interrupts: Sequence[int],
     screen: SweepScreen,
 ) -> None:
-    """Start or resume every run that is not finished; write the report after each."""
+    """Start or resume every run that is left to do, and write the report after each. A failed run is left to
+    do only with `retry_failed`; one whose plan is refused is only recorded."""
     for number, run in enumerate(planned):
         state, reason = state_of(run.folder)
         if run.refused:

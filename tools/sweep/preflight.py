@@ -108,7 +108,7 @@ def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 def flat_config(config: Config) -> dict[str, Any]:
     """Return every config key, dotted."""
-    return flatten(dataclasses.asdict(config), whole=known_keys())
+    return flatten(dataclasses.asdict(config), keep=known_keys())
 
 
 def refuse_changed(changed: Mapping[str, Sequence[str]], folder: Path) -> None:

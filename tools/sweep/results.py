@@ -12,7 +12,7 @@ from meshwright.tools.sweep.spec import LAUNCH, Spec, value_text
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One run.
+    """The results of one run.
 
     Args:
         varied: values of the keys that differ between the sweep's runs, as text

@@ -1,4 +1,4 @@
-"""Run one run of a sweep: its command, attempt.json in its folder, its end; and the sweep's folder, which
+"""Start one run of a sweep, wait for its end and record both in attempt.json; lock the sweep's folder, which
 belongs to one spec and to one process at a time. Interrupting the sweep makes the current run save and
 stop."""
 
@@ -89,9 +89,9 @@ def launched_with(folder: Path) -> dict[str, int]:
 
 
 def state_of(folder: Path) -> tuple[RunState, str]:
-    """Return the state of a run and the reason, by attempt.json, or by status.json if something else
-    (Slurm) started the run. Plans are checked anew each time, so a run that was refused earlier waits
-    again."""
+    """Return the state of a run and the reason: from attempt.json, or from status.json if attempt.json has no
+    final state, e.g. because Slurm started the run. Plans are checked again each time, so a run that was
+    refused earlier waits again."""
     attempt, status = read_attempt(folder), read_status(folder)
     if attempt.state in ("waiting", "running", "refused") and status is not None:
         return status.state, status.reason

@@ -114,7 +114,7 @@ def _flat(path: Path, place: str, keys: Any) -> Any:
     not a mapping is returned unchanged."""
     if not isinstance(keys, dict):
         return keys
-    return rename_keys(flatten(keys, whole=known_keys()), f"{path}: {place}", warn_once)
+    return rename_keys(flatten(keys, keep=known_keys()), f"{path}: {place}", warn_once)
 
 
 def make_cells(spec: Spec) -> list[SweepRun]:

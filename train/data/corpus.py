@@ -47,7 +47,8 @@ class Corpus:
         validation: name -> tokens of data.validation
         tokenizer: of all sources and sets
         description: a line of text that is printed at the start of a run
-        fingerprint: hash of everything except the seed that determines the order of the training sequences
+        fingerprint: hash of the shards, the mixture's weights and data.packing, which with the seed and
+            train.seq_len determine the order of the training sequences
     """
 
     sources: tuple[Source, ...]
@@ -116,7 +117,7 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     """Return the prepared folder of a source: the source itself, or a folder in the cache, made if missing.
 
     The cache folder's name is a hash of the source's files (names, sizes, times), the tokenizer and the
-    settings.
+    settings. `held_out`: share of documents to hold out; None takes data.eval_fraction. Raises DataError.
     """
     if is_prepared(source):
         return user_path(source, "data.source")
@@ -164,12 +165,12 @@ def cache_root(config: DataConfig) -> Path:
 def _common_tokenizer(infos: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
     """The tokenizer of all prepared folders. DataError if they differ, or differ from data.tokenizer."""
     (first, tokenizer), *others = infos.items()
-    for folder, other in others:
-        if not _same_tokenizer(tokenizer, other):
+    for folder, info in others:
+        if not _same_tokenizer(tokenizer, info):
             raise DataError(
                 "all data of a run must have the same tokenizer, but "
                 f"{first} was made with the tokenizer {_describe_tokenizer(tokenizer)} and {folder} with "
-                f"{_describe_tokenizer(other)}: prepare one of them again"
+                f"{_describe_tokenizer(info)}: prepare one of them again"
             )
     if config.tokenizer != "auto":
         requested = load_tokenizer(config.tokenizer, config.bos, config.eos).info
@@ -283,7 +284,8 @@ def check_evaluation(corpus: Corpus) -> None:
 
 
 def load_on_all_ranks(config: DataConfig, ranks: RankInfo, resume_from: Path | None) -> Corpus:
-    """Load the data on all ranks: one process per node writes the cache and compares checksums.
+    """Load the data on all ranks: one process per node writes the cache and compares checksums, the others
+    wait. Collective: every rank must call it.
 
     Raises the same DataError on every rank, also if ranks read different text or checkpoints.
     """

@@ -90,8 +90,8 @@ def read_batch(
             begin, end = split.document(max(index, 0))
             if not begin < end <= split.tokens:
                 raise DataError(
-                    f"{split.place(0)}: document {index:,} has an end that is not after its begin: prepare "
-                    "the data again"
+                    f"{split.place(0)}: document {index:,} must end after token {begin:,} and at most at "
+                    f"{split.tokens:,}, but ends at {end:,}: prepare the data again"
                 )
         _read_row(split, begin, end, shape, inputs, outputs)
         if first is not None:
@@ -109,9 +109,9 @@ def _read_row(
     inputs: NDArray[np.int64],
     outputs: NDArray[np.int64],
 ) -> None:
-    """Read tokens begin .. end - 1 into inputs[T], after the start id if there is one, and one position later
-    into outputs[T]. Longer documents are cut; shorter ones are padded with the last token and
-    IGNORE_INDEX."""
+    """Read tokens begin .. end - 1 into inputs[T], after the start id if there is one, and the tokens one
+    position later into outputs[T]. Longer sequences are cut. In shorter ones inputs are padded with the last
+    token, outputs with IGNORE_INDEX."""
     start = 0 if shape.packing or shape.start_id is None else 1
     inputs[:start] = shape.start_id or 0
     n_inputs, n_outputs = min(end - begin + start, len(inputs)), min(end - begin + start - 1, len(outputs))

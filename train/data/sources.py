@@ -111,8 +111,8 @@ def _check_file(source: str) -> None:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file below `root`, except installed packages (not part of the standard library) and prepared
-    data."""
+    """Every file below `root`, except installed packages (not part of the standard library), prepared data,
+    also unfinished, and the metadata of saved datasets."""
     for folder, subfolders, names in os.walk(root):
         packages = ("site-packages", "dist-packages")
         subfolders[:] = [

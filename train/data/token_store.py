@@ -64,7 +64,7 @@ class MappedFile:
         """Return numbers[length]. Raises DataError if the file cannot be opened or has changed."""
         try:
             return _maps()(self)
-        # other code of this process uses all free files: close all mapped files and try again
+        # other code of this process has reached the limit: close all mapped files and try again
         except _TooManyOpenFiles:
             _maps.cache_clear()
         try:
@@ -112,7 +112,7 @@ class TokenStream:
             done += len(part)
 
     def document(self, index: int) -> tuple[int, int]:
-        """Return the first token of a document, and the token after its last."""
+        """Return the positions of a document's first token and of the token after its last."""
         shard = int(np.searchsorted(self._documents, index, side="right")) - 1
         ends, within = self._shards[shard].ends.numbers(), index - int(self._documents[shard])
         begin = int(self._tokens[shard])
@@ -167,13 +167,14 @@ def _map(file: MappedFile) -> NDArray[Any]:
 
 
 def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
-    """DataError if the file has changed since the start of the run: tokens and document ends would not
-    match."""
+    """DataError if the file has changed since the start of the run: its tokens would belong to other
+    documents."""
     status = os.fstat(opened.fileno())
     same_size = status.st_size == file.length * file.dtype.itemsize
     if same_size and status.st_mtime_ns == file.modified_ns:
         return
-    # Users touch files so that a cluster does not delete them: only a changed hash is an error.
+    # Some users touch their files so that a cluster does not delete them: a new time stamp with the same hash
+    # is no error.
     if not same_size or hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
         raise DataError(f"{file.path} has changed since the run started: start the run again")
     file.modified_ns = status.st_mtime_ns
@@ -394,7 +395,8 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Source:
-    """A training source: `name` is the last part of its path, `weight` its share of the sequences."""
+    """A training source: `name` is the last part of its path, or the full path if another source has
+    the same last part; `weight` its relative share of the sequences."""
 
     name: str
     weight: float

@@ -77,8 +77,8 @@ class JsonTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
     `bos` and `eos` are as in DataConfig. auto takes the token of the tokenizer_config.json in the same
-    folder, then a known name; if its add_bos_token is false there is no BOS. Its add_eos_token is ignored,
-    because EOS separates documents.
+    folder, then a known name; if its add_bos_token is false there is no BOS. Its add_eos_token is ignored:
+    every document ends with EOS, which separates documents.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class JsonTokenizer:
             special = ", ".join(_special(self._tokenizer)[:4])
             raise DataError(
                 f"data.tokenizer={self.path} has none of the known EOS tokens {', '.join(EOS_NAMES)}: set "
-                "the token that ends a document with data.eos"
+                "data.eos to the token that ends a document"
                 f"{f', such as one of {special}' if special else ''}"
             )
         return TokenizerInfo(self.path.resolve().parent.name, sha256, max(ids.values()) + 1, bos_id, eos_id)
@@ -180,8 +180,8 @@ def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """Round a vocabulary size up to a multiple, which every usual tp degree divides and which is fast in GPU
-    matrix multiplications."""
+    """Round a vocabulary size up to a multiple of `multiple`. Every usual tp degree divides a multiple of
+    128, and GPU matrix multiplications are fast with it."""
     return -(-vocab_size // multiple) * multiple
 
 

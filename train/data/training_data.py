@@ -70,8 +70,9 @@ class TrainingData:
         return same and (position.seed, position.seq_len) == (self.order.seed, self.sequences.seq_len)
 
     def describe_step(self, position: TrainPosition, step: StepData) -> dict[str, Any]:
-        """Return the data columns of a metrics row: progress, and the hash of the step's sequences over all
-        ranks, which is the same on every mesh. Collective: every rank must call it."""
+        """Return the data columns of a metrics row: progress, and the hash of the step's sequences and their
+        positions in the sample order over all ranks, which is the same on every mesh. Collective: every rank
+        must call it."""
         data_hash = torch.tensor(step.data_hash, device=self.device)
         dist.all_reduce(data_hash, group=self.group)
         return {**data_progress(self.order, position.samples), "data_hash": f"{data_hash.item():016x}"}

@@ -31,8 +31,8 @@ def count_groups(path: Path, kind: str) -> int:
 def read_rows(
     path: Path, kind: str, first: int, last: int, field: str
 ) -> Iterator[tuple[int, list[bytes | None]]]:
-    """Yield the texts of groups first to last - 1 as (number of the first row in the file, texts or None for
-    null). Raises DataError."""
+    """Yield the texts of groups first to last - 1 in batches: the number of the first row in the file, and a
+    list of texts with None for null. Raises DataError."""
     pyarrow = import_pyarrow(path)
     with read_errors(path):
         read = _read_parquet if kind == "parquet" else _read_arrow

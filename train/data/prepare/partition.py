@@ -1,6 +1,7 @@
 """Divides a source into pieces: the unit of work and of restarting. A piece becomes one shard of each split.
 
-The division depends only on names and sizes of the files, not on the number of processes.
+The division depends on the files (names, sizes, row groups) and the shard size, not on the number of
+processes.
 """
 
 import hashlib
@@ -107,7 +108,8 @@ def cut_source(
 
 
 def choose_held_out(names: Sequence[str], share: float) -> set[str]:
-    """Return the names whose hash is below `share`: at least one and never all, but none for a share of 0.
+    """Return the names whose hash is below `share`: of several names at least one and never all. None of a
+    single name, and none for a share of 0.
 
     Apart from these limits, the choice of a name does not depend on the other names.
     """

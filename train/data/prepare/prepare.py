@@ -45,13 +45,13 @@ from meshwright.train.files import NO_LOCKS, flush_folder, make_lock, write_atom
 def partial_folder(folder: Path) -> Iterator[Path]:
     """Create and lock the hidden folder to work in.
 
-    It is deleted when `folder` exists, or when it contains no finished shard. Raises DataError.
+    At the end of the context it is deleted if `folder` exists or it contains no finished shard. Raises
+    DataError.
     """
     partial, lock_file = (folder.with_name(f".{folder.name}.{ending}") for ending in ("partial", "lock"))
     lock = make_lock(lock_file)
     try:
-        # First, because filelock would take the error of a folder without write access for another process's
-        # lock, and wait.
+        # First, because without write access filelock would wait, as if another process had the lock.
         partial.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
@@ -250,7 +250,8 @@ class _Preparation:
             )
 
     def _no_space(self, reason: str) -> str:
-        """The message for a full disk, with an estimate of the space that the remaining text needs."""
+        """The message for a full disk, with an estimate of the space needed: all text that this start has to
+        tokenize, with the tokens per byte of the part that is done."""
         per_byte = self._tokens / (self._done - self._kept) if self._done > self._kept else 1.0
         needed_bytes = (
             (self._total - self._kept) * per_byte * token_dtype(self._tokenizer.info.vocab_size).itemsize

@@ -1,5 +1,5 @@
-"""Reads the documents of a part of a source one after another, so that only a document is in memory, not a
-file."""
+"""Reads the documents of a part of a source one at a time. A file is only held in memory if it is one
+document."""
 
 import gzip
 import io
@@ -115,8 +115,8 @@ def _read_jsonl(part: Part, text_field: str) -> Iterator[Document]:
 
 
 def _lines(part: Part, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines of a part, each with its byte offset. The line in which a range begins belongs to the range
-    before."""
+    """The lines of a part, each with its byte offset. A line belongs to the range that contains its first
+    byte."""
     file: Any = raw
     offset = part.first
     if part.kind == "jsonl.gz":

@@ -20,7 +20,8 @@ _RUN_TOKENS = 2**20
 
 
 class ShardWriter:
-    """Writes one shard of one split. A shard without tokens has no files."""
+    """Writes one shard of one split. A shard without tokens has no files; `abandon` deletes the temporary
+    file of an unfinished one."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype.newbyteorder("<")
