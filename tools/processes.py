@@ -75,8 +75,11 @@ def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str
     """
     if mode == "keep":
         return {}
-    own = folder / (f"{name}-{turn}" if mode == "cold" else name)
-    return {"TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"), "TRITON_CACHE_DIR": str(own / "triton")}
+    cache_folder = folder / (f"{name}-{turn}" if mode == "cold" else name)
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder / "inductor"),
+        "TRITON_CACHE_DIR": str(cache_folder / "triton"),
+    }
 
 
 def run_to_end(

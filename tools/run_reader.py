@@ -259,7 +259,7 @@ def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> 
     """Summarize a run's rows. `predicted` supplies predictions that the rows lack."""
     counted = rows_after_warm_up(run.rows)
     memory = series(run.rows, "peak_memory_gib")
-    own = {
+    reported = {
         name: values[max(values)] for name in PREDICTED if (values := series(run.rows, f"predicted_{name}"))
     }
     mfu = [value for value in series(counted, "mfu").values() if math.isfinite(value)]
@@ -271,7 +271,7 @@ def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> 
         step_time_s=_rate(series(counted, "step_time_s")),
         peak_memory_gib=max((value for value in memory.values() if math.isfinite(value)), default=None),
         mfu=statistics.median(mfu) if mfu else None,
-        predicted={**(predicted or {}), **own},
+        predicted={**(predicted or {}), **reported},
     )
 
 

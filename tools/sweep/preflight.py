@@ -127,8 +127,8 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
     an unknown device, with parallel.plan=auto (the run reports its own prediction), and if the plan or the
     planner fails (the run then fails with that error, or trains without a prediction)."""
     config, processes = planned.config, planned.cell.processes
-    place = _place(planned.cell)
-    device, name = choose_device(config.run, place)
+    rank = _first_rank(planned.cell)
+    device, name = choose_device(config.run, rank)
     kind = load_hardware()["cpu"] if device.type == "cpu" else find_hardware(name)
     if config.parallel.plan == "auto" or kind is None:
         return {}
@@ -137,7 +137,7 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
             kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes))
         )
     try:
-        figures = predict(config.job, plan_on_device(config.job, place, device, name), kind, processes)
+        figures = predict(config.job, plan_on_device(config.job, rank, device, name), kind, processes)
     except (PlanError, ConfigError):
         return {}
     peak = figures.memory.peak_bytes if device.type == "cuda" else figures.reserved_bytes
@@ -166,11 +166,11 @@ def _try_plan(config: Config, cell: SweepRun, local: bool) -> Any:
         return None
     if not local:
         return plan_run(config.job, cell.processes * cell.nodes, cell.processes)
-    place = _place(cell)
-    return plan_on_device(config.job, place, *choose_device(config.run, place))
+    rank = _first_rank(cell)
+    return plan_on_device(config.job, rank, *choose_device(config.run, rank))
 
 
-def _place(cell: SweepRun) -> RankInfo:
+def _first_rank(cell: SweepRun) -> RankInfo:
     """Return the rank information of the first process."""
     world_size = cell.processes * cell.nodes
     return RankInfo(0, world_size, 0, cell.processes, under_torchrun=world_size > 1)

@@ -147,13 +147,13 @@ def run_environment(planned: PlannedRun) -> dict[str, str]:
 def slurm_command(planned: PlannedRun) -> list[str]:
     """Return the sbatch command of a run."""
     cell, (config, *arguments) = planned.cell, planned.arguments
-    place = [
+    options = [
         f"--job-name={cell.name}",
         f"--nodes={cell.nodes}",
         "--ntasks-per-node=1",
         f"--gpus-per-node={cell.processes}",
     ]
-    return ["sbatch", *place, SLURM_SCRIPT, config.removeprefix("--config="), *arguments]
+    return ["sbatch", *options, SLURM_SCRIPT, config.removeprefix("--config="), *arguments]
 
 
 def refuse_nodes(planned: Sequence[PlannedRun]) -> None:

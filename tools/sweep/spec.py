@@ -137,11 +137,11 @@ def make_cells(spec: Spec) -> list[SweepRun]:
                 ]
                 parts += [f"seed={seed}"] if len(spec.seeds) > 1 else []
                 parts += [f"turn={turn + 1}"] if spec.repeat > 1 else []
-                place = {key: own.pop(key, getattr(spec, key)) for key in LAUNCH}
+                launch = {key: own.pop(key, getattr(spec, key)) for key in LAUNCH}
                 cells.append(
                     SweepRun(
                         _folder_name(" ".join(filter(None, parts)) or "run"),
-                        **place,
+                        **launch,
                         overrides={**spec.overrides, **own},
                         own=own,
                     )

@@ -77,8 +77,8 @@ def find_files(source: str) -> list[tuple[str, Path]]:
     files = sorted(_named(paths, root))
     if not files:
         endings = " ".join(sorted({*TEXT_SUFFIXES, *RECORD_SUFFIXES}))
-        wanted = f" ending in {endings}" if Path(source).is_dir() else ""
-        raise DataError(f"data.source={source} contains no text: looked for non-empty files{wanted}")
+        ending = f" ending in {endings}" if Path(source).is_dir() else ""
+        raise DataError(f"data.source={source} contains no text: looked for non-empty files{ending}")
     return files
 
 

@@ -45,14 +45,14 @@ def open_zstd(raw: Any, path: Path) -> Any:
     return import_pyarrow(path).CompressedInputStream(raw, "zstd")
 
 
-def import_pyarrow(what: Path | str) -> Any:
+def import_pyarrow(source: Path | str) -> Any:
     """Import pyarrow and pyarrow.parquet; late, because only some sources need it. Raises DataError."""
     try:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError:
         raise DataError(
-            f"{what} is read with pyarrow, which is not installed: pip install -e '.[hf]'"
+            f"{source} is read with pyarrow, which is not installed: pip install -e '.[hf]'"
         ) from None
     return pyarrow
 

@@ -138,7 +138,9 @@ def _describe_file(name: str, path: Path) -> Part:
     try:
         stat, fingerprint = path.stat(), fingerprint_file(path)
     except OSError as error:
-        raise DataError(f"data.source: cannot read {path} ({error.strerror})") from None
+        raise DataError(
+            f"data.source: cannot read {path} ({error.strerror}): make it readable, or leave it out"
+        ) from None
     kind, size = file_kind(path), stat.st_size
     last = count_groups(path, kind) if kind in ("parquet", "arrow") else size
     return Part(name, str(path), kind, 0, last, size, size, stat.st_mtime_ns, fingerprint)

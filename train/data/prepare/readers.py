@@ -57,7 +57,9 @@ def _check_unchanged(part: Part) -> None:
     try:
         stat = os.stat(part.path)
     except OSError as error:
-        raise DataError(f"data.source: cannot read {part.path} ({error.strerror})") from None
+        raise DataError(
+            f"data.source: cannot read {part.path} ({error.strerror}): restore it or leave it out"
+        ) from None
     if (stat.st_size, stat.st_mtime_ns) != (part.file_bytes, part.mtime_ns):
         raise DataError(
             f"data.source: {part.path} changed while it was being read: start again when no process writes "
@@ -69,7 +71,9 @@ def _read_text(part: Part, check_text: bool) -> Document:
     try:
         text = Path(part.path).read_bytes()
     except OSError as error:
-        raise DataError(f"data.source: cannot read {part.path} ({error.strerror})") from None
+        raise DataError(
+            f"data.source: cannot read {part.path} ({error.strerror}): restore it or leave it out"
+        ) from None
     if check_text:
         _check_utf8(text, part.path, 0)
     return Document(part.name, text, len(text))
