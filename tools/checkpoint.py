@@ -83,7 +83,9 @@ def make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         command.add_argument("path", metavar=metavar, help=path_help)
         if name == "diff":
-            command.add_argument("other", metavar="OTHER", help="the second checkpoint, saved on any mesh")
+            command.add_argument(
+                "other", metavar="OTHER", help="the checkpoint or run to compare with, saved on any mesh"
+            )
         if name != "consolidate":
             command.add_argument(
                 "--json", action="store_true", help="print one JSON document instead of text"
@@ -100,8 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Describe each committed checkpoint, oldest first: step, samples, processes that saved it, size in
-    bytes, age in seconds.
+    """Describe each committed checkpoint, oldest first: step, samples, number of processes that saved it,
+    size in bytes, age in seconds.
 
     Values from a manifest that cannot be read are None, with the reason under `problem`.
     """
@@ -124,7 +126,7 @@ def verify(path: Path) -> dict[str, Any]:
     Raises CheckpointError for the first damaged one, and if there is none at all."""
     checkpoints = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
     if not checkpoints:
-        raise CheckpointError(f"{path} contains no committed checkpoint")
+        raise CheckpointError(f"{path} contains no committed checkpoint: name another run or a checkpoint")
     start_s = time.perf_counter()
     manifests = [verify_alone(checkpoint) for checkpoint in checkpoints]
     size_bytes = sum(file.size_bytes for manifest in manifests for file in manifest.files.values())
@@ -216,8 +218,8 @@ _Opened = tuple[Path, CheckpointManifest, FilesReader]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that differs: its form in each checkpoint, and the largest absolute difference of a value if
-    shape and dtype are the same."""
+    """A tensor that differs: shape and dtype in the first (`here`) and the second checkpoint (`there`), or
+    "missing"; and the largest absolute difference of a value if shape and dtype are the same."""
 
     name: str
     here: str

@@ -98,8 +98,8 @@ def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
 
 
 def commit(partial: Path, manifest: CheckpointManifest) -> Path:
-    """Write the manifest into `partial` and rename the folder to its committed name, safe against a loss of
-    power. Raises SaveError, also if a file in the manifest is missing or incomplete."""
+    """Write the manifest into `partial`, rename the folder to its committed name, safe against a loss of
+    power, and return its path. Raises SaveError, also if a file in the manifest is missing or incomplete."""
     final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
     absent = [name for name, file in manifest.files.items() if _size_of(partial / name) != file.size_bytes]
     if absent:

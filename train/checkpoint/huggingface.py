@@ -53,14 +53,15 @@ class FilesReader(HuggingFaceStorageReader):
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(str(files[0].parent))
-        self.fs = _TheseFiles(files)
+        self.fs = _FileList(files)
         self._metadata = super().read_metadata()
 
     def read_metadata(self) -> Metadata:
+        """Return the shapes, dtypes and offsets of all tensors, read when this reader was created."""
         return self._metadata
 
 
-class _TheseFiles(FileSystem):
+class _FileList(FileSystem):
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = [str(file) for file in files]
 

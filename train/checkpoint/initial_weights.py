@@ -60,7 +60,7 @@ def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | 
 
 
 def describe_start(init_from: str | None, resume_from: Path | None) -> list[str]:
-    """Return the log line that names the initial weights; nothing without init_from."""
+    """Return the log line that names the initial weights, in a list; an empty list without init_from."""
     if init_from is None:
         return []
     if resume_from:
@@ -140,8 +140,8 @@ def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
 
 
 def _check_config(source: str, saved_model: LlamaConfig, model: LlamaConfig, way_out: str) -> None:
-    """Raise ConfigError with every model key that differs. A smaller max_seq_len is allowed, because the
-    weights do not depend on it."""
+    """Raise ConfigError with every model key that differs. A max_seq_len below the saved one is allowed,
+    because the weights do not depend on it."""
     different = [
         f"model.{key}={value} (saved: {saved})"
         for key, value, saved in different_keys(model, saved_model)

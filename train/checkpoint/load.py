@@ -111,9 +111,10 @@ def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
 def refuse_different(
     checkpoint: Path, current: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]
 ) -> None:
-    """Raise CheckpointError with the first differences of names, shapes and dtypes, if there are any."""
+    """Raise CheckpointError with the first differences between the expected (`current`) and the saved names,
+    shapes and dtypes, if there are any."""
     different = [
-        f"{name}: {current.get(name, 'missing')} in this run, saved {saved.get(name, 'missing')}"
+        f"{name}: expected {current.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
         for name in sorted(current.keys() | saved.keys())
         if current.get(name) != saved.get(name)
     ]

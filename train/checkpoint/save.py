@@ -259,7 +259,7 @@ class CheckpointSaver:
         ]
         if bad:
             raise SaveError(
-                f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''} is not finite on rank "
+                f"{bad[0]}{f' and {len(bad) - 1} more are' if len(bad) > 1 else ' is'} not finite on rank "
                 f"{rank}, so the checkpoint is not committed"
             )
         name = f"rank-{rank:05d}.safetensors"

@@ -67,9 +67,9 @@ def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
 def find_damage(
     checkpoint: Path, manifest: CheckpointManifest, mode: VerifyMode, names: Sequence[str]
 ) -> list[str]:
-    """Return the differences from the manifest: the folder's list of files and, of the files in `names`, the
-    size and (mode full) the hash. Raises UnreadableError if something cannot be read: only a proven
-    difference counts."""
+    """Return the differences from the manifest: the step in the folder's name, the list of files and, of the
+    files in `names`, the size and (mode full) the hash. Raises UnreadableError if something cannot be read:
+    only a proven difference counts."""
     problems, named = list[str](), re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
     if named and int(named[1]) != manifest.position.step:
         problems.append(f"its manifest is of step {manifest.position.step}")

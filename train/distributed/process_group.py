@@ -78,7 +78,8 @@ POLL_S = 0.02
 
 
 def init_process_group(backend: str, timeout: timedelta, alone: bool) -> None:
-    """Initialize the process group; with `alone` a group of one, so that code works without a launcher."""
+    """Initialize the process group; with `alone` a group of one, so that the same code runs without a
+    launcher."""
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return

@@ -61,14 +61,15 @@ def read_rank_info() -> RankInfo:
 
 
 def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str]:
-    """Return the device of this process, and its name, for a CPU with the reason. Raises PlanError if
+    """Return the device of this process, and the GPU's name or why the CPU is used. Raises PlanError if
     `run.device` is cuda and there are too few GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = gpus >= ranks.local_world_size
     if config.device == "cuda" and not enough:
+        fewer = f"start {gpus} processes per node, or " if gpus else ""
         raise PlanError(
             f"run.device=cuda needs {ranks.local_world_size} GPUs for as many local processes, but this "
-            f"machine has {gpus}: start {max(gpus, 1)} processes per node, or use --run.device=cpu"
+            f"machine has {gpus}: {fewer}use --run.device=cpu"
         )
     if config.device == "cpu" or not enough:
         why = f"{gpus} GPUs for {ranks.local_world_size} local processes" if gpus else "no GPU"
@@ -95,10 +96,10 @@ def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
     return made[0]  # type: ignore[no-any-return]
 
 
-def gather_from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks on every rank, exchanged on the host; every rank calls it."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 

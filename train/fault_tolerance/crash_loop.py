@@ -1,4 +1,4 @@
-"""Crash-loop detection: refuse to start after three failed starts in a row without progress."""
+"""Crash-loop detection: refuse an automatic restart after three failed starts in a row without progress."""
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.distributed.ranks import RankInfo
@@ -10,7 +10,8 @@ SHOWN = 500  # characters of the last failure's reason in the message
 
 
 def check_crash_loop(previous: Status | None, ranks: RankInfo, start_step: int) -> FailedStarts:
-    """Return the number of failed starts in a row that committed no checkpoint and made no progress.
+    """Return the failed starts in a row, up to the previous one, that committed no checkpoint and got no
+    further than the first of them.
 
     Args:
         previous: the previous start's status.json. State running means that it was killed, and counts as

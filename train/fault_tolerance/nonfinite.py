@@ -131,8 +131,8 @@ class _Watch:
 
 @contextlib.contextmanager
 def _eager(model: nn.Module) -> Iterator[None]:
-    """Disable compilation for a while. Compiled modules recompute their activations instead, because these
-    might not fit into memory."""
+    """Disable compilation within this context. The modules that were compiled recompute their activations
+    instead, because these might not fit into memory."""
     compiled = {
         module: module._compiled_call_impl
         for module in model.modules()
@@ -262,10 +262,10 @@ class NonFiniteGuard:
             )
             return describe(done.step, self._max_skipped, [alone], positions)
         micro_batch = None if first is None else first.micro_batch
-        found = gather_from_all(
+        findings = gather_from_all(
             NonFiniteFinding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch))
         )
-        return describe(done.step, self._max_skipped, found, positions)
+        return describe(done.step, self._max_skipped, findings, positions)
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
         """Return this rank's sequences, of one micro batch or of the full step, by source and index in the
@@ -281,18 +281,18 @@ class NonFiniteGuard:
         return "; ".join(f"{first_of(ids, most=_MANY)} of {source}" for source, ids in by_source.items())
 
 
-def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], positions: str) -> str:
+def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], positions: str) -> str:
     """Return the message with the findings of all ranks and what to do; `positions` is the range of the
     step's sequences in the data order."""
-    places = [finding.first.place for finding in found if finding.first is not None]
+    places = [finding.first.place for finding in findings if finding.first is not None]
     lines = [
         f"the loss or gradient of step {step} is not finite, and at most "
         f"train.max_skipped_steps={max_skipped} steps may be skipped. Diagnosis by repeating the step "
         f"(sequences {positions} of the data order):"
     ]
-    lines += _damaged(found)
+    lines += _damaged(findings)
     firsts = [
-        finding for finding in found if finding.first is not None and finding.first.place == min(places)
+        finding for finding in findings if finding.first is not None and finding.first.place == min(places)
     ]
     lines += [
         f"rank {finding.rank}: {finding.first.what} is the first value that is not finite; its sequences: "
@@ -302,8 +302,8 @@ def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], pos
     ]
     if len(firsts) > _MANY:
         lines.append(f"{len(firsts) - _MANY} other ranks: the same")
-    if not found[0].repeated:
-        lines.append(f"rank {found[0].rank}: too little memory to repeat the step without compilation")
+    if not findings[0].repeated:
+        lines.append(f"rank {findings[0].rank}: too little memory to repeat the step without compilation")
     elif not places:
         lines.append(
             "not reproduced on any rank when the step was repeated: a fault of the hardware, the network or "
@@ -316,9 +316,9 @@ def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], pos
     return "\n".join(lines)
 
 
-def _damaged(found: Sequence[NonFiniteFinding]) -> list[str]:
+def _damaged(findings: Sequence[NonFiniteFinding]) -> list[str]:
     """Return lines for the first ranks with parameters that are not finite."""
-    damaged = [finding for finding in found if finding.parameters]
+    damaged = [finding for finding in findings if finding.parameters]
     return [
         f"rank {finding.rank} has parameters that are not finite: {first_of(finding.parameters, most=_MANY)}"
         for finding in damaged[:_MANY]

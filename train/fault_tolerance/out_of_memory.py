@@ -22,7 +22,7 @@ from meshwright.train.errors import OutOfMemory
 from meshwright.train.memory import device_memory_bytes, peak_resident_bytes
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
-# another rank waits this long for rank 0, whose exit ends them all once it has printed its message
+# The other ranks wait this long, so that rank 0 prints its message before torchrun ends all ranks.
 RANK0_REPORT_S = 30.0
 ERROR_SHOWN = 400  # characters of torch's message
 
@@ -31,8 +31,8 @@ ERROR_SHOWN = 400  # characters of torch's message
 def explaining_out_of_memory(
     job: TrainingJob, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer, folder: Path
 ) -> Iterator[None]:
-    """Convert a failed allocation into OutOfMemory, whose message shows where the memory went and which
-    changes would help."""
+    """Raise OutOfMemory for a failed allocation within this context; its message shows where the memory went
+    and which changes would help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -91,8 +91,8 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo) -> Iterator[str]:
-    """Yield the predicted memory and the changes that would free most; one line of explanation if there is
-    too little memory to compute them."""
+    """Yield the predicted memory and the changes that would free most; if computing them fails, which it does
+    without free memory, one line with the error."""
     try:
         from meshwright.train.planning.predict import predict_memory  # late: only a failed run needs it
         from meshwright.train.planning.suggest import Devices, suggest_savings
@@ -123,8 +123,8 @@ def _in_gib(name: str, sizes: Mapping[str, Any]) -> str:
 
 
 def _save_snapshot(device: torch.device, path: Path) -> list[str]:
-    """Save a snapshot of a GPU's memory; within the window of profile.memory it also shows what allocated
-    it."""
+    """Save a snapshot of a GPU's memory and return a line about it, none on a CPU. Within the profiled window
+    of a run with profile.memory the snapshot includes the stacks of the allocations."""
     if device.type != "cuda":
         return []
     try:

@@ -78,7 +78,7 @@ def lock_folder(folder: Path, wait_s: float = 0.0) -> Lock:
     lock = make_lock(path)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            return Lock(folder, None, f"{path} is not a file: {unprotected}")
+            return Lock(folder, None, f"{path} is not a file: {unprotected}; delete it")
         lock.acquire(timeout=wait_s)
         previous = _read_holder(folder)
     except Timeout:
@@ -176,7 +176,7 @@ def write_texts(folder: Path, texts: Mapping[str, str], ranks: RankInfo, console
         try:
             (folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            console.print(f"warning: {folder / name} cannot be written ({error.strerror})")
+            console.print(f"warning: {folder / name} cannot be written ({error.strerror}); the run continues")
 
 
 ENDING_S = 120.0  # wait for the previous run after a restart; NFS 4 keeps a dead host's lock for 90 s

@@ -116,7 +116,8 @@ class RunStatus:
     @contextmanager
     def recording(self, folder: Path) -> Iterator[None]:
         """Within this context the folder belongs to this run, and an error that ends the run is recorded. A
-        CrashLoopError is not, so that the last failure's reason stays."""
+        CrashLoopError is not, nor the loss of a process that has recorded its own failure: the earlier reason
+        stays."""
         self._folder = folder
         try:
             yield
@@ -167,7 +168,7 @@ class RunStatus:
                 self._console.print(f"warning: {problem}")
 
     def _explained_elsewhere(self) -> bool:
-        """Return whether the process that died has already recorded its reason."""
+        """Return whether the process that died has already recorded its own failure."""
         assert self._folder is not None
         status = read_status(self._folder)
         return status is not None and status.state == "failed"

@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REPEAT_S = 0.5  # a signal within this time after the first is the same request, delivered twice
 EXIT_S = 5.0  # for on_end and the exit; after that the kernel ends the process
 CLOSE_S = 5.0  # how long close() waits for peers that may be dead
-_PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # of gloo and NCCL
+_PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # gloo, NCCL
 COMMITS_INTACT = "committed checkpoints are intact"
 
 
@@ -195,7 +195,7 @@ class GracefulShutdown:
                     if number in self._earlier_handlers:  # not another signal with a Python handler
                         self._on_signal(number)
             if self._grace and time.monotonic() >= self._grace[0]:
-                grace = f"run.grace_s={self._config.grace_s:g} s was too short for the stop"
+                grace = f"run.grace_s={self._config.grace_s:g} s was too short for the stop (raise it)"
                 self._end(self._grace[1], f"{self.reason}: ended without saving, because {grace}")
 
     def _on_signal(self, number: int) -> None:

@@ -120,7 +120,8 @@ def _is_ours(call: FrameSummary) -> bool:
 
 
 def _show(call: FrameSummary) -> str:
-    """Return "file:line function", with the path from the checkout, the package or the folder of torch."""
+    """Return "file:line function", with the path in the package, the checkout or the folder that contains
+    torch; otherwise with the last two parts of the path."""
     path = Path(call.filename)
     ours = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
     base = ours if _is_ours(call) else TORCH.parent

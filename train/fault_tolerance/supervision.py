@@ -82,8 +82,8 @@ class Supervision:
     def training(
         self, config: TrainConfig, plan: Plan, model: nn.Module, data: TrainingData
     ) -> Iterator[None]:
-        """Steps are done within this context: now there is something to save, and a first signal requests an
-        agreed stop."""
+        """Steps are done within this context: from now on there is something to save, and a first signal
+        requests an agreed stop."""
         self._plan, self._garbage = plan, GarbageCollector(config.gc_every_steps)
         self._recompiles = RecompileGuard(plan.compile)
         self._nonfinite = NonFiniteGuard(config.max_skipped_steps, model, data.order, data.batch, data.group)
@@ -142,13 +142,13 @@ class Supervision:
         self._watchdog.close()
 
     def leave(self) -> None:
-        """Leave the other ranks, after a run without an error."""
+        """End the agreed stop and destroy the process group, after a run without an error."""
         self._shutdown.close()
         dist.destroy_process_group()
 
     def _end_warm_up(self) -> None:
-        """Everything is compiled now: print where the graphs came from, return the memory that compiling
-        took, and watch for recompiles."""
+        """Everything is compiled now: print the compile time and the cache hits, return the memory that
+        compiling took, and watch for recompiles."""
         if message := describe_compiling():
             self._console.print(message)
         if self._plan.async_tp:

@@ -189,7 +189,7 @@ class Watchdog:
             self._announce(message)
         ends_s = time.monotonic() + LINGER_S
         _error_of(files, LINGER_S / 2)
-        # last: NCCL, which provides it, may hang too
+        # last: NCCL, which keeps the flight record, may hang too
         _error_of(BackgroundThread("watchdog-files").submit(self._write_flight_record), LINGER_S / 2)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         os._exit(1)

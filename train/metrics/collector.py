@@ -1,5 +1,5 @@
-"""Collect the rows of metrics.jsonl: loss, rates, memory, and the gradient norm of each unit. Between
-evaluations and saves only this module waits for the device."""
+"""Collect the rows of metrics.jsonl: loss, rates, memory, and the gradient norm of each unit. A row waits
+until the device has finished the step, which training otherwise avoids."""
 
 import statistics
 import time
@@ -178,7 +178,8 @@ class Metrics:
             return ""
         if not later:
             return (
-                "predicted against measured: nothing to compare, because the only report includes compiling"
+                "predicted against measured: nothing to compare, because the first report, which includes "
+                "compiling, does not count"
             )
         measured = {name: statistics.median(row[name] for row in later) for name in self._predicted}
         comparisons = (

@@ -19,7 +19,7 @@ class WriteErrors:
         self._warn, self._failing = warn, set[Path]()
 
     def failed(self, path: Path, error: OSError) -> None:
-        """A row could not be written."""
+        """Record that a row could not be written; warn if it is the first."""
         if not self._failing:
             self._warn(
                 f"warning: {path} cannot be written ({error.strerror or error}); training continues, and "
@@ -28,7 +28,7 @@ class WriteErrors:
         self._failing.add(path)
 
     def recovered(self, path: Path, lost: int) -> None:
-        """Rows were written, except for `lost` ones."""
+        """Record that rows were written, except for `lost` ones; report when all files can be written."""
         if path in self._failing:
             self._failing.remove(path)
             if not self._failing:
@@ -38,7 +38,7 @@ class WriteErrors:
                 )
 
     def gave_up(self, path: Path, lost: int) -> None:
-        """The run ended before the last rows of the file could be written."""
+        """Warn that the run ended before the last rows of the file could be written."""
         self._warn(f"warning: {path} lacks its last {lost} rows, which could not be written")
 
 

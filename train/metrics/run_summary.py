@@ -69,7 +69,7 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> Run
 
 
 def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
-    """Return model, data, training, hardware and software in a line each, by label."""
+    """Return one line each on model, data, training, hardware and software, by label."""
     model, mesh, tokens = job.model, plan.mesh, plan.global_batch_size * job.seq_len
     python, axes = platform.python_version(), " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
     return {

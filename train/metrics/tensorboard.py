@@ -70,8 +70,8 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: Path, errors: WriteErrors, shown: RunSummary, first_step: int) -> None:
-        """The file starts with `shown`, except for its images. TensorBoard hides the steps from `first_step`
-        on of earlier files, because a resumed run repeats them."""
+        """The file starts with `shown`, except for its images. TensorBoard hides the steps of earlier files
+        from `first_step` on, because a resumed run repeats them."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
         from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
