@@ -243,9 +243,9 @@ def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(
     (tmp_path / "step-00000001" / "config.yaml").write_text("# 1\n")
     start = find_checkpoint(CheckpointConfig(), tmp_path, alone)
     assert (start.step, steps(tmp_path)) == (1, [1])
-    assert len(start.said) == 2
-    assert f"{tmp_path}/step-00000003 is damaged" in start.said[0]
-    assert f"Renamed to {tmp_path}/damaged-step-00000003" in start.said[0]
+    assert len(start.messages) == 2
+    assert f"{tmp_path}/step-00000003 is damaged" in start.messages[0]
+    assert f"Renamed to {tmp_path}/damaged-step-00000003" in start.messages[0]
     assert find_checkpoint(CheckpointConfig(resume="none"), tmp_path, alone).checkpoint is None
     assert find_checkpoint(CheckpointConfig(), tmp_path / "new", alone).step == 0
 

@@ -205,8 +205,8 @@ def passed_over_wrongly(bad: Path, before: Path) -> list[str]:
         if (start.step, start.checkpoint) == (1, bad.with_name(before.name))
         else [f"auto starts from {start.checkpoint}"]
     )
-    if len(start.said) != 1 or str(bad) not in start.said[0] or str(aside) not in start.said[0]:
-        wrong.append(f"auto logged {start.said}")
+    if len(start.messages) != 1 or str(bad) not in start.messages[0] or str(aside) not in start.messages[0]:
+        wrong.append(f"auto logged {start.messages}")
     if list_checkpoints(bad.parent) != [bad.with_name(before.name)] or not aside.exists():
         wrong.append("the damaged one was not renamed")
     return wrong
