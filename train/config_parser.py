@@ -61,6 +61,8 @@ def describe_type_error(report: str) -> str:
     if match := re.search(r"Subtypes: \[(.*)\] Errors: .* Given value: (.*)$", report):
         expected = re.findall(r"Literal\[[^]]*\]|[^,\s]+", match[1])
         return f"must be {' or '.join(map(_describe_type, expected))}, not {match[2]}"
+    if match := re.search(r"^Expected a tuple with (\d+) elements\. Got value: (.*)$", report):
+        return f"must be a list of {match[1]} values, not {match[2]}"
     if match := re.search(r"^Expected an? (.*)\. Got value: (.*)$", report):
         return f"must be {_describe_type(match[1])}, not {match[2]}"
     return report
@@ -68,7 +70,7 @@ def describe_type_error(report: str) -> str:
 
 def _describe_type(name: str) -> str:
     if name.startswith("Literal["):
-        return name[len("Literal[") : -1].replace("'", "")
+        return " or ".join(name[len("Literal[") : -1].replace("'", "").rsplit(", ", 1))
     descriptions = {
         "int": "a whole number",
         "float": "a number",

@@ -164,7 +164,7 @@ def compare_runs(
     if not steps:
         raise ConfigError(
             f"no common step: {a.folder} reports {_describe_steps(a)}, {b.folder} reports "
-            f"{_describe_steps(b)}: compare runs whose metrics.every have common steps"
+            f"{_describe_steps(b)}: compare runs that have logged the same steps (metrics.every)"
         )
     bands = tuple(bands or bands_for(a, b))
     other_data, data = _compare_data(a, b, steps)

@@ -121,8 +121,8 @@ def refuse_different(
     if different:
         difference = _dtype_keys(current, saved) or "another model"
         raise CheckpointError(
-            f"{checkpoint} was saved with {difference}: {first_of(different, '; ')}. Use its config or "
-            "another run.dir; checkpoint.init_from reads only its weights"
+            f"{checkpoint} was saved with {difference}: {first_of(different, '; ')}. Use the config it "
+            "was saved with (its config.yaml), or another run.dir, with checkpoint.init_from for its weights"
         )
 
 

@@ -230,12 +230,15 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
                 f"data.validation.{name}={source} is also a training source: remove it; the documents held "
                 "out of a training source are evaluated anyway"
             )
-    for source in (*training_sources(config), *config.validation.values()):
+    key = "data.mixture" if config.mixture else "data.source"
+    sources = [(key, source) for source in training_sources(config)]
+    sources += [(f"data.validation.{name}", source) for name, source in config.validation.items()]
+    for key, source in sources:
         if not is_prepared(source):
-            check_raw_size(source)
+            check_raw_size(source, key)
             check_vocabulary(load_tokenizer(config.tokenizer, config.bos, config.eos).info, vocab_size)
             continue
-        manifest = read_manifest(user_path(source, "data.source"))
+        manifest = read_manifest(user_path(source, key))
         check_vocabulary(manifest.tokenizer, vocab_size)
         for shard in (
             shard for split in SPLITS for shard in manifest.splits[split] if shard.max_id >= vocab_size
@@ -246,9 +249,10 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
             )
 
 
-def check_raw_size(source: str) -> None:
-    """Check that raw text exists and is small enough to be tokenized by a run. Raises DataError."""
-    size_bytes = sum(path.stat().st_size for _, path in find_files(source))
+def check_raw_size(source: str, key: str = "data.source") -> None:
+    """Check that raw text exists and is small enough to be tokenized by a run. Raises DataError, which names
+    the config `key`."""
+    size_bytes = sum(path.stat().st_size for _, path in find_files(source, key))
     if size_bytes > MAX_RAW_BYTES:
         size, most = (f"{n / 2**30:.1f} GiB" for n in (size_bytes, MAX_RAW_BYTES))
         raise DataError(

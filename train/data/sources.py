@@ -48,18 +48,18 @@ _HF_FILES = {"dataset_info.json", "state.json"}
 _SAMPLE_BYTES = 2**20
 
 
-def find_files(source: str) -> list[tuple[str, Path]]:
-    """Return name and path of each file of `data.source`, sorted by name.
+def find_files(source: str, key: str = "data.source") -> list[tuple[str, Path]]:
+    """Return name and path of each file of a source, sorted by name. Error messages name its config `key`.
 
     Names are relative to the source, so that they stay the same if it moves. Raises DataError if there is no
     file.
     """
     if source.startswith(HF_PREFIX):
         raise DataError(
-            f"data.source={source} is a Hugging Face dataset, which must be tokenized first: run "
-            f"`python -m tools.prepare_data {source} FOLDER` and use data.source=FOLDER"
+            f"{key}={source} is a Hugging Face dataset, which must be tokenized first: run "
+            f"`python -m tools.prepare_data {source} FOLDER` and use FOLDER instead"
         )
-    source = str(user_path(source, "data.source"))
+    source = str(user_path(source, key))
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root) if path.suffix == ".py"]
@@ -67,18 +67,21 @@ def find_files(source: str) -> list[tuple[str, Path]]:
         root = Path(source)
         paths = [path for path in _walk(root) if path.suffix in TEXT_SUFFIXES or file_kind(path) != TEXT]
     elif Path(source).is_file():
-        _check_file(source)
+        _check_file(source, key)
         root, paths = Path(source).parent, [Path(source)]
     elif glob.has_magic(source):
         paths = [Path(p) for p in glob.glob(source, recursive=True)]
         root = Path(os.path.dirname(source[: next(i for i, c in enumerate(source) if c in "*?[")]))
     else:
-        raise DataError(f"data.source={source}: no such file, folder or glob: use stdlib for built-in text")
+        raise DataError(
+            f"{key}={source}: no such file, folder or glob: check the path, or use stdlib, the source code "
+            "of Python's library"
+        )
     files = sorted(_named(paths, root))
     if not files:
         endings = " ".join(sorted({*TEXT_SUFFIXES, *RECORD_SUFFIXES}))
         ending = f" ending in {endings}" if Path(source).is_dir() else ""
-        raise DataError(f"data.source={source} contains no text: looked for non-empty files{ending}")
+        raise DataError(f"{key}={source} contains no text: looked for non-empty files{ending}")
     return files
 
 
@@ -98,14 +101,14 @@ def fingerprint_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_file(source: str) -> None:
-    """DataError for an empty or a compressed file."""
+def _check_file(source: str, key: str) -> None:
+    """Raise DataError for an empty or a compressed file."""
     path = Path(source)
     if path.stat().st_size == 0:
-        raise DataError(f"data.source={source} is an empty file: use a file with text")
+        raise DataError(f"{key}={source} is an empty file: use a file with text")
     if file_kind(path) == TEXT and path.suffix in COMPRESSED_SUFFIXES:
         raise DataError(
-            f"data.source={source} is compressed, and only {' and '.join(RECORD_SUFFIXES[1:3])} can be read "
+            f"{key}={source} is compressed, and only {' and '.join(RECORD_SUFFIXES[1:3])} can be read "
             "compressed: unpack it first"
         )
 

@@ -92,7 +92,7 @@ def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str)
     parallel = dataclasses.replace(job.parallel, param_dtype=plan.units[0].param_dtype)
     fits = suggest_fits(dataclasses.replace(job, parallel=parallel), plan.mesh.world_size, devices)
     raise PlanError(
-        f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
+        f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, but {device_name} has "
         f"{devices.usable_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
         + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits)
     )

@@ -178,7 +178,10 @@ def check_same_inputs(folder: Path, expected: TokenStoreManifest) -> TokenStoreM
     """Return the manifest of an existing folder. DataError if its text, tokenizer or settings differ from
     `expected`."""
     if not (folder / MANIFEST).is_file():
-        raise DataError(f"{folder} already exists and contains no prepared data: use another folder")
+        raise DataError(
+            f"{folder} already exists and was not made by tools.prepare_data, so it is not replaced: use "
+            "another folder"
+        )
     existing = read_manifest(folder)
     for difference, old, new in (
         ("another tokenizer", replace(existing.tokenizer, name=""), replace(expected.tokenizer, name="")),
