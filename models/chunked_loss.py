@@ -38,14 +38,14 @@ def linear_cross_entropy(
     # a fake tensor (simulation) has no value; otherwise `learning` is on the CPU and reading it costs nothing
     if not isinstance(h_nD, FakeTensor) and not learning:
         z_loss, h_gradient, weight_gradient = 0.0, False, False
-    n, wanted = len(h_nD), h_gradient or weight_gradient
+    n, with_gradient = len(h_nD), h_gradient or weight_gradient
     loss = torch.zeros((), device=h_nD.device)
     buffer = h_nD.new_empty(min(chunk_tokens, n), len(weight_vD))
     for first in range(0, n, chunk_tokens):
         h = h_nD[first : first + chunk_tokens]
         logits = torch.mm(h, weight_vD.t(), out=buffer[: len(h)])
         loss += _chunk_sum(
-            logits, targets_n[first : first + chunk_tokens], first_id, group_name, z_loss, wanted
+            logits, targets_n[first : first + chunk_tokens], first_id, group_name, z_loss, with_gradient
         )
         if h_gradient:
             torch.mm(logits, weight_vD, out=dh[first : first + chunk_tokens])
@@ -91,11 +91,11 @@ linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gra
 
 
 def _chunk_sum(
-    logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float, wanted: bool
+    logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float, with_gradient: bool
 ) -> Tensor:
-    """Return the loss of one chunk's logits[n, v]; if `wanted`, overwrite them with their gradient."""
+    """Return the loss of one chunk's logits[n, v]; if `with_gradient`, overwrite them with their gradient."""
     counts, ids = (targets != IGNORE_INDEX).float(), targets - first_id
     log_sum, target = join_rows(read_rows(logits, ids), group_name)
-    if wanted:
+    if with_gradient:
         write_gradient(logits, ids, log_sum, 1 + 2 * z_loss * log_sum, counts)
     return ((log_sum - target + z_loss * log_sum.square()) * counts).sum()

@@ -42,7 +42,7 @@ class LinearCrossEntropySum(nn.Module):
         z_loss = self.z_loss if training else 0.0
         if self.chunk_tokens:
             h, weight = h_BTD.flatten(0, 1), output.matrix()
-            wanted = (training and h.requires_grad, training and weight.requires_grad)
+            needs_gradient = (training and h.requires_grad, training and weight.requires_grad)
             return linear_cross_entropy(
                 h,
                 weight,
@@ -52,7 +52,7 @@ class LinearCrossEntropySum(nn.Module):
                 self.chunk_tokens,
                 z_loss,
                 self.learning,
-                *wanted,
+                *needs_gradient,
             )[0]
         logits = output(h_BTD)
         if not self.group_name:

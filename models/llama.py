@@ -124,7 +124,7 @@ class Attention(nn.Module):
         q_BTNH, k_BTKH, v_BTKH = (
             rearrange(y, "B T (heads H) -> B T heads H", H=self.head_dim) for y in projected
         )
-        # The backward saves the values, but not the unrotated queries and keys: as a view of the fused output
+        # Autograd saves the values, but not the unrotated queries and keys: as a view of the fused output,
         # the values would keep all three in memory.
         q_BTNH, k_BTKH, v_BTKH = (
             apply_rope(q_BTNH, cos, sin),

@@ -18,8 +18,8 @@ def cross_entropy_sum(
     """Return the sum over tokens of -log p(target) + z_loss * log_sum_exp(logits)^2, in nats: float32 scalar.
 
     Targets of IGNORE_INDEX add nothing. `learning` 0 (evaluation) leaves out the z-loss, which keeps the
-    logits from drifting (PaLM, arXiv 2204.02311, section 5). The training loop divides the sum once by the
-    tokens of the global batch.
+    logits from drifting (PaLM, arXiv 2204.02311, section 5). A sum, not a mean: the caller divides it once by
+    the number of tokens of the global batch.
     """
     logits, targets = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
     loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -60,4 +60,4 @@ class _OneProduct(torch.autograd.Function):
             return dx, *[None] * len(weights)
         joined = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         parts = joined.split([len(weight) for weight in weights])
-        return dx, *(part if wanted else None for part, wanted in zip(parts, of_weights, strict=True))
+        return dx, *(part if needed else None for part, needed in zip(parts, of_weights, strict=True))

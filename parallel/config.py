@@ -14,7 +14,7 @@ class CompileConfig:
         enabled: compile the transformer blocks and the output head
         backend: torch.compile backend, such as inductor or aot_eager
         mode: torch.compile mode, of backend inductor only: default, or max-autotune-no-cudagraphs, which
-            benchmarks kernels for minutes (docs/speed.md lists when that pays)
+            benchmarks kernels for minutes (docs/speed.md: when that pays)
         dynamic: compile one graph for all sequence lengths and batch sizes; false compiles one for each
         on_recompile: reaction to a recompile after the first step: warn (rank 0 logs the guard that failed),
             error, or ignore; metrics count recompiles on all ranks
@@ -73,7 +73,7 @@ class ParallelConfig:
         loss_parallel: compute the loss from logits that are sharded over the vocabulary; false gathers them
             first
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again for
-            its backward; an int reshards within groups of that many processes; auto is true
+            its backward; an int reshards over groups of that many processes; auto is true
         forward_prefetch: number of units whose all-gathers a unit's forward starts ahead; auto is 1
         backward_prefetch: number of units ahead in the backward; auto is 1
         activation_checkpoint: none saves a block's activations; full recomputes each block in its backward;
@@ -95,8 +95,8 @@ class ParallelConfig:
             a device that multiplies it faster
         reduce_dtype: dtype of gradient reduction: float32 or bfloat16
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory
-        attention: attention kernel, without fallback: cudnn, flash, efficient, math, flex (masks across
-            documents on a GPU), cpu (our own); auto is cpu on a CPU, and the fastest known on a GPU
+        attention: attention kernel, without fallback: cudnn, flash, efficient, math, flex (document
+            mask on a GPU), cpu (our own); auto is cpu on a CPU, and the fastest known on a GPU
         loss_chunk_tokens: tokens per chunk of logits; the head's gradients are computed chunk by chunk; 0
             computes all logits of a micro batch at the same time; auto is 2048 for longer micro batches
         fused_projections: one matrix product for wq, wk and wv, and one for w1 and w3; the weights stay

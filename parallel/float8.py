@@ -31,8 +31,8 @@ def check_float8(plan: Float8Plan, device: torch.device) -> None:
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         raise PlanError(
             f"parallel.float8.recipe={plan.recipe} needs a GPU of compute capability "
-            f"{_version(LEAST_CAPABILITY)} or more, and {torch.cuda.get_device_name(device)} has "
-            f"{_version(capability)}: use none"
+            f"{_version(LEAST_CAPABILITY)} or more, but {torch.cuda.get_device_name(device)} has "
+            f"{_version(capability)}: use parallel.float8.recipe=none"
         )
 
 
@@ -58,7 +58,7 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
     )
     convert(model, config=config, module_filter_fn=chosen)
     if unmatched := [pattern for pattern, count in matches.items() if not count]:
-        raise PlanError(f"float8: linears: {unmatched[0]} matches no linear layer of this model")
+        raise PlanError(f"float8: linears: {unmatched[0]} matches no linear layer of this model: remove it")
     for module in model.modules():
         if hasattr(module, "linear_mm_config"):
             module.product = MethodType(_product, module)  # type: ignore[assignment]

@@ -35,4 +35,7 @@ def _drop(_tensor: Any) -> None:
 
 
 def _refuse(_nothing: None) -> NoReturn:
-    raise RuntimeError("backward of an output computed in without_backward: no activations were saved for it")
+    raise RuntimeError(
+        "backward of an output computed in without_backward: no activations were saved for it; compute it "
+        "outside of without_backward"
+    )

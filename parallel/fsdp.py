@@ -104,8 +104,8 @@ def _fsdp_module(model: nn.Module, unit: UnitPlan) -> FSDPModule:
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     """Set before a backward whether it is the last before the optimizer step.
 
-    Every micro batch is reduce-scattered into the sharded gradients, so no rank keeps full gradients; the
-    all-reduce of HSDP runs in the last micro batch only.
+    The gradients of every micro batch are reduce-scattered, so no rank keeps full gradients; the all-reduce
+    of HSDP runs in the last micro batch only.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)

@@ -10,7 +10,8 @@ class ShardableModel(Protocol):
 
     Modules may have two methods. `matrix() -> Tensor`, of a linear layer whose weight other modules read,
     returns the weight; tensor parallelism overrides it with this rank's shard. `split_vocabulary(group_name,
-    rank)`, of the loss (a module of style "loss"), sets that logits are this rank's share of the vocabulary.
+    rank)`, of the loss (a module of style "loss"), is called if logits are split over the vocabulary; they
+    are then this rank's share.
     """
 
     def choose_kernels(self, attention: str, loss_chunk_tokens: int, fused_projections: bool) -> None:
@@ -22,7 +23,7 @@ class ShardableModel(Protocol):
 ATTRIBUTES = {
     "tensor_axis": "tensor_parallel.py, on split modules: the axis that their forwards use",
     "matrix": "tensor_parallel.py, on modules with this method: returns this rank's shard of the weight",
-    "product": "float8.py, on linear layers: tensor_parallel.py multiplies with the weight's shard by it",
+    "product": "float8.py, on linear layers: the float8 product, called by tensor_parallel.py",
     "saved_ops": "activation_checkpoint.py, on recomputed modules: operators whose results are saved",
     "activation_offload": "activation_offload.py, on the model: forward_only.py disables it",
     "_compiled_call_impl": "activation_offload.py, torch's own attribute: the function that replaces a call",

@@ -53,26 +53,26 @@ def report(place: str, mistakes: Sequence[str]) -> str:
     return "\n".join([f"{place}:", *(f"  {one_line(mistake)}" for mistake in mistakes)])
 
 
-def wrong_keys(given: Iterable[Any], wanted: Sequence[str], place: str = "") -> list[str]:
-    """Return messages for the unknown keys, each with the most similar wanted key, and for missing keys."""
+def wrong_keys(given: Iterable[Any], known: Sequence[str], place: str = "") -> list[str]:
+    """Return messages for the unknown keys, each with the most similar known key, and for missing keys."""
     given, mistakes = list(given), []
     for key in given:
-        if key not in wanted:
-            near = difflib.get_close_matches(str(key), wanted, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(wanted)}."
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
             mistakes.append(f"unknown key {_join(place, one_line(key, 80))}. {hint}")
-    missing = [_join(place, key) for key in wanted if key not in given]
+    missing = [_join(place, key) for key in known if key not in given]
     if missing:
         mistakes.append(f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing")
     return mistakes
 
 
-def _convert(wanted: Any, value: Any, place: str, mistakes: list[str]) -> Any:
-    """Convert the value to the wanted type; dataclasses, lists and mappings by element, so that every mistake
+def _convert(target: Any, value: Any, place: str, mistakes: list[str]) -> Any:
+    """Convert the value to the target type; dataclasses, lists and mappings by element, so that every mistake
     has its place."""
-    kind, inner = get_origin(wanted), get_args(wanted)
-    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(value, dict):
-        fields = _fields(wanted)
+    kind, inner = get_origin(target), get_args(target)
+    if isinstance(target, type) and dataclasses.is_dataclass(target) and isinstance(value, dict):
+        fields = _fields(target)
         if value.keys() != fields.keys():
             mistakes += wrong_keys(value, list(fields), place)
         parts = {
@@ -80,7 +80,7 @@ def _convert(wanted: Any, value: Any, place: str, mistakes: list[str]) -> Any:
             for key, part in value.items()
             if key in fields
         }
-        return None if mistakes else wanted(**parts)
+        return None if mistakes else target(**parts)
     if kind is tuple and inner[1:] == (...,) and isinstance(value, list):
         return tuple(_convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
     if kind in (dict, Mapping) and isinstance(value, dict):
@@ -91,10 +91,10 @@ def _convert(wanted: Any, value: Any, place: str, mistakes: list[str]) -> Any:
             for key, part in value.items()
         }
     try:
-        return msgspec.convert(value, wanted)
+        return msgspec.convert(value, target)
     except ValueError as error:  # from msgspec, or for text with an unpaired surrogate
         shown = one_line(repr(value), 80)
-        mistakes.append(f"{f'{place}={shown}' if place else shown}{_rule(str(error), wanted)}")
+        mistakes.append(f"{f'{place}={shown}' if place else shown}{_rule(str(error), target)}")
         return None
 
 
@@ -103,10 +103,10 @@ def _fields(cls: type) -> dict[str, Any]:
     return {item.name: item.type for item in dataclasses.fields(cls)}
 
 
-def _rule(error: str, wanted: Any) -> str:
+def _rule(error: str, target: Any) -> str:
     """Return the violated rule, from msgspec's "Expected `int`, got `str` - at `$[0]`"."""
-    if get_origin(wanted) is Literal:
-        return f" must be one of {', '.join(map(str, get_args(wanted)))}"
+    if get_origin(target) is Literal:
+        return f" must be one of {', '.join(map(str, get_args(target)))}"
     message, _, element = error.partition(" - at `$")
     expected = re.fullmatch(r"Expected `([\w |]+)`(.*?)(?:, got .*)?", message, re.DOTALL)
     if not expected:

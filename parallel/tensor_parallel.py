@@ -23,10 +23,10 @@ results of collectives without waiting for them. In torch 2.13 an embedding whos
 block in this form (AsyncCollectiveTensor) loses its gradient (tests/distributed/test_torch_faults.py). Here
 every collective is followed by its wait.
 
-The same tests show another bug of torch 2.13, without workaround: on a CPU a compiled block with DTensor
-weights, with torch's styles or ours, cannot recompute operators that torch classifies as random, such as its
-own attention, because the saved random state is placed between tensors and DeviceMesh. Our CPU attention is
-not random; on a GPU the random state is saved differently.
+The same tests show another bug of torch 2.13, which remains with our styles: on a CPU a compiled block with
+DTensor weights cannot recompute operators that torch classifies as random, such as its own attention, because
+the saved random state is placed between tensors and DeviceMesh. Our CPU attention is not random; on a GPU the
+random state is saved differently.
 """
 
 from collections.abc import Callable, Iterable
@@ -172,14 +172,14 @@ class _Exchange(torch.autograd.Function):
 
 
 def _enter(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
-    """x[B, t, D] -> x[B, T, D], before a part. The gradient of a split part is the sum over the tp ranks."""
+    """x[B, t, D] -> x[B, T, D], before a part. The backward of a split part sums the ranks' gradients."""
     if axis.sequence_parallel:
         return _Exchange.apply(x, axis, _gather, _sum_scatter if split else _local_chunk, TOKENS)
     return _Exchange.apply(x, axis, _identity, _sum, TOKENS) if split else x
 
 
 def _leave(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
-    """x[B, T, D] -> x[B, t, D], after a part. If the part is split, x is the sum over the tp ranks."""
+    """x[B, T, D] -> x[B, t, D], after a part. If the part is split, sums x over the tp ranks."""
     if axis.sequence_parallel:
         return _Exchange.apply(x, axis, _sum_scatter if split else _local_chunk, _gather, TOKENS)
     return _Exchange.apply(x, axis, _sum, _identity, TOKENS) if split else x

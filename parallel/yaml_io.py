@@ -55,7 +55,7 @@ def load_mapping(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise YamlError(f"{path}: lists or mappings are nested too deeply") from None
     except (OSError, yaml.YAMLError, ValueError, OverflowError) as error:
-        # PyYAML raises the last two for values such as 2001-13-45 or 1:1:1.5 with 300 parts.
+        # read_text raises ValueError; PyYAML raises the last two for 2001-13-45 or 1:1:1.5 with 300 parts.
         raise YamlError(one_line(f"{path}: {error}")) from None
     if value is None:
         return {}

@@ -47,7 +47,7 @@ def _(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weig
 
 
 def plain_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
-    """Compute `read_rows` in plain torch."""
+    """Compute `read_rows` in plain torch: the reference of the Triton kernel."""
     rows_3n = torch.empty(3, len(ids_n), device=ids_n.device)
     largest, exp_sum, target = rows_3n
     is_local_n = _is_local(ids_n, logits_nv)
@@ -64,7 +64,7 @@ def plain_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
 def plain_gradient(
     logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
 ) -> None:
-    """Compute `write_gradient` in plain torch."""
+    """Compute `write_gradient` in plain torch: the reference of the Triton kernel."""
     is_local_n = _is_local(ids_n, logits_nv)
     for at in _blocks(logits_nv):
         p = (logits_nv[at].float() - log_sum_n[at][:, None]).exp_().mul_(scale_n[at][:, None])
@@ -77,6 +77,6 @@ def _is_local(ids_n: Tensor, logits_nv: Tensor) -> Tensor:
 
 
 def _blocks(logits_nv: Tensor) -> list[slice]:
-    """Return slices of at most `BLOCK_BYTES` of rows, or of one row."""
+    """Return slices of rows with at most BLOCK_BYTES of float32 logits each, but at least one row."""
     rows = max(1, BLOCK_BYTES // (4 * logits_nv.shape[1]))
     return [slice(first, first + rows) for first in range(0, len(logits_nv), rows)]

@@ -34,7 +34,7 @@ def block_mask(first_BT: Tensor) -> BlockMask:
 
 
 def _listed(blocks_Bnn: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of key blocks of each query block, int32 [B, 1, n], and the key blocks with these
-    first, int32 [B, 1, n, n]."""
+    """Return the number of key blocks listed for each query block, int32 [B, 1, n], and the indices of all
+    key blocks, the listed ones first, int32 [B, 1, n, n]."""
     blocks = blocks_Bnn[:, None].int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()

@@ -86,8 +86,8 @@ def enable_async_tp(group_name: str) -> None:
 
 
 def describe_async_tp() -> str:
-    """Return one line for after the first step: the number of fused all-gathers and reduce-scatters in this
-    process's compiled code, or why there are none. docs/speed.md lists those that are not fused."""
+    """Return one line to log after the first step: the number of fused all-gathers and reduce-scatters in
+    this process's compiled code, or why there are none. docs/speed.md lists those that are not fused."""
     return describe_fusion(_sources())
 
 

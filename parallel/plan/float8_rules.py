@@ -25,7 +25,7 @@ def make_float8(config: Float8Config, model: ModelUnits, tensor: TensorPlan, tp:
 
 
 def float8_config_mistakes(config: Float8Config, model: ModelUnits) -> Iterator[Mistake]:
-    """Check `min_dim`, and that every pattern matches a linear: without that no linears can be chosen."""
+    """Check `min_dim`, and that every pattern matches a linear of a block."""
     if config.recipe != "none" and config.min_dim < 1:
         yield Mistake("parallel.float8.min_dim", f"={config.min_dim} must be at least 1")
     for pattern in dict.fromkeys(config.linears) if config.recipe != "none" else ():
@@ -78,10 +78,10 @@ def _size_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
         )
     for pattern in float8.linears:
         part = _local_size(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)
-        if odd := [str(dim) for dim in part if dim % MULTIPLE]:
+        if unaligned := [str(size) for size in part if size % MULTIPLE]:
             yield Mistake(
                 "float8.linears",
-                f": {pattern} has {' and '.join(odd)} inputs or outputs on a rank, but float8 "
+                f": {pattern} has {' and '.join(unaligned)} inputs or outputs on a rank, but float8 "
                 f"products need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp",
             )
         if float8.all_gather and part[0] % shard:

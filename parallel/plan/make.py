@@ -108,13 +108,13 @@ def _batch_mistakes(plan: Plan, shape: RunShape) -> Iterator[Mistake]:
     mesh, micro, global_batch = plan.mesh, plan.micro_batch_size, shape.global_batch_size
     if micro < 1 or min(vars(mesh).values()) < 1 or mesh.world_size != shape.world_size:
         return
-    once = micro * mesh.data_parallel
-    if global_batch != -1 and (global_batch <= 0 or global_batch % once):
+    per_pass = micro * mesh.data_parallel
+    if global_batch != -1 and (global_batch <= 0 or global_batch % per_pass):
         yield Mistake(
             "train.global_batch_size",
             f"={global_batch} must be a multiple of micro_batch_size x data-parallel degree = "
-            f"{micro} x {mesh.data_parallel}: the nearest is {max(1, round(global_batch / once)) * once}, "
-            "or use -1",
+            f"{micro} x {mesh.data_parallel}: the nearest is "
+            f"{max(1, round(global_batch / per_pass)) * per_pass}, or use -1",
         )
 
 
@@ -127,12 +127,12 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         micro_batch_size = (
             1 if shape.global_batch_size == -1 else max(1, shape.global_batch_size // data_parallel)
         )
-    once = max(micro_batch_size, 1) * data_parallel
+    per_pass = max(micro_batch_size, 1) * data_parallel
     tensor = _make_tensor(config, model, mesh.tp)
     return Plan(
         mesh=mesh,
         micro_batch_size=micro_batch_size,
-        accumulation=1 if shape.global_batch_size == -1 else shape.global_batch_size // once,
+        accumulation=1 if shape.global_batch_size == -1 else shape.global_batch_size // per_pass,
         tensor=tensor,
         cpu_offload=config.cpu_offload,
         storage_dtype=config.storage_dtype,
@@ -185,7 +185,7 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
 def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
     mode = _resolve(config.activation_checkpoint, "none")
-    most = _resolve(config.activation_checkpoint_blocks, len(groups))
+    max_blocks = _resolve(config.activation_checkpoint_blocks, len(groups))
     every, ops = 0, tuple[str, ...]()
     if mode == "selective":
         every, ops = (
@@ -199,7 +199,7 @@ def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> t
             blocks += 1
             if every:
                 unit_mode = "full" if blocks % every == 0 else "none"
-            if blocks > most:
+            if blocks > max_blocks:
                 unit_mode = "none"
         units.append(
             UnitPlan(

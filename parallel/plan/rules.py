@@ -14,7 +14,7 @@ STYLE_NAMES = (
     *("whole_vocab", "whole_sequence", "whole_colwise", "whole_rowwise", "whole_logits"),
 )
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")  # their partitioner supports a memory budget
-COMMON_BACKENDS = (*BUDGET_BACKENDS, "aot_eager", "eager")  # listing torch's backends takes seconds
+COMMON_BACKENDS = (*BUDGET_BACKENDS, "aot_eager", "eager")  # not looked up: torch's list takes seconds
 MIN_CHUNK_TOKENS = 64  # of the loss
 
 
@@ -98,9 +98,8 @@ def compile_mistakes(config: CompileConfig) -> Iterator[Mistake]:
         from torch._dynamo import list_backends
 
         if backend not in (known := list_backends(exclude_tags=())):
-            yield Mistake(
-                "compile.backend", f"={backend} is not a backend of this torch.{nearest(backend, known)}"
-            )
+            hint = nearest(backend, known) or " Use inductor."
+            yield Mistake("compile.backend", f"={backend} is not a backend of this torch.{hint}")
             return
     if mode != "default" and backend != "inductor":
         yield Mistake("compile.mode", f"={mode} is for backend inductor, not {backend}: use default")
@@ -178,7 +177,7 @@ def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnit
 
 def split_styles(table: Mapping[str, str], unsplit: bool = False, gathered: bool = False) -> dict[str, str]:
     """Return the styles of one part of a model: split over the tp axis, with `gathered` logits or not; or, if
-    `unsplit`, not split."""
+    `unsplit`, the styles of unsplit weights."""
     if unsplit:
         return {pattern: f"whole_{style}" for pattern, style in table.items() if style != "loss"}
     if gathered:

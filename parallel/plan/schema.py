@@ -164,7 +164,8 @@ class Plan:
 
 
 def prefetch_schedule(plan: Plan, phase: str) -> dict[str, list[UnitPlan]]:
-    """Return, for every unit by name, the units whose all-gathers it starts early in a phase.
+    """Return, for every unit by name, the units whose all-gathers it starts early in a phase, in the order in
+    which the phase needs them.
 
     `phase`: "forward" or "backward". A number stands for the next units in the order of that phase; in the
     backward, units that stay gathered are skipped.

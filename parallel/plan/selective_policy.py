@@ -8,7 +8,7 @@ import torch
 from meshwright.parallel.plan.mistakes import Mistake
 
 MATMUL = "aten.mm"
-# The collectives of tp: recomputing them would communicate again.
+# The reductions of tp: recomputing their results would communicate again.
 TP_SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")
 # Operators that each policy keeps in addition to attention and TP_SUMS; "OP/n" is every n-th call of OP.
 POLICIES = {"matmul": (MATMUL,), "half_matmul": (f"{MATMUL}/2",), "attention": ()}

@@ -137,7 +137,7 @@ def _expand_all(entries: list[Any], expand: Callable[[Any, str], list[Any]], pla
     for entry in entries:
         expanded += expand(entry, place)
         if len(expanded) > MAX_RANGE:
-            raise ValueError(f"{place}: the entries stand for more than {MAX_RANGE}, which is the limit")
+            raise ValueError(f"{place}: the ranges expand to more than {MAX_RANGE} names, which is the limit")
     return expanded
 
 

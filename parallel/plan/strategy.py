@@ -43,7 +43,7 @@ def strategy_settings(
 ) -> dict[str, int | bool]:
     """Return the degrees and resharding that `config.strategy` stands for, by key of ParallelConfig.
 
-    tp divides the number of shards in each node. Degrees that do not divide the number of processes are
+    With tp, a node has gpus_per_node / tp shards. Degrees that do not divide the number of processes are
     rounded down here; the check of the mesh reports them.
     """
     strategy = STRATEGIES[config.strategy or ""]

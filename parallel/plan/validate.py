@@ -147,7 +147,8 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
 
 
 def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mistake]:
-    """Check that activation checkpointing is of a known kind, fits the unit, and has its settings."""
+    """Check that activation checkpointing is of a known kind, fits the unit, and has the settings of its kind
+    only."""
     mode, budget, ops = unit.activation_checkpoint, unit.activation_budget, unit.saved_ops
     if mode != "none" and mode in ACTIVATION_CHECKPOINTS and not model.checkpointed.issuperset(unit.modules):
         others = ", ".join(sorted(set(unit.modules) - model.checkpointed))
@@ -200,7 +201,7 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mista
                 "is nothing to gather, remove it"
             )
         if times > 1:
-            wrong.append(f"names {name} twice")
+            wrong.append(f"names {name} twice: list it once")
     yield from (Mistake(field, f" {message}") for message in wrong)
     if not wrong and (ordered := sorted(prefetch, key=names.index)) != list(prefetch):
         rule = f"is not in the order in which the {phase} needs them: use {', '.join(ordered)}"
@@ -243,7 +244,8 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
 
 
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
-    """Check that tensor-parallel styles name this model's weights, and split each part in full or not."""
+    """Check that tensor-parallel styles name this model's weights, and that each part is split fully or not
+    at all."""
     styles, tp, known = plan.tensor.styles, plan.mesh.tp, (*rules.STYLE_NAMES, "loss")
     if tp == 1 and plan.tensor.sequence_parallel:
         yield Mistake(

@@ -62,9 +62,8 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types and self._in_dtensor:
-            return (
-                NotImplemented  # DTensor dispatches operations on local tensors, which are intercepted again
-            )
+            # DTensor then dispatches operations on local tensors, which are intercepted in turn.
+            return NotImplemented
         if DTensor in types:
             result = self._run_on_dtensors(op, args, kwargs or {})
         elif code := custom_op_body(op):
@@ -105,8 +104,8 @@ class StepRecorder(TorchDispatchMode):
         )
 
     def _axis(self, group: dist.ProcessGroup) -> str:
-        """Return the mesh axis of a group that has several names: within a unit the single axis, outside the
-        joined axes. A group that FSDP2 created (int reshard_after_forward) is a part of dp_shard."""
+        """Return the mesh axis of a group. Of several names, it is the single axis within a unit, and the
+        joined axes outside. A group that FSDP2 created (int reshard_after_forward) is a part of dp_shard."""
         names = self._axes.get(group.group_name, ["dp_shard"])
         return names[0] if self.position.unit else names[-1]
 

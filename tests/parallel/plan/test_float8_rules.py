@@ -194,6 +194,7 @@ def test_a_gpu_that_has_no_float8_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
     with pytest.raises(
-        PlanError, match=r"needs a GPU of compute capability 8\.9 or more, and an A100 has 8\.0"
+        PlanError,
+        match=r"compute capability 8\.9 or more, but an A100 has 8\.0: use parallel\.float8\.recipe=none",
     ):
         check_float8(plan, torch.device("cuda"))
