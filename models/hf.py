@@ -31,12 +31,12 @@ DEFAULTS = {
     "tie_word_embeddings": False,
 }
 LARGEST = 2**24  # upper bound of integers: larger than in any model, and float32 is exact up to it
-WHOLE_NUMBER, NUMBER, BOOLEAN = f"a whole number from 1 to {LARGEST:,}", "a number", "true or false"
+INTEGER, NUMBER, BOOLEAN = f"an integer from 1 to {LARGEST:,}", "a number", "true or false"
 TYPES = {  # of the optional keys, which may be absent or null
-    "num_key_value_heads": WHOLE_NUMBER,
-    "head_dim": WHOLE_NUMBER,
-    "max_position_embeddings": WHOLE_NUMBER,
-    "original_max_position_embeddings": WHOLE_NUMBER,
+    "num_key_value_heads": INTEGER,
+    "head_dim": INTEGER,
+    "max_position_embeddings": INTEGER,
+    "original_max_position_embeddings": INTEGER,
     "rms_norm_eps": NUMBER,
     "rope_theta": NUMBER,
     "tie_word_embeddings": BOOLEAN,
@@ -46,7 +46,7 @@ ROPE_TYPES = {
     "factor": NUMBER,
     "low_freq_factor": NUMBER,
     "high_freq_factor": NUMBER,
-    "original_max_position_embeddings": WHOLE_NUMBER,
+    "original_max_position_embeddings": INTEGER,
 }
 # Key of an unsupported feature -> the values that leave it off. An absent or null key always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -158,15 +158,15 @@ def _wrong_types(given: Mapping[str, Any], types: Mapping[str, str], where: str 
 def _is_of(kind: str, value: Any) -> bool:
     if kind == BOOLEAN or isinstance(value, bool):
         return kind == BOOLEAN and isinstance(value, bool)
-    if kind == WHOLE_NUMBER:
+    if kind == INTEGER:
         return isinstance(value, int) and 1 <= value <= LARGEST
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # False for NaN
 
 
 def _size(hf: Mapping[str, Any], key: str, problems: list[str]) -> int:
-    if _is_of(WHOLE_NUMBER, hf.get(key)):
+    if _is_of(INTEGER, hf.get(key)):
         return int(hf[key])
-    problems.append(f"{key}={hf[key]!r} (only {WHOLE_NUMBER})" if key in hf else f"{key} is missing")
+    problems.append(f"{key}={hf[key]!r} (only {INTEGER})" if key in hf else f"{key} is missing")
     return 1
 
 

@@ -22,7 +22,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 _TYPE_NAMES = {
     "int": "an integer",
     "float": "a number",
-    "str": "a word",
+    "str": "a string",
     "Path": "a path",
     "bool": "true or false",
     "null": "null",

@@ -39,7 +39,7 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise YamlError(
-                    f"line {line}: key '{key}' appears twice (first in line {seen[key]}): delete one"
+                    f"line {line}: key '{key}' appears twice (first in line {seen[key]}): merge them"
                 )
             seen[key] = line
         return super().construct_mapping(node, deep)

@@ -58,7 +58,7 @@ def natural(text: str) -> int:
 
 def _integer(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least {least}")
     return int(text)
 
 

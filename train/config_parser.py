@@ -72,7 +72,7 @@ def _describe_type(name: str) -> str:
     if name.startswith("Literal["):
         return " or ".join(name[len("Literal[") : -1].replace("'", "").rsplit(", ", 1))
     descriptions = {
-        "int": "a whole number",
+        "int": "an integer",
         "float": "a number",
         "bool": "true or false",
         "str": "a string",

@@ -56,7 +56,8 @@ def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[
         if float8.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
             yield Mistake(
                 "float8.recipe",
-                f"{recipe} returns bfloat16 (torch._scaled_mm), but param_dtype is float32: use bfloat16",
+                f"{recipe} returns bfloat16 (torch._scaled_mm), but param_dtype is float32: use "
+                "param_dtype=bfloat16",
             )
         if plan.fused_projections:
             yield Mistake(
@@ -97,7 +98,8 @@ def _gather_mistakes(plan: Plan) -> Iterator[Mistake]:
     if plan.float8.recipe == "rowwise":
         yield Mistake(
             "float8.all_gather",
-            "=true needs one scale per tensor, but recipe=rowwise has one per row: use false",
+            "=true needs one scale per tensor, but recipe=rowwise has one per row: use "
+            "float8.all_gather=false",
         )
     if any(type(unit.reshard_after_forward) is int for unit in plan.units):
         yield Mistake(

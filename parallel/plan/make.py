@@ -114,7 +114,7 @@ def _batch_mistakes(plan: Plan, shape: RunShape) -> Iterator[Mistake]:
             "train.global_batch_size",
             f"={global_batch} must be a multiple of micro_batch_size x data-parallel degree = "
             f"{micro} x {mesh.data_parallel}: the nearest is "
-            f"{max(1, round(global_batch / per_pass)) * per_pass}, or use -1",
+            f"{max(1, round(global_batch / per_pass)) * per_pass}; -1 is one micro batch per rank",
         )
 
 

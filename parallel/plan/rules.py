@@ -118,7 +118,8 @@ def budget_mistakes(unit: UnitPlan, backend: str) -> Iterator[Mistake]:
     if not unit.compiled:
         yield Mistake(
             "units.activation_checkpoint",
-            "=budget is applied by the compiler, but compiling is off: use full or selective, or compile",
+            "=budget is applied by the compiler, but compiling is off: use full, selective or "
+            "compile.enabled=true",
         )
     elif backend not in BUDGET_BACKENDS:
         yield Mistake(
@@ -148,8 +149,8 @@ def reshard_mistakes(reshard: bool | int, mesh: MeshPlan) -> Iterator[Mistake]:
         use = ", ".join(["true", "false", *(str(d) for d in range(2, shard) if shard % d == 0)])
         yield Mistake(
             "units.reshard_after_forward",
-            f"={reshard} must divide dp_shard={shard} and be smaller: use {use} (false "
-            "has the effect of groups of 1)",
+            f"={reshard} must divide dp_shard={shard} and be smaller: use {use} (an int "
+            "is the size of the groups that keep the parameters)",
         )
 
 

@@ -61,11 +61,12 @@ def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
     if not low and mesh.world_size != world_size:
         sizes, degrees = f"{mesh.world_size} processes, but this run has {world_size}", vars(mesh).items()
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees)
+        fixed = mesh.world_size // max(1, mesh.dp_shard)
+        rest = ", or dp_shard=-1, which takes the rest" if world_size % fixed == 0 else ""
         yield Mistake(
             "mesh",
             f"the plan's mesh is for {sizes}: start {mesh.world_size}, or make a new plan",
-            key_message=f": {product} is {sizes}: start {mesh.world_size}, or change the degrees "
-            "(dp_shard=-1 takes all that is left)",
+            key_message=f": {product} is {sizes}: use {mesh.world_size} processes, or other degrees{rest}",
         )
 
 

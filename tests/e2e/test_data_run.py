@@ -174,7 +174,7 @@ MISTAKES = [
     (["--data.validation={'x': '/nowhere'}"], ["/nowhere"]),
     (["--data.source=~nosuchuser/x"], ["data.source", "nosuchuser"]),
     ([f"--data.source={'long/' * 1000}"], ["data.source", "too long"]),
-    (["--data.verify=some"], ["data.verify", "full, size", "not some"]),
+    (["--data.verify=some"], ["data.verify", "full or size", "not some"]),
     (["--data.source=hf:some/name"], ["tools.prepare_data"]),
 ]
 

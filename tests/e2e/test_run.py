@@ -218,7 +218,7 @@ def test_a_new_start_beside_newer_checkpoints_is_refused_and_nothing_is_lost(dat
 MISTAKES = [
     (["--config=lama_debug.yaml"], ["lama_debug.yaml", "Did you mean llama_debug.yaml?"]),
     (["--train.stepz=3"], ["unknown key train.stepz", "Did you mean train.steps?"]),
-    (["--train.steps=many"], ["train.steps", "many", "whole number"]),
+    (["--train.steps=many"], ["train.steps", "many", "integer"]),
     (["--parallel.dp_shard=3"], ["dp_shard=3", "this run has 1"]),
     (["--parallel.param_dtype=float16"], ["float16", "bfloat16"]),
     (["--data.source=/nowhere"], ["data.source=/nowhere", "stdlib"]),

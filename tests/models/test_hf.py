@@ -239,13 +239,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tied, in a word": ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' .only true or false"),
     "tied, a number": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 .only true or false"),
-    "head_dim, a mapping": ({"head_dim": {}}, "head_dim={} .only a whole number from 1"),
-    "half a head": ({"num_key_value_heads": 0.5}, "num_key_value_heads=0.5 .only a whole number from 1"),
+    "head_dim, a mapping": ({"head_dim": {}}, "head_dim={} .only an integer from 1"),
+    "half a head": ({"num_key_value_heads": 0.5}, "num_key_value_heads=0.5 .only an integer from 1"),
     "length, in a word": (
         {"max_position_embeddings": "long"},
-        "max_position_embeddings='long' .only a whole number from 1",
+        "max_position_embeddings='long' .only an integer from 1",
     ),
-    "too wide": ({"hidden_size": 10**30}, "hidden_size=10+ .only a whole number from 1 to 16,777,216"),
+    "too wide": ({"hidden_size": 10**30}, "hidden_size=10+ .only an integer from 1 to 16,777,216"),
     "theta, a list": ({"rope_scaling": None, "rope_theta": [1.0]}, r"rope_theta=\[1.0\] .only a number"),
     "theta, endless": ({"rope_scaling": None, "rope_theta": float("inf")}, "rope_theta=inf .only a number"),
     "theta, inside": (

@@ -8,7 +8,7 @@ import pytest
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 REFUSED = {
-    "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1", "delete one"]),
+    "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1", "merge them"]),
     "duplicate of equal value": ("a: 1\na: 1\n", ["line 2", "'a'", "line 1"]),
     "nested duplicate": ("a:\n  b: 1\n  c: 2\n  b: 3\n", ["line 4", "'b'", "line 2"]),
     "duplicate in a list": ("a:\n- {b: 1}\n- {c: 1, c: 2}\n", ["line 3", "'c'"]),

@@ -338,7 +338,7 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
         ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but the files contain 21 tensors"),
         (
             {"num_hidden_layers": 10**9},
-            "num_hidden_layers=1000000000 (only a whole number from 1 to 16,777,216)",
+            "num_hidden_layers=1000000000 (only an integer from 1 to 16,777,216)",
         ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (only true or false)"),
         ({"deep": None}, "cannot be read (nested too deeply)"),

@@ -9,10 +9,10 @@ from meshwright.train.errors import ConfigError
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--parallel.tp=two", "parallel.tp: must be auto or a whole number, not two"),
+        ("--parallel.tp=two", "parallel.tp: must be auto or an integer, not two"),
         (
             "--parallel.reshard_after_forward=maybe",
-            "parallel.reshard_after_forward: must be auto or true or false or a whole number, not maybe",
+            "parallel.reshard_after_forward: must be auto or true or false or an integer, not maybe",
         ),
         (
             "--parallel.tp_modules=attention",
@@ -20,10 +20,10 @@ from meshwright.train.errors import ConfigError
         ),
         (
             "--parallel.activation_checkpoint=some",
-            "parallel.activation_checkpoint: must be auto, none, full, selective, budget, offload, not some",
+            "parallel.activation_checkpoint: must be auto, none, full, selective, budget or offload, not some",
         ),
         ("--optim.lr=fast", "optim.lr: must be a number, not fast"),
-        ("--model.dim=1.5", "model.dim: must be a whole number, not 1.5"),
+        ("--model.dim=1.5", "model.dim: must be an integer, not 1.5"),
     ],
 )
 def test_a_wrong_type_is_told_in_words(argument: str, message: str) -> None:

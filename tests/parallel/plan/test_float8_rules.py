@@ -81,11 +81,11 @@ def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
         ([TENSORWISE, "--model.ffn_dim=14344"], ["w1 has 14344", "multiples of 16"]),
         (
             ["--parallel.float8.recipe=rowwise", SENT],
-            ["parallel.float8.all_gather=true", "recipe=rowwise", "use false"],
+            ["parallel.float8.all_gather=true", "recipe=rowwise", "all_gather=false"],
         ),
         (
             ["--parallel.float8.recipe=rowwise", "--parallel.param_dtype=float32"],
-            ["recipe=rowwise", "param_dtype is float32", "use bfloat16"],
+            ["recipe=rowwise", "param_dtype is float32", "use param_dtype=bfloat16"],
         ),
         (
             [TENSORWISE, SENT, "--parallel.reshard_after_forward=2"],

@@ -296,7 +296,7 @@ def test_all_that_the_tp_degree_must_divide_is_in_one_report(
 
 
 MISTAKES = [
-    ({"dp_shard": 3}, ["dp_shard=3", "3 processes", "this run has 8", "start 3", "dp_shard=-1"]),
+    ({"dp_shard": 3}, ["dp_shard=3", "3 processes", "this run has 8", "use 3 processes", "dp_shard=-1"]),
     ({"dp_shard": 16}, ["dp_shard=16", "16 processes", "this run has 8"]),
     ({"dp_replicate": 3}, ["dp_replicate=3", "this run has 8"]),
     ({"dp_replicate": 16}, ["dp_replicate=16", "16 processes", "this run has 8"]),
@@ -310,7 +310,10 @@ MISTAKES = [
     ({"tp": 0, "strategy": "full_shard"}, ["parallel.tp=0", "at least 1"]),
     ({"reshard_after_forward": 3}, ["parallel.reshard_after_forward=3", "dp_shard=8", "true, false, 2, 4 "]),
     ({"reshard_after_forward": 0}, ["parallel.reshard_after_forward=0", "true, false, 2, 4 "]),
-    ({"reshard_after_forward": 1}, ["parallel.reshard_after_forward=1", "true, false, 2, 4 ", "groups of 1"]),
+    (
+        {"reshard_after_forward": 1},
+        ["parallel.reshard_after_forward=1", "true, false, 2, 4 ", "size of the groups"],
+    ),
     (
         {"reshard_after_forward": 8, "dp_replicate": 2},
         ["parallel.reshard_after_forward=8", "dp_shard=4", "true, false, 2 "],
@@ -347,7 +350,7 @@ MISTAKES = [
     ),
     (
         {"activation_checkpoint": "budget", "compile": CompileConfig(enabled=False)},
-        ["parallel.activation_checkpoint=budget", "compiling is off", "full or selective"],
+        ["parallel.activation_checkpoint=budget", "compiling is off", "full, selective"],
     ),
     (
         {"activation_checkpoint": "budget", "compile": CompileConfig(backend="aot_eager")},
@@ -376,7 +379,7 @@ MISTAKES = [
     ({"micro": 0}, ["train.micro_batch_size=0", "at least 1"]),
     ({"micro": -1, "global_batch": 8}, ["train.micro_batch_size=-1", "at least 1"]),
     ({"global_batch": 12}, ["train.global_batch_size=12", "multiple", "1 x 8", "nearest is 16"]),
-    ({"micro": 4, "global_batch": 40}, ["train.global_batch_size=40", "4 x 8", "nearest is 32", "use -1"]),
+    ({"micro": 4, "global_batch": 40}, ["train.global_batch_size=40", "4 x 8", "nearest is 32", "-1"]),
     ({"global_batch": 0}, ["train.global_batch_size=0", "nearest is 8"]),
     ({"global_batch": -2}, ["train.global_batch_size=-2", "nearest is 8"]),
     ({"micro": "auto", "global_batch": 4}, ["train.global_batch_size=4", "1 x 8", "nearest is 8"]),

@@ -175,7 +175,7 @@ MALFORMED = [
     (edit("accumulation", value=True), ["accumulation=True must be an integer"]),
     (edit("compile", value=None), ["compile=None must be a mapping"]),
     (edit("compile", "enabled", value="yes"), ["compile.enabled='yes' must be true or false"]),
-    (edit("compile", "backend", value=3), ["compile.backend=3 must be a word"]),
+    (edit("compile", "backend", value=3), ["compile.backend=3 must be a string"]),
     (edit("units", value={}), ["units={} must be a list"]),
     (edit("units", 1, value="layers.0"), ["units", "'unit'", "'layers.0'"]),
     (edit("units", 1, "unit"), ["units", "'unit'"]),
@@ -191,15 +191,18 @@ MALFORMED = [
     ),
     (
         edit("units", 1, "backward_prefetch", value=[1]),
-        ["unit layers.[0-3]", "backward_prefetch=[1]: [0] must be a word"],
+        ["unit layers.[0-3]", "backward_prefetch=[1]: [0] must be a string"],
     ),
     (
         edit("units", 1, "forward_prefetch", value=True),
         ["forward_prefetch=True must be an integer or a list"],
     ),
     (edit("units", 1, "forward_prefetch", value=10**30), ["unit layers.[0-3]", "forward_prefetch=1000"]),
-    (edit("units", 1, "param_dtype", value=16), ["unit layers.[0-3]", "param_dtype=16 must be a word"]),
-    (edit("units", 1, "reduce_dtype", value=None), ["unit layers.[0-3]", "reduce_dtype=None must be a word"]),
+    (edit("units", 1, "param_dtype", value=16), ["unit layers.[0-3]", "param_dtype=16 must be a string"]),
+    (
+        edit("units", 1, "reduce_dtype", value=None),
+        ["unit layers.[0-3]", "reduce_dtype=None must be a string"],
+    ),
     (
         edit("units", 1, "saved_ops", value="aten.mm"),
         ["unit layers.[0-3]", "saved_ops='aten.mm' must be a list"],
@@ -224,7 +227,7 @@ MALFORMED = [
     ),
     (edit("modules"), ["modules is missing"]),
     (edit("modules", value="embed"), ["modules='embed' must be a list"]),
-    (edit("modules", 0, value=3), ["modules[0]=3 must be a word"]),
+    (edit("modules", 0, value=3), ["modules[0]=3 must be a string"]),
     (edit("tensor"), ["tensor is missing"]),
     (edit("tensor", value=[]), ["tensor=[] must be a mapping"]),
     (
@@ -233,7 +236,7 @@ MALFORMED = [
     ),
     (
         edit("tensor", "styles", value={"head": 1}),
-        ["tensor.styles.head=1 must be a word"],
+        ["tensor.styles.head=1 must be a string"],
     ),
     (edit("tensor", "sequence_parallel", value=1), ["tensor.sequence_parallel=1 must be true or false"]),
     (edit("cpu_offload", value="no way"), ["cpu_offload='no way' must be true or false"]),
@@ -241,7 +244,7 @@ MALFORMED = [
         edit("compile", "on_recompile", value="shout"),
         ["compile.on_recompile='shout' must be one of warn, error, ignore"],
     ),
-    (edit("compile", "cache_dir", value=1), ["compile.cache_dir=1 must be a word or null"]),
+    (edit("compile", "cache_dir", value=1), ["compile.cache_dir=1 must be a string or null"]),
     (edit(1, value=2), ["unknown key 1. Known: mesh, "]),
     (edit("modules", value=["a.[0-9999]"] * 1000), ["modules", "more than 10000"]),
     (edit("units", 1, "activation_budget", value=10**400), ["activation_budget=1000", "out of range"]),

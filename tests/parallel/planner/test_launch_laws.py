@@ -15,7 +15,7 @@ from meshwright.parallel.simulate.collectives import Collective
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import change, make_model, plan_of
-from tests.support.simulated import TINY, in_words, simulated
+from tests.support.simulated import TINY, describe_collective, simulated
 
 AXES = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
 
@@ -45,7 +45,7 @@ def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arg
         dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
     )
     tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
-    assert in_words(map(_collective, _launched(tasks))) == in_words(
+    assert describe_collective(map(_collective, _launched(tasks))) == describe_collective(
         simulated(world_size, *TINY, *arguments).collectives
     )
 

@@ -29,12 +29,12 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (
         ["--parallel.dp_shard=3"],
         8,
-        ["dp_replicate=1 x dp_shard=3 x tp=1 is 3 processes", "this run has 8", "start 3"],
+        ["dp_replicate=1 x dp_shard=3 x tp=1 is 3 processes", "this run has 8", "use 3 processes"],
     ),
     (
         ["--parallel.dp_shard=8"],
         4,
-        ["dp_shard=8", "8 processes", "this run has 4", "dp_shard=-1 takes all that is left"],
+        ["dp_shard=8", "8 processes", "this run has 4", "dp_shard=-1"],
     ),
     (
         ["--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.tp=4"],
@@ -130,7 +130,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (
         ["--parallel.activation_checkpoint=budget", "--parallel.compile.enabled=false"],
         8,
-        ["parallel.activation_checkpoint=budget", "compiling is off", "use full or selective"],
+        ["parallel.activation_checkpoint=budget", "compiling is off", "full, selective"],
     ),
     (
         ["--parallel.activation_checkpoint=budget", "--parallel.compile.backend=eager"],
@@ -170,10 +170,10 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
         ["parallel.compile.on_recompile", "shout", "warn", "ignore"],
     ),
     # batch
-    (["--train.global_batch_size=12"], 8, ["train.global_batch_size=12", "1 x 8", "nearest is 16", "use -1"]),
+    (["--train.global_batch_size=12"], 8, ["train.global_batch_size=12", "1 x 8", "nearest is 16", "-1"]),
     (["--train.micro_batch_size=3"], 8, ["train.global_batch_size=8", "3 x 8", "nearest is 24"]),
     (["--train.micro_batch_size=0"], 8, ["train.micro_batch_size=0", "must be at least 1"]),
-    (["--train.micro_batch_size=many"], 8, ["train.micro_batch_size: must be a whole number or auto"]),
+    (["--train.micro_batch_size=many"], 8, ["train.micro_batch_size: must be an integer or auto"]),
     # keys, types and files
     (
         ["--parallel.plan=auto"],
@@ -186,12 +186,12 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
         8,
         ["unknown key parallel.dp_shrad", "the command line", "Did you mean parallel.dp_shard?"],
     ),
-    (["--parallel.tp=two"], 8, ["parallel.tp", "two", "auto or a whole number"]),
-    (["--parallel.tp=true"], 8, ["parallel.tp", "whole number"]),
+    (["--parallel.tp=two"], 8, ["parallel.tp", "two", "auto or an integer"]),
+    (["--parallel.tp=true"], 8, ["parallel.tp", "integer"]),
     (
         ["--parallel.reshard_after_forward=sometimes"],
         8,
-        ["parallel.reshard_after_forward", "sometimes", "whole number"],
+        ["parallel.reshard_after_forward", "sometimes", "integer"],
     ),
     (["--parallel.cpu_offload=maybe"], 8, ["parallel.cpu_offload", "maybe", "true or false"]),
     (["--parallel.tp_modules=attention"], 8, ["parallel.tp_modules", "attention", "a list"]),
@@ -520,7 +520,7 @@ NO_PLANS: list[tuple[str, list[str]]] = [
     ("", ["mesh, micro_batch_size", "units are missing"]),
     ("- just\n- a list\n", ["top level must be a mapping"]),
     ("mesh: [1,\n", ["line 2"]),
-    ("mesh: {}\nmesh: {}\n", ["'mesh' appears twice", "delete one"]),
+    ("mesh: {}\nmesh: {}\n", ["'mesh' appears twice", "merge them"]),
     ("mesh: &a {tp: 1}\ntensor: *a\n", ["aliases (*a) are not allowed", "repeat the value"]),
     ("\0", ["special characters are not allowed"]),
 ]
