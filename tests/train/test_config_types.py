@@ -20,7 +20,8 @@ from meshwright.train.errors import ConfigError
         ),
         (
             "--parallel.activation_checkpoint=some",
-            "parallel.activation_checkpoint: must be auto, none, full, selective, budget or offload, not some",
+            "parallel.activation_checkpoint: must be auto, none, full, selective, budget or offload, not "
+            "some",
         ),
         ("--optim.lr=fast", "optim.lr: must be a number, not fast"),
         ("--model.dim=1.5", "model.dim: must be an integer, not 1.5"),
