@@ -43,8 +43,8 @@ class Float8Config:
         linears: linear layers of the blocks, as patterns of their names
         min_dim: linear layers with fewer inputs or outputs on a tp rank stay in param_dtype, which is faster
             for them
-        all_gather: all-gather the operands of float8 products in float8, half the bytes of bfloat16: weights,
-            and the tokens that tensor parallelism gathers; tensorwise only
+        all_gather: all-gather the weights of float8 products in float8, half the bytes of bfloat16; tensorwise
+            only
     """
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
@@ -55,8 +55,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Layout of the model over the processes. auto is the default given here; with plan=auto the planner
-    chooses.
+    """Layout of the model over the processes; auto: the default, or with plan=auto the planner's choice
 
     Args:
         plan: manual (the keys below decide), auto (the planner chooses what they leave open, for this

@@ -38,7 +38,7 @@ USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, Cr
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps had a non-finite loss or gradient, or a checkpoint would contain non-finite values."""
+    """Too many steps had a non-finite loss or gradient."""
 
 
 class OutOfMemory(RuntimeError):
