@@ -43,8 +43,8 @@ class Float8Config:
         linears: linear layers of the blocks, as patterns of their names
         min_dim: linear layers with fewer inputs or outputs on a tp rank stay in param_dtype, which is faster
             for them
-        all_gather: all-gather the weights of float8 products in float8, half the bytes of bfloat16; tensorwise
-            only
+        all_gather: all-gather the weights of float8 products in float8, with half the bytes of bfloat16;
+            tensorwise only
     """
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
