@@ -135,7 +135,10 @@ TRAIN: list[Case] = [
     ("--data.source={tmp}/prepared-manifest", ("{tmp}/prepared-manifest/manifest.json", "again")),
     ("--model.vocab_size=200", ("model.vocab_size=200", "257", "384")),
     # checkpoints
-    ("--checkpoint.init_from={tmp}/nowhere", ("checkpoint.init_from={tmp}/nowhere", "manifest.json")),
+    (
+        "--checkpoint.init_from={tmp}/nowhere",
+        ("checkpoint.init_from={tmp}/nowhere", "no such folder", "checkpoint"),
+    ),
     ("--checkpoint.init_from={tmp}/hf", ("{tmp}/hf/config.json", "model_type=gpt2", "hidden_size")),
     ("--checkpoint.resume={tmp}/nowhere", ("checkpoint.resume={tmp}/nowhere", "checkpoints/step-")),
     ("--checkpoint.resume={tmp}/changed", ("{tmp}/changed", "rank-00000.safetensors", "another")),

@@ -53,9 +53,10 @@ def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | 
         return _of_folder(open_folder(path), model)
     saved = [] if not path.is_dir() else [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
     hint = f", such as {saved[-1]}" if saved else ""
+    problem = f" has neither {CONFIG} nor {MANIFEST}" if path.is_dir() else ": no such folder"
     raise CheckpointError(
-        f"checkpoint.init_from={init_from} has neither {CONFIG} nor {MANIFEST}: name the folder of a "
-        f"Hugging Face Llama, or a checkpoint{hint}"
+        f"checkpoint.init_from={init_from}{problem}: name the folder of a Hugging Face Llama, or a "
+        f"checkpoint{hint}"
     )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -111,10 +112,10 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
             raise ValueError("it is a symbolic link, which may lead out of the checkpoint")
         content = read_bounded(path, LIMIT_BYTES)
     except (*NOT_FOUND, ValueError) as error:
+        reason = f"it has no readable {MANIFEST} ({getattr(error, 'strerror', None) or error})"
         raise CheckpointError(
-            f"{checkpoint} is not a checkpoint: it has no readable {MANIFEST} "
-            f"({getattr(error, 'strerror', None) or error}). Name a folder such as "
-            "runs/NAME/checkpoints/step-00000100"
+            f"{checkpoint} is not a checkpoint: {reason if os.path.isdir(checkpoint) else 'no such folder'}. "
+            "Name a folder such as runs/NAME/checkpoints/step-00000100"
         ) from None
     except OSError as error:
         raise make_unreadable(path, error) from None
