@@ -90,12 +90,11 @@ def smaller(command: str) -> str:
     return command
 
 
-PAGE_OF = {
-    command: Path(page).stem
-    for page in reversed(PAGES)
-    for command in reversed(commands(page))
-    if not any(re.search(pattern, command) for pattern in ELSEWHERE)
-}
+PAGE_OF = dict[str, str]()  # command -> the first page that has it, in reading order
+for page in PAGES:
+    for command in commands(page):
+        if not any(re.search(pattern, command) for pattern in ELSEWHERE):
+            PAGE_OF.setdefault(command, Path(page).stem)
 # commands that plan large models or compile, and on which no later command depends
 LONG = r"tools\.(plan|doctor|eval|bench)(?!.*--timeline)"
 ALL = [
@@ -104,7 +103,7 @@ ALL = [
         id=f"{page}: {command[:90]}",
         marks=[pytest.mark.sampled(10)] * bool(re.search(LONG, command)),
     )
-    for command, page in reversed(PAGE_OF.items())
+    for command, page in PAGE_OF.items()
 ]
 
 
