@@ -112,7 +112,7 @@ def check_device(plain: dict[str, Any], offloaded: dict[str, Any]) -> None:
     assert plain["after_forward"] - offloaded["after_forward"] == pytest.approx(
         offloaded["held"][0], abs=1.25 * HIDDEN
     )
-    assert offloaded["after_backward"] == pytest.approx(plain["after_backward"], abs=HIDDEN * BLOCKS)
+    assert offloaded["after_backward"] <= plain["after_backward"] + HIDDEN * BLOCKS
 
 
 def test_the_same_training_with_less_on_the_device() -> None:
