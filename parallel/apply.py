@@ -13,7 +13,8 @@ from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Shard and compile a model on the meta device, in place. Its tensors are still to be allocated."""
+    """Shard and compile a model on the meta device, in place. Afterwards the caller allocates its tensors
+    (`to_empty`) and fills them."""
     if isinstance(model, ShardableModel):
         model.choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:

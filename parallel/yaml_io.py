@@ -46,7 +46,8 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; an empty file is an empty mapping. YamlError with file and line."""
+    """Return the mapping in a YAML file; {} for an empty file. Raises YamlError, which names the file and,
+    for errors of syntax and keys, the line."""
     try:
         value = yaml.load(read_text(path), _StrictLoader)
     except yaml.MarkedYAMLError as error:

@@ -33,7 +33,7 @@ def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
 def write_gradient(
     logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
 ) -> None:
-    """Compute `cross_entropy.plain_gradient`."""
+    """Overwrite the logits with their gradient on the GPU, as `cross_entropy.plain_gradient` does."""
     _write[(len(ids_n),)](
         logits_nv,
         logits_nv.stride(0),

@@ -47,7 +47,8 @@ def plan_to_yaml(plan: Plan) -> str:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan file. Raises PlanError with file, key and value if it does not contain a plan."""
+    """Read a plan file and check its keys and types; `plan_file_mistakes` checks the rules. Raises PlanError,
+    which names the file and, where known, the line, key or value."""
     try:
         data = load_mapping(path)
     except YamlError as error:

@@ -235,8 +235,9 @@ def catch_interrupts() -> Iterator[list[int]]:
 
 
 def run_once(planned: PlannedRun, interrupts: Sequence[int], watch: Callable[[], None]) -> Attempt:
-    """Start or resume the run and wait for its end; the result is also written to its folder. Calls `watch`
-    repeatedly.
+    """Start or resume the run, wait for its end, and return the result, also of a failed run; it is also
+    written to the run's folder. `interrupts`: signals received so far, filled by `catch_interrupts`; the
+    first one makes the run save and stop, the second ends it. Calls `watch` repeatedly.
 
     Raises LockError if the run is still training, such as after a sweep was killed; ConfigError if the folder
     cannot be used.

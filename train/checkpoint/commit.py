@@ -49,11 +49,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def refuse_newer(folder: Path, start_step: int, own: bool) -> None:
-    """Raise CheckpointError if the run's folder contains checkpoints of another training.
+    """Raise CheckpointError if the run's folder contains committed checkpoints that this start does not
+    continue.
 
-    The next start would resume from them, and retention would delete them. Checkpoints newer than
-    `start_step` are refused; unless `own` (the run resumes with auto, or from a checkpoint in this folder),
-    all are refused.
+    With `own` (the run resumes with auto, or from a checkpoint in this folder) these are the ones newer than
+    `start_step`, otherwise all. A later resume=auto would start from them, and retention would delete them.
     """
     others = [path.name for path in list_checkpoints(folder) if not own or step_of(path) > start_step]
     if others:

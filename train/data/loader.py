@@ -55,8 +55,8 @@ class TrainLoader:
     """Endless micro batches of this rank for every optimizer step from position `first_sample` on.
 
     At most `ahead` steps are loaded in advance. A global batch is G consecutive positions of the sample
-    order; each rank reads a contiguous part of it. So no two ranks read the same sample of an epoch, and the
-    order is the same on every mesh.
+    order; each data-parallel rank reads a contiguous part of it, the same on all its tp ranks. No two
+    data-parallel ranks read the same sample of an epoch, and the order is the same on every mesh.
     """
 
     def __init__(
