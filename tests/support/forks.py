@@ -102,7 +102,8 @@ class Fork:
 
     def send_signal(self, which: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, which)
+            with contextlib.suppress(ProcessLookupError):  # the server has reaped it and not yet said so
+                os.kill(self.pid, which)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
