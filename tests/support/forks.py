@@ -102,7 +102,7 @@ class Fork:
 
     def send_signal(self, which: int) -> None:
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # the server has reaped it and not yet said so
+            with contextlib.suppress(ProcessLookupError):  # reaped by the server, not yet reported
                 os.kill(self.pid, which)
 
     def kill(self) -> None:

@@ -80,7 +80,7 @@ def try_tests(
             "ignore::pytest.PytestAssertRewriteWarning",
             f"@{folder / 'tests'}",
         ]
-        pytest = ForkedPytest(root, arguments, env, folder / "said")
+        pytest = ForkedPytest(root, arguments, env, folder / "output")
         try:
             hung = _wait(pytest, folder / "heard", usual_s, limits)
         finally:
@@ -95,7 +95,7 @@ def try_tests(
         if hung:
             failed[hung] = "it hung"
         began = tuple(entry["began"] for entry in events if "began" in entry)
-        output = (folder / "said").read_text(
+        output = (folder / "output").read_text(
             errors="replace"
         ).strip() or "it began no test and printed nothing"
         unable = not failed and (not began or pytest.returncode == NOT_FOUND)

@@ -82,7 +82,7 @@ def test_our_end_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "restarts"),
+    ("variables", "restarts"),
     [
         ({}, 0),
         ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2),
@@ -90,25 +90,25 @@ def test_our_end_does_not(tmp_path: Path) -> None:
     ],
 )
 def test_restarts_are_counted_wherever_they_are_made(
-    said: dict, restarts: int, monkeypatch: pytest.MonkeyPatch
+    variables: dict, restarts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in said.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    torchrun_restarts = int(said.get("TORCHELASTIC_RESTART_COUNT", 0))
+    torchrun_restarts = int(variables.get("TORCHELASTIC_RESTART_COUNT", 0))
     assert read_rank_info() == RankInfo(0, 1, 0, 1, False, restarts, torchrun_restarts)
 
 
 @pytest.mark.parametrize(
-    ("said", "keeper"), [(None, "rank 0"), ("False", "rank 0"), ("True", "torchrun on the first node")]
+    ("agent_store", "keeper"), [(None, "rank 0"), ("False", "rank 0"), ("True", "torchrun on the first node")]
 )
 def test_whose_process_keeps_the_store_is_what_torchrun_says(
-    said: str | None, keeper: str, monkeypatch: pytest.MonkeyPatch
+    agent_store: str | None, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    if said is not None:
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", said)
+    if agent_store is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent_store)
     assert read_rank_info().store_host == keeper
 
 

@@ -26,7 +26,7 @@ def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "difference"),
     [
         ("--optim.lr=0.5", "optim.lr is 0.001 on rank 0, 0.5 on rank 1 (1 of 2 ranks differ from rank 0)"),
         ("--parallel.plan=auto", "parallel.plan is 'manual' on rank 0, 'auto' on rank 1"),
@@ -38,7 +38,7 @@ def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes
         ("--data.cache_dir={}/node", ""),
     ],
 )
-def test_another_key_on_one_rank_is_named_on_all(own: str, said: str, tmp_path: Path) -> None:
+def test_another_key_on_one_rank_is_named_on_all(own: str, difference: str, tmp_path: Path) -> None:
     """Except cache folders, which may differ between nodes."""
     arguments = [
         *TINY,
@@ -53,9 +53,9 @@ def test_another_key_on_one_rank_is_named_on_all(own: str, said: str, tmp_path: 
     ]
     results = run_ranks(2, start, arguments, {1: [own.format(tmp_path)]}, [2, 2])
     assert results[0] == results[1]
-    assert bool(results[0]) == bool(said)
-    facts = (said, "different settings", "rank 0", "the same command", "same files")
-    assert [fact for fact in facts if said and fact not in results[0]] == []
+    assert bool(results[0]) == bool(difference)
+    facts = (difference, "different settings", "rank 0", "the same command", "same files")
+    assert [fact for fact in facts if difference and fact not in results[0]] == []
 
 
 def test_nodes_of_unlike_sizes_that_make_unlike_plans_are_refused(tmp_path: Path) -> None:
