@@ -24,9 +24,9 @@ from meshwright.tools.load_weights import (
     write_weights,
 )
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
-from meshwright.train.checkpoint.huggingface import FilesReader
-from meshwright.train.checkpoint.load import open_reader
+from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
+from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import replacing
@@ -140,7 +140,9 @@ def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
     tensors: list[dict[str, Any]] = []
     totals: dict[str, dict[str, int]] = {}
     for name, saved in manifest.tensors.items():
-        tensors.append({"name": name, **vars(saved), "size_bytes": saved.size_bytes})
+        tensors.append(
+            {"name": name, "shape": saved.shape, "dtype": saved.dtype, "size_bytes": saved.size_bytes}
+        )
         total = totals.setdefault(name.split(".")[0], {"tensors": 0, "elements": 0, "size_bytes": 0})
         total["tensors"] += 1
         total["elements"] += math.prod(saved.shape)
@@ -212,8 +214,7 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-RANDOM = "random."  # states of the saving processes' generators, not compared
-_Opened = tuple[Path, CheckpointManifest, FilesReader]
+_Opened = tuple[CheckpointManifest, TensorFiles]
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def compare_checkpoints(first: Path, second: Path) -> Differences:
     }
     names = [name for name in {**manifest_1.tensors, **manifest_2.tensors} if not name.startswith(RANDOM)]
     opened = [
-        (checkpoint, manifest, open_reader(checkpoint, manifest))
+        (manifest, open_checkpoint(checkpoint, manifest))
         for checkpoint, manifest in ((first, manifest_1), (second, manifest_2))
     ]
     tensors = tuple(difference for name in names if (difference := _compare(name, *opened)))
@@ -275,13 +276,10 @@ def difference_text(differences: Differences) -> str:
 
 
 def _compare(name: str, first: _Opened, second: _Opened) -> TensorDifference | None:
-    saved_1, saved_2 = first[1].tensors.get(name), second[1].tensors.get(name)
+    saved_1, saved_2 = first[0].tensors.get(name), second[0].tensors.get(name)
     if saved_1 is None or saved_2 is None or saved_1 != saved_2:
         return TensorDifference(name, str(saved_1 or "missing"), str(saved_2 or "missing"), None)
-    a, b = (
-        read_full_tensors(checkpoint, manifest, [name], reader)[name]
-        for checkpoint, manifest, reader in (first, second)
-    )
+    a, b = (read_full_tensors(files, manifest, [name])[name] for manifest, files in (first, second))
     if torch.equal(a, b):
         return None
     return TensorDifference(name, str(saved_1), str(saved_2), (a.double() - b.double()).abs().max().item())

@@ -31,7 +31,6 @@ from meshwright.tools.load_weights import (
 from meshwright.train.checkpoint.commit import write_synced
 from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, INDEX, ONE_FILE, HfFolder, open_folder
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
-from meshwright.train.checkpoint.load import open_reader
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -40,6 +39,7 @@ from meshwright.train.checkpoint.manifest import (
     dtype_name,
     manifest_to_text,
 )
+from meshwright.train.checkpoint.reader import open_checkpoint
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.errors import CheckpointError
@@ -172,7 +172,7 @@ def export_checkpoint(
 ) -> None:
     """Write the model of a verified checkpoint into the folder `partial`, in the format of transformers."""
     config = checkpoint_config(checkpoint)
-    reader = open_reader(checkpoint, manifest)
+    files = open_checkpoint(checkpoint, manifest)
     saved = {
         hf_name(fqn): (PREFIX + fqn, tensor)
         for fqn, tensor in saved_weights(checkpoint, manifest, config.model).items()
@@ -181,7 +181,7 @@ def export_checkpoint(
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
 
     def read(name: str) -> Tensor:
-        tensor = read_full_tensors(checkpoint, manifest, [saved[name][0]], reader)[saved[name][0]]
+        tensor = read_full_tensors(files, manifest, [saved[name][0]])[saved[name][0]]
         return _converted(name, tensor, dtypes[name])
 
     places = write_files(partial, sizes, read, limit_bytes)

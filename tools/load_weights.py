@@ -11,10 +11,9 @@ from torch import Tensor
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
-from meshwright.train.checkpoint.load import read_tensors
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor
+from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint, read_tensors
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config
 from meshwright.train.config_parser import load_config
@@ -85,20 +84,18 @@ def load_full_weights(checkpoint: Path) -> dict[str, Tensor]:
     manifest = verify_alone(checkpoint)
     saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint).model)
     names = {PREFIX + name: name for name in saved}
-    tensors = read_full_tensors(checkpoint, manifest, list(names))
+    tensors = read_full_tensors(open_checkpoint(checkpoint, manifest), manifest, list(names))
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 def read_full_tensors(
-    checkpoint: Path, manifest: CheckpointManifest, names: Sequence[str], reader: FilesReader | None = None
+    files: TensorFiles, manifest: CheckpointManifest, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return tensors of a checkpoint by name, each assembled from its shards.
-
-    `reader` is an open reader, for callers that read several times. Raises CheckpointError.
-    """
+    """Return tensors of an open checkpoint by name, each assembled from its shards. Raises
+    CheckpointError."""
     saved = {name: manifest.tensors[name] for name in names}
     tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in saved.items()}
-    read_tensors(checkpoint, manifest, tensors, alone=True, reader=reader)
+    read_tensors(files, tensors)
     return tensors
 
 

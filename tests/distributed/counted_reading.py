@@ -4,11 +4,11 @@ import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.data.batch import Batch
 from meshwright.train.step import train_step
@@ -18,7 +18,7 @@ from tests.support.sharded import build_sharded
 class Counted:
     """A safetensors file that counts the elements read from it. Slices only: full tensors cannot be read."""
 
-    open, taken = safetensors.safe_open, dict[str, list[int]]()
+    open, taken = reader.safe_open, dict[str, list[int]]()
 
     def __init__(self, filename: str, framework: str) -> None:
         self.file = Counted.open(filename, framework=framework)
@@ -78,8 +78,7 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
 
 
 def run_cases(cases: Mapping[str, Sequence[str]], tokens: Tensor) -> dict[str, dict[str, Any]]:
-    # torch's reader opens files with it; this process ends with the test
-    safetensors.safe_open = Counted
+    reader.safe_open = Counted  # this process ends with the test
     results = {}
     for name, arguments in cases.items():
         results[name] = run_case(arguments, tokens)

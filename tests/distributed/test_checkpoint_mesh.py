@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.load import load_checkpoint, read_tensors
+from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.reader import open_checkpoint, read_tensors
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import own_shards, training_tensors
 from meshwright.train.checkpoint.verify import verify_together
@@ -91,7 +92,7 @@ def compare(folder: Path, wanted: dict[str, torch.Tensor]) -> int:
     newest = list_checkpoints(folder)[-1]
     manifest = verify_together(newest, "full")
     saved = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
-    read_tensors(newest, manifest, saved, alone=True)
+    read_tensors(open_checkpoint(newest, manifest), saved)
     assert saved.keys() == {name for name in manifest.tensors if not name.startswith("random.")}
     different = [name for name in saved if not torch.equal(saved[name], wanted[name])]
     assert not different, different

@@ -200,7 +200,7 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
         "a negative size": ('"size_bytes": ', '"size_bytes": -'),
         "a size in words": ('"size_bytes": ', '"size_bytes": "1", "a": '),
         "no format": ('"format"', '"form"'),
-        "another format": ("checkpoint 2", "checkpoint 3"),
+        "another format": ("checkpoint 3", "checkpoint 4"),
         "a dtype that is code": ("float32[", "load["),
         "no dtype": ("float32[", "float33["),
         "much larger tensors": ("[", "[999999999, "),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from meshwright.train.checkpoint.load import read_tensors
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -16,6 +15,7 @@ from meshwright.train.checkpoint.manifest import (
     manifest_to_text,
     read_manifest,
 )
+from meshwright.train.checkpoint.reader import open_checkpoint, read_tensors
 from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
@@ -49,7 +49,7 @@ def checkpoint_targets(folder: Path) -> Iterator[Target]:
 
     def read() -> None:
         if shards.is_file() or not shards.exists():  # pipes are refused earlier, by the verification
-            read_tensors(checkpoint, valid, {NAME: torch.empty(8, 8)}, alone=True)
+            read_tensors(open_checkpoint(checkpoint, valid), {NAME: torch.empty(8, 8)})
 
     yield Target("signed header", shards, read, (CheckpointError,), named=(str(checkpoint),))
 
@@ -64,9 +64,5 @@ def _read_signed(checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     for name, tensor in manifest.tensors.items():
         if name == NAME:  # never allocate more than the files contain
-            read_tensors(
-                checkpoint,
-                manifest,
-                {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))},
-                alone=True,
-            )
+            into = {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))}
+            read_tensors(open_checkpoint(checkpoint, manifest), into)

@@ -18,8 +18,7 @@ from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint import compare_checkpoints, main
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.load_weights import find_newest, load_full_weights
-from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import FilesReader
+from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
 from meshwright.train.checkpoint.save import CheckpointSaver
@@ -30,6 +29,7 @@ from meshwright.train.errors import CheckpointError
 from tests.support.sharded import sharded_alone
 
 Tool = Callable[..., CompletedProcess[str]]
+EARLIER_RUN = Path(__file__).resolve().parents[1] / "backward_compatibility" / "run"  # four ranks' files
 
 
 def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
@@ -248,15 +248,11 @@ def test_diff_tells_what_training_has_changed(
     assert "missing" in output
 
 
-def test_diff_reads_the_headers_of_each_checkpoint_once(
-    sharded_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, really = [], FilesReader.__init__
-    monkeypatch.setattr(
-        FilesReader, "__init__", lambda self, files: opened.append(files) or really(self, files)
-    )
-    assert compare_checkpoints(*list_checkpoints(sharded_run / "checkpoints")[-2:]).compared > 20
-    assert len(opened) == 2
+def test_diff_reads_the_headers_of_a_checkpoint_without_mesh_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, opened, really = find_newest(EARLIER_RUN), list[Path](), reader._read_header
+    monkeypatch.setattr(reader, "_read_header", lambda file: opened.append(file) or really(file))
+    assert compare_checkpoints(old, old).compared > 20
+    assert sorted(opened) == sorted([*old.glob("*.safetensors")] * 2)
 
 
 def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, tmp_path: Path) -> None:

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata
 
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
@@ -45,28 +42,6 @@ class HfFolder:
     hf_config: dict[str, Any]
     files: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
-
-
-class FilesReader(HuggingFaceStorageReader):
-    """Reads the given files only, and their headers only once; torch's own reader takes every *.safetensors
-    file of a folder."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__(str(files[0].parent))
-        self.fs = _FileList(files)
-        self._metadata = super().read_metadata()
-
-    def read_metadata(self) -> Metadata:
-        """Return the shapes, dtypes and offsets of all tensors, read when this reader was created."""
-        return self._metadata
-
-
-class _FileList(FileSystem):
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = [str(file) for file in files]
-
-    def ls(self, path: Any) -> list[str]:
-        return self._files
 
 
 def open_folder(path: Path) -> HfFolder:

@@ -7,8 +7,8 @@ holds the full model or sends weights to another.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from meshwright.models.hf import different_keys, hf_name, is_ignored
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
+from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, HfFolder, open_folder
 from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.train.checkpoint.reader import open_checkpoint, open_files, read_together
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import VerifyMode
 from meshwright.train.config_parser import load_config
@@ -30,12 +31,12 @@ PREFIX = "model."  # of the weights' names in our checkpoints
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that contain a model's weights, each parameter's name in them by our fqn, and our checkpoint
-    if the files belong to one."""
+    """The folder that contains a model's weights, each parameter's name in it by our fqn, and its files if it
+    is one of Hugging Face and not our checkpoint."""
 
-    files: tuple[Path, ...]
+    folder: Path
     names: dict[str, str]
-    checkpoint: Path | None = None
+    files: tuple[Path, ...] | None = None
 
 
 def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | None) -> Weights | None:
@@ -71,15 +72,12 @@ def describe_start(init_from: str | None, resume_from: Path | None) -> list[str]
 
 def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:
     """Read each rank's slices into its parameters, in place, on any mesh; all ranks call it. Raises
-    CheckpointError if the weights belong to a checkpoint that fails verification."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    if weights.checkpoint:
-        verify_together(weights.checkpoint, verify)
-    tensors: dict[str, Any] = {
-        weights.names[fqn]: parameter.detach() for fqn, parameter in model.named_parameters()
-    }
-    load(tensors, storage_reader=FilesReader(weights.files))
+    CheckpointError, also if the weights are those of a checkpoint that fails verification."""
+    if weights.files is None:
+        opening = partial(open_checkpoint, weights.folder, verify_together(weights.folder, verify))
+    else:
+        opening = partial(open_files, weights.folder, weights.files)
+    read_together(opening, {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()})
 
 
 def check_folder(folder: HfFolder) -> None:
@@ -117,7 +115,7 @@ def _of_folder(folder: HfFolder, model: LlamaConfig) -> Weights:
         f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml to use with --config",
     )
     check_folder(folder)
-    return Weights(folder.files, {fqn: hf_name(fqn) for fqn in weight_shapes(model)})
+    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files)
 
 
 def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
@@ -135,9 +133,7 @@ def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
         {names[fqn]: shape for fqn, shape in weight_shapes(model).items()},
         {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
     )
-    return Weights(
-        tuple(path / name for name in manifest.files if name.endswith(".safetensors")), names, path
-    )
+    return Weights(path, names)
 
 
 def _check_config(source: str, saved_model: LlamaConfig, model: LlamaConfig, way_out: str) -> None:

@@ -1,32 +1,26 @@
 """Resuming: choose the checkpoint that `checkpoint.resume` names, verify it on all ranks, and read it into a
 model and optimizer on any mesh."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import nn
 
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, refuse_newer
-from meshwright.train.checkpoint.huggingface import FilesReader
-from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, dtype_name
+from meshwright.train.checkpoint.layout import RANDOM
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor
+from meshwright.train.checkpoint.reader import open_checkpoint, read_together
 from meshwright.train.checkpoint.shards import random_state, training_tensors
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import CheckpointError, UnreadableError
 from meshwright.train.files import user_path
-
-# errors that torch's reader raises
-UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, AssertionError, CheckpointException)
 
 
 def load_checkpoint(
@@ -36,14 +30,14 @@ def load_checkpoint(
     it.
 
     The random state is restored only if as many ranks load as saved. Raises CheckpointError if names, shapes
-    or dtypes differ.
+    or dtypes differ, and on all ranks if one cannot read its parts.
     """
     tensors = training_tensors(model, optimizer)
-    saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith("random.")}
+    saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith(RANDOM)}
     refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)
     same_size = manifest.position.world_size == dist.get_world_size()
     random = {name: state for name, state in random_state().items() if same_size and name in manifest.tensors}
-    read_tensors(checkpoint, manifest, {**tensors, **random})
+    read_together(partial(open_checkpoint, checkpoint, manifest), {**tensors, **random})
     _equalize_step_counts(optimizer)
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
@@ -56,56 +50,6 @@ def _equalize_step_counts(optimizer: torch.optim.Optimizer) -> None:
     steps = [state["step"] for state in optimizer.state.values()]
     if steps:
         torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
-
-
-def open_reader(checkpoint: Path, manifest: CheckpointManifest) -> FilesReader:
-    """Return a reader for the files of all ranks. Their headers are read now, once. Raises
-    CheckpointError."""
-    try:
-        return FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
-    except UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from None
-
-
-def read_tensors(
-    checkpoint: Path,
-    manifest: CheckpointManifest,
-    into: Mapping[str, Tensor],
-    alone: bool = False,
-    reader: FilesReader | None = None,
-) -> None:
-    """Read saved tensors by name into tensors of the same full shape and dtype, sharded or not.
-
-    Args:
-        checkpoint: the checkpoint's folder
-        manifest: its verified manifest
-        into: the tensors to fill, by saved name
-        alone: read in this process, without the other ranks
-        reader: an open reader, for callers that read several times
-
-    Raises CheckpointError.
-    """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = reader or open_reader(checkpoint, manifest)
-    stored = reader.read_metadata().state_dict_metadata
-    headers = {
-        name: SavedTensor(tuple(meta.size), dtype_name(meta.properties.dtype))
-        for name in into
-        if isinstance(meta := stored.get(name), TensorStorageMetadata)
-    }
-    refuse_different(checkpoint, {name: manifest.tensors[name] for name in into}, headers)
-    try:
-        with warnings.catch_warnings():
-            if alone:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as requested
-            load(dict[str, Any](into), storage_reader=reader, no_dist=alone)
-    except UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from None
-
-
-def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{checkpoint} cannot be read ({error}): use another checkpoint")
 
 
 def refuse_different(

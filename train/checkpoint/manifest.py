@@ -8,18 +8,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
-from meshwright.parallel.structure import Natural
+from meshwright.parallel.structure import Count, Natural
 from meshwright.train.errors import CheckpointError, UnreadableError
 from meshwright.train.files import parse_mapping, read_bounded
 
-MANIFEST, FORMAT = "manifest.json", "meshwright checkpoint 2"
-_TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]")
+MANIFEST = "manifest.json"
+FORMAT, FORMAT_WITHOUT_MESH = "meshwright checkpoint 3", "meshwright checkpoint 2"
+_TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]((?: \w{1,32}:\d{1,2}){0,8})")
 # of a file in the checkpoint's folder
 FileName = Annotated[
     str, msgspec.Meta(pattern=rf"^(?!(\.|\.\.|{re.escape(MANIFEST)})\Z)[A-Za-z0-9_.-]{{1,255}}\Z")
@@ -56,12 +58,18 @@ class SavedFile:
     sha256: str
 
 
+# The mesh axes that split a tensor, each with the dim that it splits, in the order in which they split.
+Sharding = tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True)
 class SavedTensor:
-    """A full tensor; `dtype` is torch's name for it, such as bfloat16."""
+    """A full tensor; `dtype` is torch's name for it, such as bfloat16. Tensors with different shardings are
+    equal: checkpoints saved on different meshes have the same tensors."""
 
     shape: tuple[int, ...]
     dtype: str
+    sharding: Sharding = field(default=(), compare=False)
 
     @property
     def size_bytes(self) -> int:
@@ -73,8 +81,20 @@ class SavedTensor:
 
 
 def describe_tensor(tensor: torch.Tensor) -> SavedTensor:
-    """Return shape and dtype of a full tensor."""
-    return SavedTensor(tuple(tensor.shape), dtype_name(tensor.dtype))
+    """Return shape, dtype and sharding of a full tensor."""
+    return SavedTensor(tuple(tensor.shape), dtype_name(tensor.dtype), sharding_of(tensor))
+
+
+def sharding_of(tensor: torch.Tensor) -> Sharding:
+    """Return the sharding of a tensor, from its placements."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    axes: Any = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    split = [(axis, placement) for axis, placement in axes if not placement.is_replicate()]
+    # FSDP splits a dim after tensor parallelism has split it, although its axis comes first in the mesh:
+    # torch's placement for that is no Shard.
+    split.sort(key=lambda pair: not pair[1].is_shard())
+    return tuple((axis, placement.dim) for axis, placement in split)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -85,7 +105,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 @dataclass(frozen=True)
 class CheckpointManifest:
     """The contents of a checkpoint: its files by name (without the manifest), its tensors by name
-    (`model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`), and the versions that wrote it."""
+    (`model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`), the versions that wrote it, and the mesh of
+    the ranks that wrote it (axis -> degree, outermost first).
+
+    The mesh and the tensors' shardings determine each file's contents (layout.py). Without a mesh (format 2:
+    imports, and all checkpoints of version 0.1.0) only the files' headers tell them.
+    """
 
     position: TrainPosition
     files: Mapping[FileName, SavedFile]
@@ -93,13 +118,26 @@ class CheckpointManifest:
     code: Mapping[str, str] = field(
         default_factory=lambda: {"meshwright": __version__, "torch": str(torch.__version__)}
     )
+    mesh: Mapping[str, Count] = field(default_factory=dict)
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def manifest_to_text(manifest: CheckpointManifest) -> str:
     """Return the file's text, which is unique for a manifest: its last key is the hash of everything before
     it."""
-    tensors = {name: str(tensor) for name, tensor in manifest.tensors.items()}
-    body = json.dumps({"format": FORMAT, **asdict(manifest), "tensors": tensors}, indent=1)
+    content = {
+        "format": FORMAT if manifest.mesh else FORMAT_WITHOUT_MESH,
+        "position": asdict(manifest.position),
+        "files": {name: vars(file) for name, file in manifest.files.items()},
+        "tensors": {name: _tensor_to_text(tensor) for name, tensor in manifest.tensors.items()},
+        "code": manifest.code,
+        **({"mesh": manifest.mesh} if manifest.mesh else {}),
+    }
+    body = json.dumps(content, indent=1)
     return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
@@ -137,15 +175,36 @@ def _manifest_from(content: bytes) -> CheckpointManifest:
         file.size_bytes for file in manifest.files.values()
     ):
         raise ValueError("the files are smaller than the tensors")  # which must not be allocated then
+    _check_mesh(manifest)
     return manifest
+
+
+def _check_mesh(manifest: CheckpointManifest) -> None:
+    """Raise ValueError unless each rank of the mesh has a file, and the mesh each axis that splits a
+    tensor."""
+    world_size = math.prod(manifest.mesh.values()) if manifest.mesh else 0
+    if world_size > len(manifest.files) or any(rank_file(r) not in manifest.files for r in range(world_size)):
+        raise ValueError("a rank of the mesh has no file")
+    for sharding, dims in {(tensor.sharding, len(tensor.shape)) for tensor in manifest.tensors.values()}:
+        axes = [axis for axis, _ in sharding]
+        if len({*axes}) < len(axes) or not {*axes} <= manifest.mesh.keys():
+            raise ValueError("an axis that is not in the mesh, or twice")
+        if any(dim >= dims for _, dim in sharding):
+            raise ValueError("a tensor without a dim that is split")
+
+
+def _tensor_to_text(tensor: SavedTensor) -> str:
+    """Return the text of a SavedTensor, such as `float32[4096, 1024] dp_shard:0 tp:1`."""
+    return " ".join((str(tensor), *(f"{axis}:{dim}" for axis, dim in tensor.sharding)))
 
 
 def _tensor_from(text: str) -> SavedTensor:
     """Parse the text of a SavedTensor. Raises AttributeError or TypeError for any other text."""
-    dtype, sizes = _TENSOR.fullmatch(text).groups()  # type: ignore[union-attr]
+    dtype, sizes, split = _TENSOR.fullmatch(text).groups()  # type: ignore[union-attr]
     if not isinstance(getattr(torch, dtype), torch.dtype):
         raise TypeError(dtype)
-    return SavedTensor(tuple(int(size) for size in sizes.split(", ") if size), dtype)
+    sharding = tuple((axis, int(dim)) for axis, dim in (pair.split(":") for pair in split.split()))
+    return SavedTensor(tuple(int(size) for size in sizes.split(", ") if size), dtype, sharding)
 
 
 # the only OSErrors that prove that a file does not exist

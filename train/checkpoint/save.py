@@ -29,9 +29,11 @@ from meshwright.train.checkpoint.manifest import (
     SavedTensor,
     TrainPosition,
     describe_tensor,
+    rank_file,
 )
 from meshwright.train.checkpoint.shards import (
     TensorShard,
+    degrees,
     needed_bytes,
     own_shards,
     random_state,
@@ -262,7 +264,7 @@ class CheckpointSaver:
                 f"{bad[0]}{f' and {len(bad) - 1} more are' if len(bad) > 1 else ' is'} not finite on rank "
                 f"{rank}, so the checkpoint is not committed"
             )
-        name = f"rank-{rank:05d}.safetensors"
+        name = rank_file(rank)
         try:
             file = write_shard_file(partial / name, job.shards)
         except OSError as error:
@@ -282,7 +284,8 @@ class CheckpointSaver:
                 files[name] = hash_file(partial / name)
         except OSError as error:
             raise SaveError(f"{partial} cannot be written ({error.strerror})") from None
-        path = commit(partial, CheckpointManifest(job.position, files, tensors))
+        manifest = CheckpointManifest(job.position, files, tensors, mesh=dict(degrees(self._mesh)))
+        path = commit(partial, manifest)
         delete_others(self._folder, self._config.keep, self._config.keep_every)
         return path
 

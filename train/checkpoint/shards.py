@@ -1,7 +1,7 @@
-"""The part of each tensor that a rank writes, and the format of its file.
+"""The parts of tensors that a rank has and writes, and the format of its file.
 
-All ranks together write each element once, and need no communication for it. A rank's file is safetensors,
-with the offsets of its shards in the format of torch's distributed checkpoint:
+All ranks together write each element once (layout.py). A rank's file is safetensors, with the offsets of its
+shards in the format of torch's distributed checkpoint:
 torch.distributed.checkpoint.HuggingFaceStorageReader reads it onto any mesh. It is written directly from the
 tensors' memory while a second thread hashes it; torch's own writer first builds the complete file in memory.
 """
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.parallel.fsdp import local_part
-from meshwright.train.checkpoint.manifest import SavedFile
+from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, part_of, whole
+from meshwright.train.checkpoint.manifest import SavedFile, describe_tensor, sharding_of
 
 
 @dataclass(frozen=True)
@@ -54,44 +54,30 @@ def random_state() -> dict[str, Tensor]:
 
 
 def own_shards(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, TensorShard]:
-    """Return this rank's shards to write, of tensors on `mesh` (the run's) or on some of its axes. Ranks with
-    identical copies take turns, one tensor after the other."""
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None
-    assert mesh.mesh_dim_names is not None
+    """Return this rank's shards to write, of tensors on `mesh` (the run's) or on some of its axes."""
+    layout = CheckpointLayout({name: describe_tensor(t) for name, t in tensors.items()}, degrees(mesh))
     shards = {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        copies, copy_index = 1, 0
-        for axis, size, coordinate in zip(mesh.mesh_dim_names, mesh.shape, coordinates, strict=True):
-            if axis not in _sharded_axes(tensor):
-                copies, copy_index = copies * size, copy_index * size + coordinate
-        if number % copies != copy_index:
-            continue
-        shard = _own_shard(tensor)
-        if shard.values.numel():
-            shards[name] = shard
+    for name, part in layout.written_by(mesh.get_rank()).items():
+        assert part == held_part(tensors[name]), (name, part, held_part(tensors[name]))
+        shards[name] = TensorShard(local_part(tensors[name]), part.offsets)
     return shards
 
 
-def _sharded_axes(tensor: Tensor) -> set[str]:
-    if not isinstance(tensor, DTensor):
-        return set()
-    names = tensor.device_mesh.mesh_dim_names
-    assert names is not None
-    return {
-        axis for axis, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
-    }
+def degrees(mesh: DeviceMesh) -> Mesh:
+    """Return the axes of a mesh with their degrees."""
+    assert mesh.mesh_dim_names is not None
+    return tuple(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
-def _own_shard(tensor: Tensor) -> TensorShard:
+def held_part(tensor: Tensor) -> TensorPart:
+    """Return the part of a tensor that this rank has."""
     if not isinstance(tensor, DTensor):
-        return TensorShard(tensor, (0,) * tensor.dim())
-    shape, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    local = local_part(tensor)
-    assert local.shape == torch.Size(shape), (local.shape, shape)
-    return TensorShard(local, tuple(offsets))
+        return whole(tensor.shape)
+    index = tensor.device_mesh.get_coordinate()
+    assert index is not None
+    part = part_of(tuple(tensor.shape), sharding_of(tensor), degrees(tensor.device_mesh), tuple(index))
+    assert local_part(tensor).shape == part.sizes, (local_part(tensor).shape, part)
+    return part
 
 
 # Of a tensor in the header of a rank's file: its name twice, dtype, shape, offsets. The average is 204 for an
@@ -110,7 +96,9 @@ def count_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
-_DTYPES = {
+# the names of torch's distributed checkpoint for the offsets in a header
+SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+DTYPES = {  # the names of safetensors
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -151,14 +139,14 @@ def _pieces(shards: Mapping[str, TensorShard]) -> Iterator[memoryview]:
 
 
 def _header(shards: Mapping[str, TensorShard]) -> bytes:
-    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    offsets = {name: {OFFSETS: shard.offsets} for name, shard in shards.items()}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, shard in shards.items():
         start, end = end, end + shard.values.nbytes
         header[name] = {
-            "dtype": _DTYPES[shard.values.dtype],
+            "dtype": DTYPES[shard.values.dtype],
             "shape": list(shard.values.shape),
             "data_offsets": [start, end],
         }

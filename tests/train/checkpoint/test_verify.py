@@ -20,9 +20,8 @@ from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.checkpoint import main as checkpoint_tool
 from meshwright.tools.convert_hf import main as convert
 from meshwright.train.build_model import build_model
-from meshwright.train.checkpoint import initial_weights
+from meshwright.train.checkpoint import initial_weights, reader
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.checkpoint.load import Start, find_checkpoint, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
@@ -121,15 +120,15 @@ def trainer() -> Iterator[Trainer]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The files that readers of tensors, which all ways use, were opened for."""
+    """The files that tensors were read from, whichever way."""
     seen: list[Any] = []
-    really = FilesReader.__init__
+    really = reader.safe_open
 
-    def counted(self: FilesReader, files: Any) -> None:
-        seen.append(files)
-        really(self, files)
+    def counted(file: Path, framework: str) -> Any:
+        seen.append(file)
+        return really(file, framework=framework)
 
-    monkeypatch.setattr(FilesReader, "__init__", counted)
+    monkeypatch.setattr(reader, "safe_open", counted)
     return seen
 
 

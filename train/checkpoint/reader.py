@@ -1,0 +1,171 @@
+"""Reads tensors from safetensors files into tensors on any mesh; each rank reads its own parts.
+
+The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
+contain elements of its parts, each once. If the manifest has no mesh, and in a Hugging Face folder, they are
+read from the headers of all files.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.parallel.errors import one_line
+from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.structure import Natural
+from meshwright.train.checkpoint.layout import CheckpointLayout, TensorPart, whole
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, rank_file
+from meshwright.train.checkpoint.shards import DTYPES, OFFSETS, SHARDING_INFO, held_part
+from meshwright.train.distributed.ranks import gather_from_all
+from meshwright.train.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A part of a tensor in a safetensors file; `dtype` is the format's name for it, such as BF16."""
+
+    file: Path
+    part: TensorPart
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """The tensors in the files of a folder: `find` returns, by a tensor's name, the stored parts that overlap
+    a part of it."""
+
+    folder: Path
+    find: Callable[[str, TensorPart], Iterable[StoredPart]]
+
+
+@dataclass(frozen=True)
+class PartRead:
+    """The elements `part` of a tensor, to read from a stored part that contains them."""
+
+    name: str
+    stored: StoredPart
+    part: TensorPart
+
+
+def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFiles:
+    """Return the tensors of a checkpoint. No file is opened, unless the manifest has no mesh. Raises
+    CheckpointError."""
+    if not manifest.mesh:
+        files = [checkpoint / name for name in manifest.files if name.endswith(".safetensors")]
+        return open_files(checkpoint, files, manifest.tensors)
+    layout = CheckpointLayout(manifest.tensors, tuple(manifest.mesh.items()))
+
+    def find(name: str, wanted: TensorPart) -> list[StoredPart]:
+        dtype = _format_dtype(manifest.tensors[name])
+        stored = layout.stored(name, wanted)
+        return [StoredPart(checkpoint / rank_file(rank), part, dtype) for rank, part in stored]
+
+    return TensorFiles(checkpoint, find)
+
+
+def open_files(
+    folder: Path, files: Sequence[Path], expected: Mapping[str, SavedTensor] | None = None
+) -> TensorFiles:
+    """Return the tensors of safetensors files, whose headers are read now, once: full tensors, or parts with
+    their offsets as torch's distributed checkpoint writes them. Raises CheckpointError, also for a tensor
+    that differs from the expected one of its name."""
+    parts: dict[str, list[StoredPart]] = {}
+    for file in files:
+        try:
+            for name, stored in _read_header(file):
+                _check_stored(stored, (expected or {}).get(name))
+                parts.setdefault(name, []).append(stored)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise _unreadable(file, error) from None
+    return TensorFiles(
+        folder, lambda name, wanted: [s for s in parts.get(name, ()) if s.part.overlap(wanted).numel]
+    )
+
+
+def _read_header(file: Path) -> Iterable[tuple[str, StoredPart]]:
+    with safe_open(file, framework="pt") as opened:
+        text = (opened.metadata() or {}).get(SHARDING_INFO)
+        saved = msgspec.json.decode(text, type=dict[str, dict[str, tuple[Natural, ...]]]) if text else None
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            stored = opened.get_slice(name)
+            sizes = tuple(stored.get_shape())
+            offsets = saved[name][OFFSETS] if saved is not None else (0,) * len(sizes)
+            yield name, StoredPart(file, TensorPart(offsets, sizes), stored.get_dtype())
+
+
+def _check_stored(stored: StoredPart, tensor: SavedTensor | None) -> None:
+    """Raise ValueError unless a stored part is one of this tensor."""
+    if tensor is not None and (
+        stored.dtype != _format_dtype(tensor) or stored.part.overlap(whole(tensor.shape)) != stored.part
+    ):
+        raise ValueError(f"{stored.dtype}{list(stored.part.sizes)} is no part of {tensor}")
+
+
+def _format_dtype(tensor: SavedTensor) -> str:
+    return DTYPES.get(getattr(torch, tensor.dtype), tensor.dtype)
+
+
+def plan_reads(files: TensorFiles, wanted: Mapping[str, TensorPart]) -> dict[Path, list[PartRead]]:
+    """Return what to read from which file for these parts of tensors. Raises CheckpointError if the files do
+    not contain every element of them."""
+    reads: dict[Path, list[PartRead]] = {}
+    for name, part in wanted.items():
+        found = 0
+        for stored in files.find(name, part) if part.numel else ():
+            read = PartRead(name, stored, stored.part.overlap(part))
+            reads.setdefault(stored.file, []).append(read)
+            found += read.part.numel
+        if found != part.numel:
+            raise CheckpointError(
+                f"{files.folder} contains {found} of {part.numel} elements of {one_line(name, 200)} "
+                f"{list(part.sizes)} at {list(part.offsets)}: use another checkpoint, or another copy of it"
+            )
+    return reads
+
+
+def read_tensors(files: TensorFiles, into: Mapping[str, Tensor]) -> None:
+    """Read tensors by name into tensors of the same full shape, sharded or not, converted to their dtype.
+    Without communication. Raises CheckpointError."""
+    parts = {name: held_part(tensor) for name, tensor in into.items()}
+    local = {name: local_part(tensor.detach()) for name, tensor in into.items()}
+    for file, reads in plan_reads(files, parts).items():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for read in reads:
+                    values = _read_part(opened, read)
+                    local[read.name][read.part.within(parts[read.name])].copy_(values)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise _unreadable(file, error) from None
+
+
+def _read_part(opened: safe_open, read: PartRead) -> Tensor:
+    """Return elements of a stored part. Raises ValueError if the file has another part."""
+    stored, expected = opened.get_slice(read.name), read.stored
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if (shape, dtype) != (expected.part.sizes, expected.dtype):
+        raise ValueError(
+            f"{read.name} is {dtype}{list(shape)}, expected {expected.dtype}{list(expected.part.sizes)}"
+        )
+    return stored[read.part.within(expected.part)]  # type: ignore[no-any-return]
+
+
+def read_together(files: Callable[[], TensorFiles], into: Mapping[str, Tensor]) -> None:
+    """Like read_tensors, but every rank calls it, and an error of one rank is raised on all: the others would
+    wait for it in the next collective."""
+    problem = ""
+    try:
+        read_tensors(files(), into)
+    except CheckpointError as error:
+        problem = str(error)
+    if problems := [text for text in gather_from_all(problem) if text]:
+        raise CheckpointError(problems[0])
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{file} cannot be read ({one_line(str(error), 300)}): use another checkpoint, or another copy of it"
+    )
