@@ -1,27 +1,51 @@
-"""A checkpoint saved on one mesh loads on any other mesh, bitwise equal: parameters and optimizer state."""
+"""A checkpoint saved on one mesh loads on any other mesh, bitwise equal: parameters and optimizer state. A
+rank opens only the files that contain its parts, and communicates with no other."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.commit import list_checkpoints
+from meshwright.train.checkpoint.layout import whole
 from meshwright.train.checkpoint.load import load_checkpoint
-from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.manifest import TrainPosition, read_manifest
 from meshwright.train.checkpoint.reader import open_checkpoint, read_tensors
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.checkpoint.shards import own_shards, training_tensors
+from meshwright.train.checkpoint.shards import (
+    TensorShard,
+    held_part,
+    own_shards,
+    training_tensors,
+    write_shard_file,
+)
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
+from meshwright.train.errors import CheckpointError
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
 
-SIZE = [*TINY, "--model.n_kv_heads=4", "--train.global_batch_size=8", "--model.vocab_size=1024"]
+# ffn_dim: 66 rows of w1 are 33 on each of two tp ranks, which two shards split into 17 and 16
+SIZE = [
+    *TINY,
+    "--model.n_kv_heads=4",
+    "--model.ffn_dim=66",
+    "--model.vocab_size=1022",
+    "--train.global_batch_size=8",
+    "--optim.state_dtype=bfloat16",
+]
 TP = [*SIZE, *EAGER, "--parallel.tp=2"]
 HSDP_TP = [*SIZE, *EAGER, "--parallel.dp_replicate=2", "--parallel.dp_shard=1", "--parallel.tp=2"]
 MESHES = {
@@ -39,6 +63,16 @@ MESHES = {
     2: {"shards": [*SIZE, *EAGER, "--parallel.dp_shard=2"]},
     1: {"alone": [*SIZE, *EAGER]},
 }
+
+
+# of four ranks; compiled, the training steps would take most of the time
+SAVED = {**MESHES[4], "hsdp": [*SIZE, *EAGER, "--parallel.dp_replicate=2", "--parallel.dp_shard=2"]}
+
+
+def save_on(meshes: Mapping[str, Sequence[str]], folder: Path) -> None:
+    """Save on each mesh, in the folder of its name."""
+    for name, arguments in meshes.items():
+        save(folder / name, arguments)
 
 
 def save(folder: Path, arguments: Sequence[str]) -> int:
@@ -69,22 +103,45 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
     counts = torch.tensor(
         sum(shard.values.numel() for shard in own_shards(training_tensors(model, optimizer), mesh).values())
     )
+    assert_parts_are_those_of_torch(training_tensors(model, optimizer))
     dist.all_reduce(counts)
     assert counts.item() == sum(tensor.numel() for tensor in wanted.values())
     return compare(folder, wanted)
 
 
-def load(folder: Path, meshes: Sequence[Sequence[str]]) -> list[int]:
-    """Load the newest checkpoint on each mesh. Return the number of compared tensors for each."""
-    newest, compared = list_checkpoints(folder)[-1], []
-    for arguments in meshes:
+def assert_parts_are_those_of_torch(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            part = held_part(tensor)
+            shape, offsets = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            assert (part.sizes, part.offsets if part.numel else offsets) == (tuple(shape), tuple(offsets)), (
+                name
+            )
+
+
+def load_on(folder: Path, meshes: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], list[str]]:
+    """Load each checkpoint in the folder on each mesh and compare all tensors. Return the files that this
+    rank opened, by the names of the two meshes."""
+    opened: dict[tuple[str, str], list[str]] = {}
+    really, last = reader.safe_open, list[str]()
+
+    def counted(file: Path, framework: str) -> Any:
+        last.append(file.name)
+        return really(file, framework=framework)
+
+    reader.safe_open = counted  # type: ignore[misc, assignment]  # this process ends with the test
+    for name, arguments in meshes.items():
         run = build_sharded(arguments)
-        load_checkpoint(newest, verify_together(newest, "full"), run.model, run.optimizer)
-        loaded = {
-            name: full_tensor(tensor) for name, tensor in training_tensors(run.model, run.optimizer).items()
-        }
-        compared.append(compare(folder, loaded))
-    return compared
+        for saved in sorted(folder.iterdir()):
+            newest = list_checkpoints(saved)[-1]
+            last.clear()
+            load_checkpoint(newest, verify_together(newest, "full"), run.model, run.optimizer)
+            opened[saved.name, name] = sorted(last)
+            tensors = training_tensors(run.model, run.optimizer)
+            assert compare(saved, {name: full_tensor(tensor) for name, tensor in tensors.items()}) > 2 * 7 * 3
+    return opened
 
 
 def compare(folder: Path, wanted: dict[str, torch.Tensor]) -> int:
@@ -105,18 +162,90 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint saved on a mesh of dp_shard 2 and tp 2."""
-    folder = tmp_path_factory.mktemp("mesh") / "checkpoints"
-    run_ranks(4, save, folder, TP)
+    """A folder of checkpoints for each mesh of four ranks."""
+    folder = tmp_path_factory.mktemp("mesh")
+    run_ranks(4, save_on, SAVED, folder)
     return folder
+
+
+# The files that ranks 0 to 3 open on the mesh that saved. All parts are small: one that several ranks have
+# is in the file of the first of them. Step counts are in that of rank 0, random states in each rank's own.
+OPENED = {"tp": ["0", "01", "02", "023"], "shards": ["0", "01", "02", "03"]}
+OPENED |= {name: ["0", "01", "02", "013"] for name in ("hsdp", "hsdp_tp")}
 
 
 @pytest.mark.parametrize("processes", MESHES)
 def test_a_checkpoint_is_the_same_on_every_mesh(processes: int, saved: Path) -> None:
-    meshes = list(MESHES[processes].values())
-    for compared in run_ranks(processes, load, saved, meshes):
-        assert min(compared) > 2 * 7 * 3, "expected seven weights of two blocks, with two moments each"
+    """Seven weights of two blocks, with two moments each, and more; and each rank opens few files, once."""
+    opened = run_ranks(processes, load_on, saved, MESHES[processes])
+    if processes == 1:  # of the replicas one has the parts of both
+        files = {name: ["0123" if name in ("tp", "shards") else "01"] for name in OPENED}
+    else:
+        files = OPENED if processes == 4 else {}
+    for name, expected in files.items():
+        mesh = "alone" if processes == 1 else name
+        for rank, digits in enumerate(expected):
+            assert opened[rank][name, mesh] == [f"rank-{int(file):05d}.safetensors" for file in digits]
+    assert all(len(files) == len({*files}) for rank in opened for files in rank.values())
 
 
-def test_hsdp_writes_each_element_once(tmp_path: Path) -> None:
-    run_ranks(4, save, tmp_path / "checkpoints", HSDP_TP)
+def test_torch_reads_a_checkpoint(saved: Path) -> None:
+    for name in MESHES[4]:
+        checkpoint = list_checkpoints(saved / name)[-1]
+        manifest = read_manifest(checkpoint)
+        ours = {
+            name: torch.full(tensor.shape, float("nan"), dtype=getattr(torch, tensor.dtype))
+            for name, tensor in manifest.tensors.items()
+            if not name.startswith("random.")
+        }
+        theirs = {name: tensor.clone() for name, tensor in ours.items()}
+        read_tensors(open_checkpoint(checkpoint, manifest), ours)
+        with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+            load_with_torch(theirs, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def read_without_a_group(checkpoint: Path, arguments: Sequence[str]) -> list[str]:
+    """Return the tensors of which this rank reads other values than a single process. Without a process group
+    any communication raises an error."""
+    run = build_sharded(arguments)
+    tensors, manifest = training_tensors(run.model, run.optimizer), read_manifest(checkpoint)
+    dist.destroy_process_group()
+    read_tensors(open_checkpoint(checkpoint, manifest), tensors)
+    full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    read_tensors(open_checkpoint(checkpoint, manifest), full)
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return [
+        name
+        for name, tensor in tensors.items()
+        if not torch.equal(local[name], full[name][held_part(tensor).within(whole(tensor.shape))])
+    ]
+
+
+def test_ranks_read_without_each_other(saved: Path) -> None:
+    assert run_ranks(4, read_without_a_group, list_checkpoints(saved / "tp")[-1], HSDP_TP) == [[]] * 4
+
+
+def load_with_a_file_of_too_few_tensors(checkpoint: Path, arguments: Sequence[str], lost: str) -> str:
+    run = build_sharded(arguments)
+    path = checkpoint / "rank-00003.safetensors"  # read by rank 3 only
+    if dist.get_rank() == 0:
+        kept = {name: tensor for name, tensor in load_file(path).items() if name != lost}
+        path.unlink()
+        shards = {name: TensorShard(tensor, (0,) * tensor.dim()) for name, tensor in kept.items()}
+        write_shard_file(path, shards)
+    dist.barrier()
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(checkpoint, read_manifest(checkpoint), run.model, run.optimizer)
+    return str(error.value)
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all(saved: Path, tmp_path: Path) -> None:
+    """Otherwise the others wait for that rank in the next collective."""
+    checkpoint = tmp_path / "step-00000002"
+    shutil.copytree(list_checkpoints(saved / "shards")[-1], checkpoint)
+    lost = "model.layers.1.attention.wq.weight"
+    messages = run_ranks(4, load_with_a_file_of_too_few_tensors, checkpoint, MESHES[4]["shards"], lost)
+    assert len({*messages}) == 1
+    for text in (str(checkpoint / "rank-00003.safetensors"), lost, "use another checkpoint"):
+        assert text in messages[0]

@@ -1,0 +1,207 @@
+"""The layout of a checkpoint: every element is in one file, and a rank finds the few files of its parts."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.train.checkpoint.layout import (
+    SMALL_BYTES,
+    CheckpointLayout,
+    Mesh,
+    TensorPart,
+    mesh_index,
+    part_of,
+    whole,
+)
+from meshwright.train.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    SavedFile,
+    SavedTensor,
+    TrainPosition,
+    manifest_to_text,
+    rank_file,
+    read_manifest,
+)
+from meshwright.train.checkpoint.reader import open_checkpoint, plan_reads
+from meshwright.train.errors import CheckpointError
+from tests.support.checkpoint_faults import rewrite_manifest
+
+FSDP, ROWS, COLUMNS = ("dp_shard", 0), ("tp", 0), ("tp", 1)
+SMALL = {
+    "even": SavedTensor((16, 8), "float32", (ROWS, FSDP)),
+    "columns": SavedTensor((8, 16), "float32", (FSDP, COLUMNS)),
+    "uneven": SavedTensor((13, 6), "bfloat16", (ROWS, FSDP)),
+    "fewer rows than ranks": SavedTensor((3, 2), "float32", (FSDP,)),
+    "whole on tp": SavedTensor((9,), "float32", (FSDP,)),
+    "whole": SavedTensor((5, 4), "float32"),
+    "scalar": SavedTensor((), "float32"),
+    "no element": SavedTensor((0, 4), "float32", (FSDP,)),
+}
+LARGE = {f"large {i}": SavedTensor((2 * SMALL_BYTES,), "uint8", (ROWS,)) for i in range(4)}
+
+
+def make_mesh(dp_replicate: int, dp_shard: int, tp: int) -> Mesh:
+    return (("dp_replicate", dp_replicate), ("dp_shard", dp_shard), ("tp", tp))
+
+
+def ranks_of(mesh: Mesh) -> range:
+    return range(math.prod(degree for _, degree in mesh))
+
+
+MESHES = [
+    make_mesh(*degrees)
+    for degrees in ((1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2), (2, 3, 2), (3, 5, 4))
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_each_element_is_in_the_file_of_one_rank_that_has_it(mesh: Mesh) -> None:
+    layout = CheckpointLayout(SMALL, mesh)
+    files = {name: torch.zeros(tensor.shape) for name, tensor in SMALL.items()}
+    for rank in ranks_of(mesh):
+        for name, part in layout.written_by(rank).items():
+            tensor = SMALL[name]
+            assert part == part_of(tensor.shape, tensor.sharding, mesh, mesh_index(rank, mesh))
+            files[name][part.within(whole(tensor.shape))] += 1
+    assert [name for name, count in files.items() if not bool((count == 1).all())] == []
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_parts_found_are_those_written_that_overlap(mesh: Mesh) -> None:
+    layout, rng = CheckpointLayout(SMALL | LARGE, mesh), random.Random(7)
+    written = [layout.written_by(rank) for rank in ranks_of(mesh)]
+    for name, tensor in (SMALL | LARGE).items():
+        for _ in range(8):
+            offsets = tuple(rng.randrange(size + 1) for size in tensor.shape)
+            sizes = tuple(rng.randint(0, size - o) for size, o in zip(tensor.shape, offsets, strict=True))
+            wanted = TensorPart(offsets, sizes)
+            expected = [
+                (rank, parts[name])
+                for rank, parts in enumerate(written)
+                if name in parts and parts[name].overlap(wanted).numel
+            ]
+            if wanted.numel:
+                assert sorted(layout.stored(name, wanted), key=lambda found: found[0]) == expected
+
+
+def test_large_parts_are_written_in_turn_and_small_ones_by_the_first_rank() -> None:
+    mesh = make_mesh(2, 2, 1)
+    written = [list(CheckpointLayout(SMALL | LARGE, mesh).written_by(rank)) for rank in ranks_of(mesh)]
+    assert written == [
+        [*(name for name in SMALL if name != "no element"), "large 0"],
+        ["even", "columns", "uneven", "fewer rows than ranks", "whole on tp", "large 1"],
+        ["large 2"],
+        ["large 3"],
+    ]
+
+
+def test_random_states_are_in_the_files_of_their_ranks() -> None:
+    tensors = {
+        **SMALL,
+        "random.cpu.0": SavedTensor((9,), "uint8"),
+        "random.cuda.3": SavedTensor((9,), "uint8"),
+    }
+    layout = CheckpointLayout(tensors, make_mesh(2, 2, 1))
+    assert layout.stored("random.cuda.3", whole((9,))) == [(3, whole((9,)))]
+    assert not any(name.startswith("random") for rank in range(4) for name in layout.written_by(rank))
+
+
+def llama_manifest(mesh: Mesh) -> CheckpointManifest:
+    """Three blocks of a Llama 405B with their moments and step counts, saved by the ranks of a mesh. The
+    number of files that a rank opens does not depend on the number of blocks."""
+    dim, ffn, keys = 16384, 53248, 1024
+    shapes: dict[str, SavedTensor] = {}
+    for block in range(3):
+        for weight, shape, sharding in (
+            ("norm", (dim,), (FSDP,)),
+            ("wq", (dim, dim), (ROWS, FSDP)),
+            ("wk", (keys, dim), (ROWS, FSDP)),
+            ("wo", (dim, dim), (FSDP, COLUMNS)),
+            ("w1", (ffn, dim), (ROWS, FSDP)),
+            ("w2", (dim, ffn), (FSDP, COLUMNS)),
+        ):
+            name = f"layers.{block}.{weight}"
+            shapes[f"optim.{name}.step"] = SavedTensor((), "float32")
+            for saved in (f"model.{name}", f"optim.{name}.exp_avg", f"optim.{name}.exp_avg_sq"):
+                shapes[saved] = SavedTensor(shape, "float32", sharding)
+    ranks = ranks_of(mesh)
+    states = {f"random.cpu.{rank}": SavedTensor((5056,), "uint8") for rank in ranks}
+    files = {rank_file(rank): SavedFile(2**40, "0" * 64) for rank in ranks}
+    return CheckpointManifest(TrainPosition(), files, shapes | states, mesh=dict(mesh))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "most"),
+    [
+        (make_mesh(1, 128, 8), make_mesh(1, 128, 8), 3),
+        (make_mesh(1, 1024, 1), make_mesh(1, 1024, 1), 2),
+        (make_mesh(8, 16, 8), make_mesh(8, 16, 8), 10),
+        (make_mesh(1, 512, 8), make_mesh(1, 512, 8), 3),
+        (make_mesh(1, 128, 8), make_mesh(1, 64, 8), 8),
+        (make_mesh(1, 128, 8), make_mesh(1, 256, 4), 8),
+        (make_mesh(1, 128, 8), make_mesh(4, 32, 8), 16),
+    ],
+    ids=str,
+)
+def test_a_rank_of_a_thousand_opens_few_files(saved: Mesh, loaded: Mesh, most: int) -> None:
+    manifest = llama_manifest(saved)
+    files = open_checkpoint(Path("checkpoint"), manifest)
+    for rank in (0, 1, 511, 700, len(ranks_of(loaded)) - 1):
+        if rank >= len(ranks_of(loaded)):
+            continue
+        parts = {
+            name: part_of(tensor.shape, tensor.sharding, loaded, mesh_index(rank, loaded))
+            for name, tensor in manifest.tensors.items()
+            if not name.startswith("random.")
+        }
+        if saved == loaded:
+            parts[f"random.cpu.{rank}"] = whole((5056,))
+        assert len(plan_reads(files, parts)) <= most
+
+
+def test_the_manifest_keeps_mesh_and_shardings(tmp_path: Path) -> None:
+    mesh = make_mesh(2, 3, 2)
+    files = {rank_file(rank): SavedFile(2**20, "") for rank in ranks_of(mesh)}
+    written = CheckpointManifest(TrainPosition(3), files, SMALL, mesh=dict(mesh))
+    (tmp_path / MANIFEST).write_text(manifest_to_text(written))
+    manifest = read_manifest(tmp_path)
+    assert tuple(manifest.mesh.items()) == mesh
+    assert {name: t.sharding for name, t in manifest.tensors.items()} == {
+        name: t.sharding for name, t in SMALL.items()
+    }
+    assert (
+        json.loads((tmp_path / MANIFEST).read_text())["tensors"]["even"] == "float32[16, 8] tp:0 dp_shard:0"
+    )
+    unsplit = dataclasses.replace(SMALL["even"], sharding=())
+    assert SMALL["even"] == unsplit, "the tensors of checkpoints saved on different meshes are equal"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"tp": 2', '"tp": 3'),  # ranks without a file
+        ('"tp": 2', '"tp": 1000000000000'),
+        ('"tp": 2', '"tp": 0'),
+        ('"tp": 2', '"cp": 2'),
+        ("tp:0 dp_shard:0", "tp:0 tp:0"),
+        ("tp:0 dp_shard:0", "tp:0 dp_shard:2"),
+        ("tp:0 dp_shard:0", "tp:0 dp_shard"),
+        ('"mesh": {', '"axes": {'),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(old: str, new: str, tmp_path: Path) -> None:
+    """With a right hash: as if it had been written so."""
+    mesh = make_mesh(2, 3, 2)
+    files = {rank_file(rank): SavedFile(2**20, "") for rank in ranks_of(mesh)}
+    text = manifest_to_text(CheckpointManifest(TrainPosition(3), files, SMALL, mesh=dict(mesh)))
+    assert old in text
+    (tmp_path / MANIFEST).write_text(text)
+    rewrite_manifest(tmp_path, lambda text: text.replace(old, new))
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
+        read_manifest(tmp_path)

@@ -1,0 +1,117 @@
+"""Files that do not contain what the manifest says are refused by name, whether the manifest has the mesh of
+the ranks that wrote them (format 3) or not (format 2, and imports)."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, TrainPosition, rank_file
+from meshwright.train.checkpoint.reader import open_checkpoint, read_tensors
+from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
+from meshwright.train.errors import CheckpointError
+
+WEIGHT, BIAS = "model.weight", "model.bias"
+VALUES = {WEIGHT: torch.arange(40.0).reshape(10, 4), BIAS: torch.arange(7, dtype=torch.bfloat16)}
+TENSORS = {
+    WEIGHT: SavedTensor((10, 4), "float32", (("dp_shard", 0),)),
+    BIAS: SavedTensor((7,), "bfloat16", (("dp_shard", 0),)),
+}
+Shards = dict[str, TensorShard]
+
+
+def write(folder: Path, mesh: Mapping[str, int], change: Callable[[Shards], object]) -> CheckpointManifest:
+    """Write the checkpoint of two ranks; `change` changes the shards of rank 1 before."""
+    ranks: list[Shards] = []
+    for rows, numbers in ((slice(0, 5), slice(0, 4)), (slice(5, 10), slice(4, 7))):
+        weight, bias = VALUES[WEIGHT][rows], VALUES[BIAS][numbers]
+        ranks.append(
+            {WEIGHT: TensorShard(weight, (rows.start, 0)), BIAS: TensorShard(bias, (numbers.start,))}
+        )
+    change(ranks[1])
+    names = [rank_file(rank) for rank in range(2)]
+    files = {name: write_shard_file(folder / name, shards) for name, shards in zip(names, ranks, strict=True)}
+    return CheckpointManifest(TrainPosition(), files, TENSORS, mesh=mesh)
+
+
+def read(folder: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
+    into = {name: torch.full_like(value, float("nan")) for name, value in VALUES.items()}
+    read_tensors(open_checkpoint(folder, manifest), into)
+    return into
+
+
+BOTH = pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {}], ids=["with mesh", "without"])
+
+
+@BOTH
+def test_all_parts_are_read(mesh: Mapping[str, int], tmp_path: Path) -> None:
+    read_back = read(tmp_path, write(tmp_path, mesh, lambda shards: None))
+    assert all(torch.equal(read_back[name], value) for name, value in VALUES.items())
+
+
+def test_values_are_converted_to_the_dtype_of_the_target(tmp_path: Path) -> None:
+    """As `checkpoint.init_from` needs it."""
+    into = {BIAS: torch.zeros(7, dtype=torch.float64)}
+    read_tensors(open_checkpoint(tmp_path, write(tmp_path, {"dp_shard": 2}, lambda shards: None)), into)
+    assert torch.equal(into[BIAS], VALUES[BIAS].double())
+
+
+def replaced(name: str, values: Tensor, *offsets: int) -> Callable[[Shards], object]:
+    return lambda shards: shards.update({name: TensorShard(values, offsets)})
+
+
+FAULTS: dict[str, tuple[Callable[[Shards], object], str]] = {
+    "no tensor": (lambda shards: shards.pop(WEIGHT), WEIGHT),
+    "fewer rows": (replaced(WEIGHT, VALUES[WEIGHT][5:9], 5, 0), WEIGHT),
+    "more rows": (replaced(BIAS, torch.zeros(9, dtype=torch.bfloat16), 4), ""),
+    "another dtype": (replaced(WEIGHT, VALUES[WEIGHT][5:].to(torch.int32), 5, 0), "I32"),
+    "more dims": (replaced(BIAS, torch.zeros(3, 1, dtype=torch.bfloat16), 4, 0), ""),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_without_what_it_should_contain_is_refused(
+    fault: str, mesh: Mapping[str, int], tmp_path: Path
+) -> None:
+    change, named = FAULTS[fault]
+    with pytest.raises(CheckpointError) as error:
+        read(tmp_path, write(tmp_path, mesh, change))
+    # without the mesh it is unknown which file should have contained a missing part
+    place = rank_file(1) if mesh or not named or named == "I32" else "of 40 elements"
+    for text in (str(tmp_path), place, named, "use another checkpoint"):
+        assert text in str(error.value)
+
+
+def test_offsets_past_the_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="use another checkpoint") as error:
+        read(tmp_path, write(tmp_path, {}, replaced(WEIGHT, VALUES[WEIGHT][5:], 6, 0)))
+    assert rank_file(1) in str(error.value)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: os.truncate(path, 20),
+        lambda path: path.write_bytes(b"\xff" * 100),
+        lambda path: path.write_bytes(path.read_bytes().replace(b"saved_offsets", b"other_offsets")),
+    ],
+    ids=["missing", "cut", "no header", "no offsets"],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    damage: Callable[[Path], object], mesh: Mapping[str, int], tmp_path: Path
+) -> None:
+    manifest = write(tmp_path, mesh, lambda shards: None)
+    path = tmp_path / rank_file(1)
+    damage(path)
+    if path.exists() and b"other_offsets" in path.read_bytes() and mesh:
+        read(tmp_path, manifest)  # they are computed
+        return
+    with pytest.raises(CheckpointError, match="cannot be read") as error:
+        read(tmp_path, manifest)
+    assert str(path) in str(error.value)
