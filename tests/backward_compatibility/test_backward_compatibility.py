@@ -16,6 +16,7 @@ from tests.support.launch import read_metrics, read_status, run
 HERE = Path(__file__).resolve().parent.relative_to(ROOT)  # commands run in ROOT
 RUN, TOKENS, HUGGINGFACE, PLAN_8B = (HERE / name for name in ("run", "tokens", "huggingface", "plan_8b.yaml"))
 CHECKPOINT = RUN / "checkpoints" / "step-00000004"
+HSDP = HERE / "hsdp" / "step-00000004"  # the same tensors, saved by eight ranks
 SAVED, STEPS = 4, 6
 # Metrics of the next steps of README.md's run, continued by the code that had written the checkpoint.
 LOSSES = {5: 4.470602512359619, 6: 4.441705703735352}
@@ -62,6 +63,11 @@ def lost_lines(old: Path, new: Path) -> list[str]:
 def test_every_byte_of_the_checkpoint_is_as_committed() -> None:
     report = json.loads(command("tools.checkpoint", "verify", CHECKPOINT, "--json"))
     assert report["verified"] == [str(CHECKPOINT)]
+
+
+def test_the_checkpoint_of_hsdp_and_tensor_parallelism_has_the_same_tensors() -> None:
+    report = json.loads(command("tools.checkpoint", "diff", CHECKPOINT, HSDP, "--json"))
+    assert (report["same"], report["tensors"], report["compared"]) == (True, [], 84)
 
 
 @pytest.mark.parametrize(("processes", "mesh"), MESHES.values(), ids=MESHES)

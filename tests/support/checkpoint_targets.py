@@ -1,5 +1,6 @@
 """The files of a checkpoint as targets of the mutations of test_untrusted.py."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from functools import partial
@@ -32,8 +33,9 @@ def checkpoint_targets(folder: Path) -> Iterator[Target]:
     shards, manifest = checkpoint / "rank-00000.safetensors", checkpoint / MANIFEST
     value = torch.arange(64, dtype=torch.float32).reshape(8, 8)
     saved = write_shard_file(shards, {NAME: TensorShard(value, (0, 0))})
+    split = dataclasses.replace(describe_tensor(value), sharding=(("dp_shard", 0),))
     valid = CheckpointManifest(
-        TrainPosition(3, 24, 0, 32, 1, "data"), {shards.name: saved}, {NAME: describe_tensor(value)}
+        TrainPosition(3, 24, 0, 32, 1, "data"), {shards.name: saved}, {NAME: split}, mesh={"dp_shard": 1}
     )
     manifest.write_text(manifest_to_text(valid))
     for path in (manifest, shards):
@@ -49,7 +51,9 @@ def checkpoint_targets(folder: Path) -> Iterator[Target]:
 
     def read() -> None:
         if shards.is_file() or not shards.exists():  # pipes are refused earlier, by the verification
-            read_tensors(open_checkpoint(checkpoint, valid), {NAME: torch.empty(8, 8)})
+            for mesh in (valid.mesh, {}):  # format 3, and format 2, which relies on the headers
+                files = open_checkpoint(checkpoint, dataclasses.replace(valid, mesh=mesh))
+                read_tensors(files, {NAME: torch.empty(8, 8)})
 
     yield Target("signed header", shards, read, (CheckpointError,), named=(str(checkpoint),))
 
