@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.train.checkpoint.layout import (
     SMALL_BYTES,
@@ -70,6 +73,28 @@ def test_each_element_is_in_the_file_of_one_rank_that_has_it(mesh: Mesh) -> None
             assert part == part_of(tensor.shape, tensor.sharding, mesh, mesh_index(rank, mesh))
             files[name][part.within(whole(tensor.shape))] += 1
     assert [name for name, count in files.items() if not bool((count == 1).all())] == []
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_parts_are_those_of_torch(mesh: Mesh) -> None:
+    """With FSDP alone, beside tensor parallelism on the other dim, and after it on the same dim."""
+    degrees = [degree for _, degree in mesh]
+    fsdp_after_tp = _StridedShard(0, split_factor=degrees[2])
+    for sharding, placements in (
+        ((FSDP,), (Replicate(), Shard(0), Replicate())),
+        ((FSDP, COLUMNS), (Replicate(), Shard(0), Shard(1))),
+        ((ROWS, FSDP), (Replicate(), fsdp_after_tp, Shard(0))),
+    ):
+        for rows in (1, 3, 7, 16, 37):
+            shape = (rows * degrees[2], 2 * degrees[2])  # the planner wants tp to divide what it splits
+            for rank in ranks_of(mesh):
+                index = mesh_index(rank, mesh)
+                sizes, offsets = _compute_local_shape_and_global_offset(
+                    shape, degrees, list(index), placements
+                )
+                part = part_of(shape, sharding, mesh, index)
+                assert part.sizes == tuple(sizes)
+                assert not part.numel or part.offsets == tuple(offsets)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
