@@ -109,7 +109,7 @@ class CheckpointManifest:
     the ranks that wrote it (axis -> degree, outermost first).
 
     The mesh and the tensors' shardings determine each file's contents (layout.py). Without a mesh (format 2:
-    imports, and all checkpoints of version 0.1.0) only the files' headers tell them.
+    imports, and checkpoints saved before 24 November 2026) the files' headers contain the offsets instead.
     """
 
     position: TrainPosition
