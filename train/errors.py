@@ -49,5 +49,8 @@ class PeerLostError(RuntimeError):
     """A process of this run has died: the ranks can no longer agree on anything, and nothing is saved."""
 
 
+COMMITS_INTACT = "committed checkpoints are intact"
+
+
 # the message explains the failure: no traceback
 EXPLAINED_ERRORS = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)

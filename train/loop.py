@@ -8,9 +8,8 @@ from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import Config
 from meshwright.train.data.training_data import TrainingData
-from meshwright.train.errors import PeerLostError, SaveError
+from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
-from meshwright.train.fault_tolerance.shutdown import COMMITS_INTACT
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.metrics.reporting import Reporting
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate

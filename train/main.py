@@ -35,8 +35,8 @@ from meshwright.train.distributed.ranks import (
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
+from meshwright.train.fault_tolerance.peers import as_peer_lost_error
 from meshwright.train.fault_tolerance.run_lock import make_run_folder, write_texts
-from meshwright.train.fault_tolerance.shutdown import as_peer_lost_error
 from meshwright.train.fault_tolerance.supervision import supervised
 from meshwright.train.loop import train_loop
 from meshwright.train.metrics.reporting import build_reporting

@@ -16,7 +16,7 @@ from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, CrashLoopError, OutOfMemory
-from meshwright.train.fault_tolerance.shutdown import as_peer_lost_error
+from meshwright.train.fault_tolerance.peers import LostPeer, as_peer_lost_error, explain_loss
 from meshwright.train.files import read_json, replacing
 
 State = Literal["running", "finished", "stopped", "failed"]
@@ -108,6 +108,7 @@ class RunStatus:
         checkpoint."""
         self._is_main, self._console, self._named = ranks.is_main, console, named
         self._folder: Path | None = None
+        self._earlier: Status | None = None  # of the run before in this folder
         self._resumed_from: int | None = None
         self._failed = FailedStarts()
         self._step, self._warned, self._ended = 0, False, False
@@ -118,14 +119,14 @@ class RunStatus:
         """Within this context the folder belongs to this run, and an error that ends the run is recorded. A
         CrashLoopError is not, nor the loss of a process that has recorded its own failure: the earlier reason
         stays."""
-        self._folder = folder
+        self._folder, self._earlier = folder, read_status(folder)
         try:
             yield
         except CrashLoopError:
             raise
         except BaseException as error:
             lost = as_peer_lost_error(error)
-            if not (lost and self._explained_elsewhere()):
+            if not (lost and self._ended_elsewhere()):
                 reason = str(lost) if lost else f"{type(error).__name__}: {error}"
                 self.write("failed", reason, for_all=isinstance(error, OutOfMemory))
             raise
@@ -145,6 +146,14 @@ class RunStatus:
         """Record that the run ended normally, finished or stopped, after `step` steps."""
         self._step = step
         self.write(state, reason)
+
+    def record_loss(self, lost: LostPeer) -> None:
+        """Record that the run ends because another rank has ended, unless a process has recorded a reason.
+        Rank 0 writes, and the rank that found it: rank 0 may be the one that has ended."""
+        if self._folder is not None and not self._ended_elsewhere():
+            if not self._is_main and (status := read_status(self._folder)):
+                self._step = max(self._step, status.step)  # only rank 0 records progress
+            self.write("failed", explain_loss(lost.text), for_all=lost.found)
 
     def write(self, state: State, reason: str = "", for_all: bool = False) -> None:
         """Write the state, from any thread; the first state other than running is final. A folder that cannot
@@ -167,11 +176,11 @@ class RunStatus:
                 self._warned = True
                 self._console.print(f"warning: {problem}")
 
-    def _explained_elsewhere(self) -> bool:
-        """Return whether the process that died has already recorded its own failure."""
+    def _ended_elsewhere(self) -> Status | None:
+        """Return the status if another process of this run has already recorded how it ended."""
         assert self._folder is not None
         status = read_status(self._folder)
-        return status is not None and status.state == "failed"
+        return status if status and status.state != "running" and status != self._earlier else None
 
     def _has_saved(self) -> bool:
         assert self._folder is not None

@@ -1,8 +1,7 @@
-"""Graceful shutdown: on a signal or a time limit all ranks stop after the same step, within the grace
-period."""
+"""Graceful shutdown: on a signal or a time limit all ranks stop after the same step, within the grace period;
+after the death of a rank the others end."""
 
 import contextlib
-import re
 import signal
 import socket
 import threading
@@ -16,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from meshwright.train.config import RunConfig
-from meshwright.train.distributed.exit import exit_immediately
+from meshwright.train.distributed.exit import EXIT_FAILED, exit_immediately
 from meshwright.train.distributed.process_group import group_timeout
-from meshwright.train.errors import PeerLostError
+from meshwright.train.errors import COMMITS_INTACT
+from meshwright.train.fault_tolerance.peers import LostPeer, PeerConnections, as_peer_lost_error, explain_loss
 
 # Slurm sends the signal of its --signal option, torchrun forwards SIGHUP when its terminal is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REPEAT_S = 0.5  # a signal within this time after the first is the same request, delivered twice
 EXIT_S = 5.0  # for on_end and the exit; after that the kernel ends the process
 CLOSE_S = 5.0  # how long close() waits for peers that may be dead
-_PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # gloo, NCCL
-COMMITS_INTACT = "committed checkpoints are intact"
+LOST_S = 3.0  # from the loss of a peer until this process ends, if its main thread has not failed by itself
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,10 @@ class GracefulShutdown:
     commit intact, and the exit code is 128 + the signal's number. Before `begin()` there is nothing to save,
     and the first signal ends the process immediately.
 
+    The same thread ends the process LOST_S after the death of another rank (train.fault_tolerance.peers): the
+    main thread may be waiting for it without an end, inside a collective on a GPU. In that time a main thread
+    whose collective has failed exits by itself, and flushes its logs.
+
     A second signal counts only REPEAT_S after the first. Within that time it is the same request, delivered
     twice: `timeout` sends to its command and then to their common process group, and a user who signals both
     torchrun and its workers reaches the workers a second time through torchrun. (Ctrl-C in a terminal reaches
@@ -58,18 +61,24 @@ class GracefulShutdown:
     a quick second signal for a repetition only costs a third one.
     """
 
-    def __init__(self, config: RunConfig, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: RunConfig, on_end: Callable[[str], None], on_lost: Callable[[LostPeer], None]
+    ) -> None:
         """Install the signal handlers. `on_end(reason)` is called just before the process is ended without
-        saving.
+        saving, `on_lost(peer)` if the reason is another rank.
 
         Main thread only, because Python sets signal handlers nowhere else.
         """
-        self._config, self._on_end = config, on_end
+        self._config, self._on_end, self._on_lost = config, on_end, on_lost
         self._deadline_s = time.monotonic() + config.max_hours * 3600 if config.max_hours else None
         self._request: ShutdownRequest | None = None
         self._request_lock = threading.Lock()
         self._began = self._agreed = False
         self._group: dist.ProcessGroup | None = None
+        self._peers: PeerConnections | None = None
+        self._lost: tuple[float, LostPeer] | None = None  # when this process ends because of that rank
+        self._peer_is_lost = threading.Event()
+        self._failing = False  # this rank's main thread exits by itself
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._first_signal_s: float | None = None  # when this process received its first signal
         self._grace: tuple[float, int] | None = None  # deadline of the stop, and the signal's number
@@ -88,9 +97,11 @@ class GracefulShutdown:
         return self._agreed and self._request is not None and self._request.failed
 
     def connect(self) -> None:
-        """Create the group for the agreement; all ranks call it, after the default process group exists."""
+        """Create the group for the agreement, and connect to the neighbors; all ranks call it, after the
+        default process group exists."""
         if dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=group_timeout(self._config))
+            self._peers = PeerConnections(self._group, self._lose_peer)
 
     def begin(self) -> None:
         """Mark the start of the training loop: now there is something to save, and a first signal requests an
@@ -120,9 +131,9 @@ class GracefulShutdown:
                 if self._agreed:
                     self._share_requests(self._group)
             except RuntimeError as error:
-                if "timed out" in str(error).lower():
-                    raise
-                raise PeerLostError(_explain(error)) from error
+                if lost := as_peer_lost_error(error):
+                    raise lost from error
+                raise
         return self._agreed
 
     def _any_requested(self, group: dist.ProcessGroup) -> bool:
@@ -147,14 +158,28 @@ class GracefulShutdown:
         numbers = [number for _, number in everyone if number is not None]
         if numbers and self._grace is None:
             self._start_grace(numbers[0])
-            self._write_end.send(b"\0")  # wakes the thread, which must watch the deadline from now on
+            self._wake_thread()
+
+    def lost_peer(self, wait_s: float) -> LostPeer | None:
+        """Return the rank that has ended, which the connections may report up to `wait_s` after a collective
+        has failed; None if there is none."""
+        if self._peers:
+            self._peer_is_lost.wait(wait_s)
+        return self._lost[1] if self._lost else None
+
+    def report_failure(self, reason: str) -> None:
+        """Report to all ranks that this rank is about to exit with an error: the others end within LOST_S."""
+        self._failing = True
+        if self._peers:
+            self._peers.report(f"rank {dist.get_rank()}: {reason}")
 
     def close(self) -> None:
-        """Restore the signal handlers, and wait for the last all-reduce: none may be in progress when the
-        process group ends.
+        """Restore the signal handlers, and wait for the last all-reduce and for the neighbors: nothing may be
+        in progress when the process group ends.
 
-        A dead peer ends it with an immediate error; a peer that hangs costs at most CLOSE_S.
+        A dead peer ends both with an immediate error; a peer that hangs costs at most CLOSE_S each.
         """
+        self._failing = True  # to exit: a rank that is lost from now on is no reason to end
         signal.set_wakeup_fd(self._earlier_fd)
         for number, handler in self._earlier_handlers.items():
             if handler is not None:  # None: set by C code, which Python cannot restore
@@ -167,6 +192,8 @@ class GracefulShutdown:
             with contextlib.suppress(RuntimeError):
                 self._pending[0].wait(timedelta(seconds=CLOSE_S))
             self._pending = None
+        if self._peers:
+            self._peers.close(CLOSE_S)
 
     def _install_handlers(self) -> None:
         """Have the C part of Python's signal handling write each number into a socket, which a thread reads.
@@ -183,10 +210,15 @@ class GracefulShutdown:
         self._thread.start()
 
     def _receive_signals(self) -> None:
-        """The thread: receive signals, and end the process when the grace period is over."""
+        """The thread: receive signals, and end the process when the grace period is over or a peer is
+        lost."""
         while True:
-            left_s = max(0.001, self._grace[0] - time.monotonic()) if self._grace else None
-            self._read_end.settimeout(left_s)
+            deadlines_s = [self._grace[0]] if self._grace else []
+            if self._lost and not self._failing:
+                deadlines_s.append(self._lost[0])
+            self._read_end.settimeout(
+                max(0.001, min(deadlines_s) - time.monotonic()) if deadlines_s else None
+            )
             with contextlib.suppress(TimeoutError):
                 numbers = self._read_end.recv(64)
                 if not numbers:
@@ -194,21 +226,30 @@ class GracefulShutdown:
                 for number in numbers:
                     if number in self._earlier_handlers:  # not another signal with a Python handler
                         self._on_signal(number)
+            if self._lost and not self._failing and time.monotonic() >= self._lost[0]:
+                self._end(EXIT_FAILED, explain_loss(self._lost[1].text), self._lost[1])
             if self._grace and time.monotonic() >= self._grace[0]:
                 grace = f"run.grace_s={self._config.grace_s:g} s was too short for the stop (raise it)"
-                self._end(self._grace[1], f"{self.reason}: ended without saving, because {grace}")
+                self._end(128 + self._grace[1], f"{self.reason}: ended without saving, because {grace}")
+
+    def _left_s(self) -> float | None:
+        """Return the seconds until the first deadline, None without one."""
+        deadlines_s = [self._grace[0]] if self._grace else []
+        if self._lost and not self._failing:
+            deadlines_s.append(self._lost[0])
+        return max(0.001, min(deadlines_s) - time.monotonic()) if deadlines_s else None
 
     def _on_signal(self, number: int) -> None:
         name = f"signal {signal.Signals(number).name}"
         if not self._began:
-            self._end(number, f"{name} before the first step: there was nothing to save")
+            self._end(128 + number, f"{name} before the first step: there was nothing to save")
         elif self._first_signal_s is None:
             self._first_signal_s = time.monotonic()
             self.request(name)
             if self._grace is None:
                 self._start_grace(number)
         elif time.monotonic() - self._first_signal_s >= REPEAT_S:
-            self._end(number, f"{self.reason}, then {name}: ended immediately, without saving")
+            self._end(128 + number, f"{self.reason}, then {name}: ended immediately, without saving")
 
     def _start_grace(self, number: int) -> None:
         """Start the deadline of the stop, which the thread enforces, and the kernel if the thread cannot
@@ -217,11 +258,24 @@ class GracefulShutdown:
         # SIGALRM ends a process by default
         signal.setitimer(signal.ITIMER_REAL, self._config.grace_s + EXIT_S)
 
-    def _end(self, number: int, reason: str) -> None:
+    def _lose_peer(self, lost: LostPeer) -> None:
+        self._lost = time.monotonic() + LOST_S, lost
+        self._peer_is_lost.set()
+        self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        """Make the thread look at the deadlines again."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._write_end.send(b"\0")
+
+    def _end(self, code: int, reason: str, lost: LostPeer | None = None) -> None:
         signal.setitimer(signal.ITIMER_REAL, EXIT_S)  # on_end writes to a disk, which may hang
         with contextlib.suppress(Exception):
-            self._on_end(reason)
-        exit_immediately(128 + number, f"{reason}; {COMMITS_INTACT}")
+            if lost:
+                self._on_lost(lost)
+            else:
+                self._on_end(reason)
+        exit_immediately(code, f"PeerLostError: {reason}" if lost else f"{reason}; {COMMITS_INTACT}")
 
 
 def merge_requests(requests: Sequence[ShutdownRequest | None]) -> ShutdownRequest | None:
@@ -233,25 +287,6 @@ def merge_requests(requests: Sequence[ShutdownRequest | None]) -> ShutdownReques
         if request and request.failed
     ]
     return next(iter([*errors, *filter(None, requests)]), None)
-
-
-def as_peer_lost_error(error: BaseException) -> PeerLostError | None:
-    """Return a PeerLostError if the error is that of a collective after another process died, otherwise
-    None."""
-    text = str(error)
-    died = (
-        isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text) and re.search(_PEER_DIED, text)
-    )
-    return PeerLostError(_explain(error)) if died and isinstance(error, RuntimeError) else None
-
-
-def _explain(error: RuntimeError) -> str:
-    """Return the message for a collective's error about a dead peer."""
-    message = str(error).strip().splitlines()[-1]
-    return (
-        "a process of this run has died, so the others end too, without saving; "
-        f"{COMMITS_INTACT}, and the same command resumes from the last one ({message})"
-    )
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

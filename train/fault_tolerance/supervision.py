@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.parallel.compile.async_tp import describe_async_tp
 from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
+from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.load import Start
 from meshwright.train.config import RunConfig, TrainConfig
@@ -17,15 +18,19 @@ from meshwright.train.console import Console
 from meshwright.train.data.loader import StepData
 from meshwright.train.data.training_data import TrainingData
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
-from meshwright.train.errors import SaveError
+from meshwright.train.errors import PeerLostError, SaveError
 from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
+from meshwright.train.fault_tolerance.peers import as_peer_lost_error, explain_loss
 from meshwright.train.fault_tolerance.run_lock import take_folder
 from meshwright.train.fault_tolerance.run_status import RunStatus, read_status
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Section, Watchdog
 from meshwright.train.memory import GarbageCollector, return_free_memory
 from meshwright.train.step import StepResult
+
+NAMED_S = 1.0  # from a failed collective until the connections report which rank has ended
+REASON_SHOWN = 1000  # characters of an error that is reported to the other ranks
 
 
 class Supervision:
@@ -47,7 +52,9 @@ class Supervision:
             ranks,
             lambda why: status.write("failed", why, for_all=True),
         )
-        self._shutdown = GracefulShutdown(config, lambda why: status.write("stopped", why))
+        self._shutdown = GracefulShutdown(
+            config, lambda why: status.write("stopped", why), status.record_loss
+        )
 
     @property
     def skipped_steps(self) -> dict[str, int]:
@@ -70,7 +77,8 @@ class Supervision:
         Raises LockError."""
         with take_folder(folder, ranks, self._console), self._status.recording(folder):
             self._watchdog.report_to(folder)
-            yield
+            with self._naming_lost_peer():
+                yield
 
     def begin(self, folder: Path, ranks: RankInfo, start: Start) -> None:
         """Record that the run resumes from `start`, or begins. Raises CrashLoopError after repeated failures
@@ -137,6 +145,12 @@ class Supervision:
         """Record in status.json that the run ended normally; `stopped`: before its last step."""
         self._status.finish("stopped" if stopped else "finished", step, self.stop_reason if stopped else "")
 
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that this one exits with an error, unless another rank's end has caused
+        it."""
+        if not as_peer_lost_error(error):
+            self._shutdown.report_failure(one_line(f"{type(error).__name__}: {error}", REASON_SHOWN))
+
     def close(self) -> None:
         """Stop the watchdog, after the end of the run for any reason."""
         self._watchdog.close()
@@ -145,6 +159,18 @@ class Supervision:
         """End the agreed stop and destroy the process group, after a run without an error."""
         self._shutdown.close()
         dist.destroy_process_group()
+
+    @contextmanager
+    def _naming_lost_peer(self) -> Iterator[None]:
+        """Within this context the error of a collective after another rank has ended becomes a PeerLostError
+        that names the rank, and status.json records it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not as_peer_lost_error(error) or not (lost := self._shutdown.lost_peer(NAMED_S)):
+                raise
+            self._status.record_loss(lost)
+            raise PeerLostError(explain_loss(lost.text)) from error
 
     def _end_warm_up(self) -> None:
         """Everything is compiled now: print the compile time and the cache hits, return the memory that
@@ -164,6 +190,9 @@ def supervised(config: RunConfig, ranks: RankInfo, console: Console, named: bool
     supervision = Supervision(config, ranks, console, named)
     try:
         yield supervision
+    except BaseException as error:
+        supervision.report_failure(error)
+        raise
     finally:
         supervision.close()
     supervision.leave()

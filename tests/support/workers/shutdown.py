@@ -44,7 +44,8 @@ def play(scene: Scene, rank: int) -> None:
             time.sleep(FOR_EVER_S)
 
     shutdown_module.EXIT_S = scene.last_words_s
-    shutdown = GracefulShutdown(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
+    config = RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours)
+    shutdown = GracefulShutdown(config, on_end, lambda lost: log(f"lost: {lost.text}"))
     dist.init_process_group(
         "gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks
     )

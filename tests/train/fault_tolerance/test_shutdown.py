@@ -210,7 +210,7 @@ def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> No
     before = {number: signal.getsignal(number) for number in (TERM, INT, USR1)}
     at_hang_up = signal.signal(HUP, signal.SIG_IGN)
     try:
-        shutdown = GracefulShutdown(RunConfig(), lambda reason: None)
+        shutdown = GracefulShutdown(RunConfig(), print, print)
         shutdown.begin()
         os.kill(os.getpid(), HUP)
         time.sleep(0.1)
@@ -236,7 +236,7 @@ def close_with_a_handler_of_c() -> None:
     import _signal  # reads the current handlers, as Python does when it starts inside another program
 
     assert _signal.getsignal(USR1) is None
-    GracefulShutdown(RunConfig(), print).close()
+    GracefulShutdown(RunConfig(), print, print).close()
     print("closed")
 
 
