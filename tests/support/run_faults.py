@@ -36,11 +36,17 @@ def started(processes: int, folder: Path, arguments: Sequence[str]) -> Iterator[
 
 @contextmanager
 def torchrun(
-    folder: Path, options: Sequence[str], arguments: Sequence[str], name: str = "torchrun", limit: str = ""
+    folder: Path,
+    options: Sequence[str],
+    arguments: Sequence[str],
+    name: str = "torchrun",
+    limit: str = "",
+    program: Sequence[str] = ("train.main",),
 ) -> Iterator[Launch]:
     """`started` with torchrun as the launch's only process; `workers` returns the processes that it has
-    started. `limit`: a limit of tests/support/limited.py for all of them."""
-    command = ["torch.distributed.run", *options, "-m", "train.main", *arguments, f"--run.dir={folder}"]
+    started. `limit`: a limit of tests/support/limited.py for all of them. `program`: the workers' module and
+    its first arguments."""
+    command = ["torch.distributed.run", *options, "-m", *program, *arguments, f"--run.dir={folder}"]
     command, module = ([limit, *command], LIMITED) if limit else (command, NESTED)
     with launch.started(1, *command, output=folder.with_name(f"{name}.txt"), module=module) as running:
         try:

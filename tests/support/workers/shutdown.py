@@ -32,6 +32,7 @@ class Scene:
     trouble: str = ""
     rank_in_trouble: int = 0
     last_words_s: float = shutdown_module.EXIT_S
+    lost_s: float = shutdown_module.LOST_S
 
 
 def play(scene: Scene, rank: int) -> None:
@@ -43,9 +44,9 @@ def play(scene: Scene, rank: int) -> None:
         if scene.trouble == "dead disk":
             time.sleep(FOR_EVER_S)
 
-    shutdown_module.EXIT_S = scene.last_words_s
+    shutdown_module.EXIT_S, shutdown_module.LOST_S = scene.last_words_s, scene.lost_s
     config = RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours)
-    shutdown = GracefulShutdown(config, on_end, lambda lost: log(f"lost: {lost.text}"))
+    shutdown = GracefulShutdown(config, on_end, lambda lost: log(f"lost: {lost.text}, found {lost.found}"))
     dist.init_process_group(
         "gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks
     )
@@ -71,6 +72,8 @@ def play(scene: Scene, rank: int) -> None:
         if scene.trouble == "holds Python's lock":
             ctypes.PyDLL(None).sleep(FOR_EVER_S)
         time.sleep(FOR_EVER_S)
+    if scene.trouble == "last rows" and rank == 0:
+        time.sleep(10 * scene.lost_s)
     log(f"stopped at {step}: {shutdown.reason}, failed {shutdown.failed}")
     shutdown.close()
     dist.destroy_process_group()
@@ -80,6 +83,16 @@ def take_step(scene: Scene, shutdown: GracefulShutdown, rank: int, step: int) ->
     time.sleep(STEP_S)
     if step != 5:
         return
+    if scene.trouble == "device":
+        threading.Event().wait()  # as for a collective on a GPU whose peer is dead
+    if scene.trouble == "error" and rank == scene.rank_in_trouble:
+        shutdown.report_failure("DataError: a file is gone")
+        time.sleep(2 * scene.lost_s)  # a long way to its exit
+        os._exit(2)
+    if scene.trouble == "error":
+        threading.Event().wait()
+    if scene.trouble == "compiler" and rank == scene.rank_in_trouble:
+        ctypes.PyDLL(None).usleep(int(10 * scene.lost_s * 1e6))  # holds Python's lock
     if scene.trouble == "collective":
         if rank == scene.rank_in_trouble:
             time.sleep(FOR_EVER_S)

@@ -186,6 +186,50 @@ def test_nobody_waits_for_the_agreement_of_a_dead_rank(start: Start, requested: 
         assert float(run.last()[rank].split()[-2]) < CLOSE_S, run.last()
 
 
+@pytest.mark.parametrize(("killed", "found_by"), [(1, {0, 3, 4}), (0, {1, 2}), (5, {2})])
+def test_a_main_thread_that_cannot_return_ends_after_the_death_of_a_peer(
+    start: Start, killed: int, found_by: set[int]
+) -> None:
+    """And names it, on ranks that have no connection to it too. No launcher sends a signal here."""
+    run = start(6, trouble="device", lost_s=0.2)
+    run.wait_for("step 5")
+    run.send(KILL, killed)
+    others = [rank for rank in range(6) if rank != killed]
+    assert run.exit_codes(*others) == [1] * 5, run.last()
+    pid = run.processes[killed].pid
+    for rank in others:
+        assert run.last()[rank].startswith(f"lost: rank {killed} (process {pid} on "), run.last()
+    assert {rank for rank in others if "found True" in run.last()[rank]} == found_by
+
+
+def test_the_error_of_a_rank_is_reported_to_the_others_before_it_exits(start: Start) -> None:
+    run = start(3, trouble="error", rank_in_trouble=2, lost_s=0.5)
+    assert run.exit_codes() == [1, 1, 2], run.last()
+    assert run.last()[:2] == ["lost: rank 2: DataError: a file is gone, found False"] * 2
+
+
+@pytest.mark.parametrize("late", ["stopped", "compiler"])
+def test_a_rank_that_is_only_late_ends_nothing(start: Start, late: str) -> None:
+    """However late: stopped, or in a compiler that lets no other thread run."""
+    run = start(3, trouble=late, rank_in_trouble=1, lost_s=0.1)
+    run.wait_for("step 4")
+    if late == "stopped":
+        run.send(signal.SIGSTOP, 1)
+        time.sleep(10 * run.scene.lost_s)
+        run.send(signal.SIGCONT, 1)
+    run.wait_for("step 9")
+    run.send(TERM)
+    assert_stopped(run, "signal SIGTERM")
+
+
+def test_a_rank_that_has_ended_without_an_error_is_not_lost(start: Start) -> None:
+    """The others may have work left, such as rank 0 its last rows."""
+    run = start(3, trouble="last rows", lost_s=0.1)
+    run.wait_for("step 3")
+    run.send(TERM)
+    assert_stopped(run, "signal SIGTERM")
+
+
 def test_a_disk_that_hangs_does_not_keep_a_process_from_its_end(start: Start) -> None:
     """on_end writes status.json."""
     run = start(1, trouble="dead disk", last_words_s=1.0)
