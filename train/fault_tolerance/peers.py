@@ -59,12 +59,12 @@ class PeerConnections:
         for thread in self._threads.values():
             thread.start()
 
-    def report(self, text: str) -> None:
-        """Report to all ranks that this rank is about to exit with an error. Only the first report counts."""
+    def report(self, reason: str) -> None:
+        """Report to all ranks that this rank is about to exit for a reason. Only the first report counts."""
         with self._lock:
             first, self._reported = not self._reported, True
         if first:
-            self._send_to_others("lost", text)
+            self._send_to_others("lost", f"rank {self._group.rank()}: {reason}")
             self._wait_for_sent(SEND_S)
 
     def close(self, limit_s: float) -> None:

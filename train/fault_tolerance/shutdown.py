@@ -171,7 +171,7 @@ class GracefulShutdown:
         """Report to all ranks that this rank is about to exit with an error: the others end within LOST_S."""
         self._failing = True
         if self._peers:
-            self._peers.report(f"rank {dist.get_rank()}: {reason}")
+            self._peers.report(reason)
 
     def close(self) -> None:
         """Restore the signal handlers, and wait for the last all-reduce and for the neighbors: nothing may be
@@ -275,6 +275,7 @@ class GracefulShutdown:
                 self._on_lost(lost)
             else:
                 self._on_end(reason)
+                self.report_failure(reason)
         exit_immediately(code, f"PeerLostError: {reason}" if lost else f"{reason}; {COMMITS_INTACT}")
 
 
