@@ -33,6 +33,7 @@ class Scene:
     rank_in_trouble: int = 0
     last_words_s: float = shutdown_module.EXIT_S
     lost_s: float = shutdown_module.LOST_S
+    close_s: float = shutdown_module.CLOSE_S
 
 
 def play(scene: Scene, rank: int) -> None:
@@ -45,6 +46,7 @@ def play(scene: Scene, rank: int) -> None:
             time.sleep(FOR_EVER_S)
 
     shutdown_module.EXIT_S, shutdown_module.LOST_S = scene.last_words_s, scene.lost_s
+    shutdown_module.CLOSE_S = scene.close_s
     config = RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours)
     shutdown = GracefulShutdown(config, on_end, lambda lost: log(f"lost: {lost.text}, found {lost.found}"))
     dist.init_process_group(
