@@ -65,9 +65,6 @@ def play(scene: Scene, rank: int) -> None:
             take_step(scene, shutdown, rank, step)
     except PeerLostError as error:
         log(f"PeerLostError: {error}")
-        started_s = time.monotonic()
-        shutdown.close()
-        log(f"closed in {time.monotonic() - started_s:.3f} s")
         os._exit(1)
     if scene.trouble in ("long save", "dead disk", "holds Python's lock"):
         log("saves")

@@ -13,7 +13,6 @@ import pytest
 
 from meshwright.train.config import RunConfig
 from meshwright.train.fault_tolerance.shutdown import (
-    CLOSE_S,
     REPEAT_S,
     GracefulShutdown,
     ShutdownRequest,
@@ -183,7 +182,6 @@ def test_nobody_waits_for_the_agreement_of_a_dead_rank(start: Start, requested: 
     assert time.monotonic() - killed_s < PROMPT_S
     for rank in (0, 2):
         assert "PeerLostError: a process of this run has died" in run.log(rank)
-        assert float(run.last()[rank].split()[-2]) < CLOSE_S, run.last()
 
 
 @pytest.mark.parametrize(("killed", "found_by"), [(1, {0, 3, 4}), (0, {1, 2}), (5, {2})])
