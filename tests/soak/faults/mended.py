@@ -153,9 +153,23 @@ MENDED = (
         tests=("tests/train/fault_tolerance/test_crash_loop.py", "tests/e2e/test_stuck_run.py"),
     ),
     Fault(
+        "lost-peer-on-gpus",
+        "a main thread that cannot return outlives a dead rank",
+        "self._peer_is_lost.set()\n        self._wake_thread()",
+        "self._peer_is_lost.set()",
+        tests=("tests/train/fault_tolerance/test_shutdown.py", "tests/e2e/test_dead_peer.py"),
+    ),
+    Fault(
+        "lost-peer-at-the-end",
+        "a rank that has ended without an error counts as dead",
+        'self._send_to_others("goodbye")',
+        "pass",
+        tests=("tests/train/fault_tolerance/test_shutdown.py",),
+    ),
+    Fault(
         "lost-peer-hides-cause",
         "the loss of a process overwrites in status.json why another process failed",
-        "if not (lost and self._explained_elsewhere()):",
+        "if not (lost and self._ended_elsewhere()):",
         "if True:",
         tests=(
             "tests/train/fault_tolerance/test_run_status.py",
