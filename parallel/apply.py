@@ -1,5 +1,7 @@
 """Apply a plan to a model: the one place that fixes the order of the steps."""
 
+from datetime import timedelta
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,9 +14,11 @@ from meshwright.parallel.shardable import ShardableModel
 from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 
 
-def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def apply_plan(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
+) -> None:
     """Shard and compile a model on the meta device, in place. Afterwards the caller allocates its tensors
-    (`to_empty`) and fills them."""
+    (`to_empty`) and fills them. `group_timeout`: as in apply_fsdp."""
     if isinstance(model, ShardableModel):
         model.choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:
@@ -28,5 +32,5 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         from meshwright.parallel.activation_offload import apply_activation_offload
 
         apply_activation_offload(model, plan)
-    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh))
+    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), group_timeout)
     apply_prefetch(model, plan)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,18 +16,23 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
 
 
-def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def apply_fsdp(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
+) -> None:
     """Shard each unit, then the root (which has no parameters left), in place.
 
     Applies to one process too, so that code, precision policy and parameter names are the same everywhere.
+    `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    with _same_groups_for_all_units():
+    with _same_groups_for_all_units(group_timeout):
         for unit in plan.units:
             modules = [model.get_submodule(name) for name in unit.modules]
             fully_shard(
@@ -46,22 +52,25 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def _same_groups_for_all_units() -> Iterator[None]:
-    """Make units with the same reshard_after_forward=INT share one mesh.
+def _same_groups_for_all_units(timeout: timedelta | None) -> Iterator[None]:
+    """Make units with the same reshard_after_forward=INT share one mesh of this rank's own groups, which have
+    `timeout`.
 
-    FSDP2 (torch 2.11 to 2.13) makes a mesh of the smaller groups for every unit: two process groups each,
-    with sockets, threads and, on GPUs, a communicator's memory.
+    FSDP2 (torch 2.11 to 2.13) makes a mesh for every unit: all of its groups on every rank, with torch's
+    timeout, and each with sockets, threads and, on GPUs, a communicator's memory.
     """
     fsdp: Any = _fully_shard
-    make_mesh, meshes = fsdp._get_post_forward_mesh_info, dict[tuple[int, DeviceMesh], Any]()
+    make_mesh, meshes = fsdp._get_post_forward_mesh_info, dict[tuple[int, DeviceMesh], HSDPMeshInfo]()
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
-        if isinstance(reshard_after_forward, bool):
-            return make_mesh(reshard_after_forward, mesh_info)
-        key = (reshard_after_forward, mesh_info.mesh)
-        if key not in meshes:
-            meshes[key] = make_mesh(reshard_after_forward, mesh_info)
-        return meshes[key]
+        size, mesh = reshard_after_forward, mesh_info.mesh
+        if isinstance(size, bool) or size in (1, mesh_info.shard_mesh_size):
+            return make_mesh(size, mesh_info)
+        if (size, mesh) not in meshes:
+            ranks = mesh.mesh.view(-1, size)
+            small = mesh_of_own_groups(ranks, ("resharded_copies", "resharded"), mesh.device_type, timeout)
+            meshes[size, mesh] = HSDPMeshInfo(small, shard_mesh_dim=1, replicate_mesh_dim=0)
+        return meshes[size, mesh]
 
     fsdp._get_post_forward_mesh_info = shared
     try:

@@ -1,15 +1,74 @@
 """DeviceMesh of a plan, its data-parallel parts and groups."""
 
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 
-def build_mesh(mesh: MeshPlan, device_type: str) -> DeviceMesh:
+def build_mesh(
+    mesh: MeshPlan, device_type: str, timeout: timedelta | None = None, on_host: bool = False
+) -> DeviceMesh:
     """Build a mesh with the axes dp_replicate, dp_shard and tp, including those of degree 1. Needs an
-    initialized process group."""
-    return init_device_mesh(device_type, tuple(getattr(mesh, axis) for axis in AXES), mesh_dim_names=AXES)
+    initialized process group; every rank calls it.
+
+    Args:
+        timeout: of the axes' groups; None: torch's default
+        on_host: whether the groups reduce tensors in host memory too, as with cpu_offload
+    """
+    ranks = torch.arange(mesh.world_size).view([getattr(mesh, axis) for axis in AXES])
+    return mesh_of_own_groups(ranks, AXES, device_type, timeout, on_host)
+
+
+def mesh_of_own_groups(
+    ranks: Tensor, axes: Sequence[str], device_type: str, timeout: timedelta | None, on_host: bool = False
+) -> DeviceMesh:
+    """Build a mesh of `ranks`, one dim for each of `axes`; every rank of the world calls it.
+
+    A rank creates the groups that it belongs to, in the order of the axes. `init_device_mesh` (torch 2.11 to
+    2.13) calls `new_group` for every group of the mesh on every rank: 2,048 times if dp_shard has 1,024 ranks
+    and the other axes one. Axes with the same ranks, all of degree 1, share a group.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    position = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    lines = []
+    for dim, axis in enumerate(axes):
+        line = ranks[tuple(slice(None) if d == dim else index for d, index in enumerate(position))]
+        lines.append(tuple(line.tolist()))
+        if lines[dim] not in groups:
+            groups[lines[dim]] = _own_group(lines[dim], axis, device_type, timeout, on_host)
+    return DeviceMesh.from_group(
+        [groups[line] for line in lines], device_type, ranks, mesh_dim_names=tuple(axes)
+    )
+
+
+def _own_group(
+    ranks: Sequence[int], axis: str, device_type: str, timeout: timedelta | None, on_host: bool = False
+) -> dist.ProcessGroup:
+    """Return the group of all ranks if these are all, otherwise a new one, which only `ranks` create.
+
+    Without `on_host` it has the backend of `device_type` only: with GPUs a gloo half that no rank uses would
+    cost sockets and entries in the rendezvous store.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a mesh needs a process group"
+    if len(ranks) == world.size():
+        return world
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    group = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=None if on_host else backends[device_type],
+        use_local_synchronization=True,
+        group_desc=f"mesh_{axis}",
+    )
+    assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
+    return group
 
 
 def fsdp_mesh(mesh: DeviceMesh, plan: MeshPlan) -> DeviceMesh:
@@ -23,8 +82,16 @@ def data_parallel_rank(mesh: DeviceMesh, plan: MeshPlan) -> int:
     return mesh.get_local_rank("dp_replicate") * plan.dp_shard + mesh.get_local_rank("dp_shard")
 
 
-def data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
+def data_parallel_group(mesh: DeviceMesh, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Return the process group over dp_replicate and dp_shard: the ranks with this tp rank, which together
-    process the global batch."""
-    # DeviceMesh has no public function to join axes into one group (torch 2.11 to 2.13).
-    return mesh["dp_replicate", "dp_shard"]._flatten("data_parallel").get_group()
+    process the global batch. Every rank calls it.
+
+    The group of an axis or of all ranks where that has these ranks, and on GPUs its communicator; only HSDP
+    with tp needs one more, a new one for each call. `timeout`: as in build_mesh.
+    """
+    for axis, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
+        if mesh[other].size() == 1:
+            return mesh.get_group(axis)
+    return _own_group(
+        mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist(), "data_parallel", mesh.device_type, timeout
+    )

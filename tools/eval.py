@@ -38,7 +38,7 @@ from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
-from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.process_group import group_timeout, start_process
 from meshwright.train.distributed.ranks import RankInfo, choose_device, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
@@ -254,12 +254,14 @@ def score_model(
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
-    mesh = build_mesh(plan.mesh, device.type)
-    model = build_model(config.model, config.train, plan, mesh, device, config.run.seed)
+    timeout = group_timeout(config.run)
+    mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
+    model = build_model(config.model, config.train, plan, mesh, device, config.run.seed, timeout)
     load_weights(target.weights, model)
     shape = make_batch_shape(plan, mesh)
     with torch.no_grad():  # save no activations
-        return score_sets(model, sets, sequences, shape, limit, device, data_parallel_group(mesh))
+        group = data_parallel_group(mesh, timeout)
+        return score_sets(model, sets, sequences, shape, limit, device, group)
 
 
 def make_figures(target: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:

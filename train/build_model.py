@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -16,21 +17,32 @@ from meshwright.train.errors import ConfigError
 
 
 def build_model(
-    config: LlamaConfig, train: TrainConfig, plan: Plan, mesh: DeviceMesh, device: torch.device, seed: int
+    config: LlamaConfig,
+    train: TrainConfig,
+    plan: Plan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    seed: int,
+    group_timeout: timedelta | None = None,
 ) -> Llama:
     """Return the sharded model with initial weights, built on the meta device and filled one parameter at a
     time, so that no rank ever holds the full model.
 
-    With `plan.cpu_offload` parameters are in host memory. Raises ConfigError if a pattern of `train.freeze`
+    With `plan.cpu_offload` parameters are in host memory. `group_timeout`: as in apply_fsdp. Raises ConfigError if a pattern of `train.freeze`
     matches no parameter, or if all parameters are frozen.
     """
-    model = shard_model(config, plan, mesh, train.freeze, train.z_loss)
+    model = shard_model(config, plan, mesh, train.freeze, train.z_loss, group_timeout)
     fill_model(model, plan, device, seed)
     return model
 
 
 def shard_model(
-    config: LlamaConfig, plan: Plan, mesh: DeviceMesh, frozen: Sequence[str] = (), z_loss: float = 0.0
+    config: LlamaConfig,
+    plan: Plan,
+    mesh: DeviceMesh,
+    frozen: Sequence[str] = (),
+    z_loss: float = 0.0,
+    group_timeout: timedelta | None = None,
 ) -> Llama:
     """First half of `build_model`: return a model on the meta device with the plan applied. `frozen`:
     patterns of `train.freeze`; `z_loss`: as `train.z_loss`."""
@@ -40,7 +52,7 @@ def shard_model(
     for parameter in model.parameters():  # not the buffers: the RoPE tables stay float32
         parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
     freeze(model, frozen)
-    apply_plan(model, plan, mesh)
+    apply_plan(model, plan, mesh, group_timeout)
     return model
 
 

@@ -24,7 +24,7 @@ from meshwright.train.distributed.exit import (
     print_error,
     print_user_error,
 )
-from meshwright.train.distributed.process_group import init_distributed
+from meshwright.train.distributed.process_group import group_timeout, init_distributed
 from meshwright.train.distributed.ranks import (
     RankInfo,
     check_same_settings,
@@ -93,18 +93,26 @@ def run(config: Config, ranks: RankInfo) -> bool:
             log_run_summary(console, ranks, planned, config.job, config.run.dir)
 
             supervision.enter("data")
-            mesh = build_mesh(plan.mesh, device.type)
+            timeout = group_timeout(config.run)
+            mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
             data = load_training_data(config, planned, mesh, ranks, start.checkpoint)
             supervision.enter("set-up")
             console.print(f"data: {data.corpus.description}")
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
             write_texts(folder, texts, ranks, console)
 
-            model = build_model(config.model, config.train, plan, mesh, device, config.run.seed)
+            model = build_model(config.model, config.train, plan, mesh, device, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
             saver = CheckpointSaver(
-                config.checkpoint, checkpoints, model, optimizer, mesh, texts, machine=ranks.machine
+                config.checkpoint,
+                checkpoints,
+                model,
+                optimizer,
+                mesh,
+                texts,
+                machine=ranks.machine,
+                group_timeout=timeout,
             )
             make_room(saver, config.checkpoint, console.print)
             reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)

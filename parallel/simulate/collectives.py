@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.parallel.mesh import data_parallel_group
 from meshwright.parallel.operators import custom_op_body
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
@@ -110,14 +109,14 @@ class StepRecorder(TorchDispatchMode):
         return names[0] if self.position.unit else names[-1]
 
 
-def axes_of_groups(mesh: DeviceMesh) -> dict[str, list[str]]:
+def axes_of_groups(mesh: DeviceMesh, data_parallel: dist.ProcessGroup) -> dict[str, list[str]]:
     """Return the axis names of each process group, the narrowest first: an axis with all ranks has the group
-    of the world."""
+    of the world. `data_parallel`: the result of `data_parallel_group`."""
     world = dist.group.WORLD
     assert world is not None, "a mesh needs a process group"
     groups = [(axis, mesh.get_group(axis)) for axis in AXES]
     names: dict[str, list[str]] = {}
-    for name, group in [*groups, ("data_parallel", data_parallel_group(mesh)), ("world", world)]:
+    for name, group in [*groups, ("data_parallel", data_parallel), ("world", world)]:
         names.setdefault(group.group_name, []).append(name)
     return names
 

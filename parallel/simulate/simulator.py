@@ -81,7 +81,8 @@ def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
         mesh = build_mesh(plan.mesh, "cpu")
         # Not under fake tensors: creating meshes reads values of tensors, and a model on the meta device
         # needs no memory.
-        groups = _Groups(axes_of_groups(mesh), data_parallel_group(mesh))
+        data_parallel = data_parallel_group(mesh)
+        groups = _Groups(axes_of_groups(mesh, data_parallel), data_parallel)
         model = code.shard(plan, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
             optimizer = code.fill(model, plan)

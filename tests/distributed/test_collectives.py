@@ -41,7 +41,7 @@ def step(arguments: Sequence[str]) -> dict[str, Any]:
     """Return this rank's collectives of one step, and its bytes of parameters and optimizer state."""
     run = build_sharded(arguments)
     batches = random_batches(run)
-    recorder = StepRecorder(ModuleTracker(run.model, run.plan), axes_of_groups(run.mesh), None)
+    recorder = StepRecorder(ModuleTracker(run.model, run.plan), axes_of_groups(run.mesh, run.group), None)
     with recorder.position.following(), recorder:
         train_step(run.model, run.optimizer, batches, 1.0, run.group)
     state = [value for values in run.optimizer.state.values() for value in values.values()]

@@ -90,15 +90,15 @@ class CheckpointSaver:
         texts: Mapping[str, str],
         host_bytes: Callable[[], int] = free_host_bytes,
         machine: int = 0,
+        group_timeout: timedelta | None = None,
     ) -> None:
         """`host_bytes` returns the free host memory of this machine; `machine` is a number shared by its
-        ranks."""
+        ranks; `group_timeout`: of the collectives of a save; None: torch's default."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
         self._host_bytes, self._machine = host_bytes, machine
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
-        # The timeout is long because writing may be slow. A dead rank is an error immediately, and the
-        # watchdog handles a hang.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        # A group of its own: saves run beside training.
+        self._group = dist.new_group(backend="gloo", timeout=group_timeout, group_desc="checkpoint")
         # Decided by the full model, so that all ranks agree: a rank may have only its random state to write.
         self._on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         self._enough_memory = False  # whether all machines were found to have enough for the copies

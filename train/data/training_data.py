@@ -17,6 +17,7 @@ from meshwright.train.data.loader import BatchShape, StepData, TrainLoader
 from meshwright.train.data.sample_order import SampleOrder, data_progress
 from meshwright.train.data.sequences import SequenceShape, make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
+from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.planning.run_plan import RunPlan
 
@@ -96,7 +97,7 @@ def load_training_data(
         sequences=sequences,
         order=SampleOrder(corpus.sources, sequences, config.run.seed),
         batch=make_batch_shape(plan, mesh),
-        group=data_parallel_group(mesh),
+        group=data_parallel_group(mesh, group_timeout(config.run)),
         device=planned.device,
         total_steps=steps_of_epochs if train.epochs else train.steps,
     )
