@@ -37,9 +37,10 @@ from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
+from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
 from meshwright.train.distributed.process_group import group_timeout, start_process
-from meshwright.train.distributed.ranks import RankInfo, choose_device, read_rank_info
+from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.planning.resolve import plan_on_device
@@ -153,17 +154,16 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, ranks.local_world_size)
     check_data(config.data, config.model.vocab_size)
-    start_process(config.run, ranks, device)
+    warnings = start_process(config.run, ranks, device)
     corpus = load_on_all_ranks(config.data, ranks, None)
     sets = choose_sets(corpus, options.data)
     if ranks.is_main:
         processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
-        print(
+        described = (
             f"{target.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: "
-            f"{', '.join(sets)}",
-            file=sys.stderr,
-            flush=True,
+            f"{', '.join(sets)}"
         )
+        print(*warnings, described, sep="\n", file=sys.stderr, flush=True)
     scores = score_model(target, plan, corpus, sets, options.sequences, device)
     if ranks.is_main:
         figures = make_figures(target, ranks, scores)

@@ -28,8 +28,8 @@ def build_model(
     """Return the sharded model with initial weights, built on the meta device and filled one parameter at a
     time, so that no rank ever holds the full model.
 
-    With `plan.cpu_offload` parameters are in host memory. `group_timeout`: as in apply_fsdp. Raises ConfigError if a pattern of `train.freeze`
-    matches no parameter, or if all parameters are frozen.
+    With `plan.cpu_offload` parameters are in host memory. `group_timeout`: as in apply_fsdp. Raises
+    ConfigError if a pattern of `train.freeze` matches no parameter, or if all parameters are frozen.
     """
     model = shard_model(config, plan, mesh, train.freeze, train.z_loss, group_timeout)
     fill_model(model, plan, device, seed)

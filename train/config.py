@@ -150,7 +150,8 @@ class RunConfig:
     Args:
         dir: folder of the run; the same command resumes the run in it. null is runs/ plus the config's name
         seed: seed of the initial weights and of the data order
-        device: auto uses GPUs if every local process has one, else the CPU; or cpu, or cuda
+        device: auto uses GPUs, and the CPU on a machine without one; or cpu, or cuda. Every local process
+            needs its own GPU
         threads: CPU threads per process; 0 divides the cores among the local processes
         max_hours: save and stop after this many hours; 0 is no limit
         expandable_segments: on a GPU, let the allocator's memory segments grow, which avoids fragmentation;

@@ -79,7 +79,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, config.model.vocab_size)
-        init_distributed(config.run, comparable_settings(config), ranks, device)
+        console.print_lines(init_distributed(config.run, comparable_settings(config), ranks, device))
         check_same_settings(ranks, plan_lines(plan))
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from meshwright.tools.bench.calibrate.measure import measure_collectives, measure_compute
 from meshwright.tools.bench.speed.cpu_limits import measure_rates
 from meshwright.train.config import RunConfig
+from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import choose_device, read_rank_info
+from meshwright.train.distributed.ranks import read_rank_info
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "compute": measure_compute,

@@ -17,8 +17,9 @@ from meshwright.tools.run_reader import changed_keys, flatten, read_config
 from meshwright.tools.sweep.spec import Spec, SweepRun, make_cells, override_text, value_text
 from meshwright.train.config import Config
 from meshwright.train.config_parser import config_from, find_config, known_keys, make_parser, parser_arguments
+from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.distributed.ranks import RankInfo, choose_device
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_on_device, plan_run
@@ -128,7 +129,10 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
     planner fails (the run then fails with that error, or trains without a prediction)."""
     config, processes = planned.config, planned.cell.processes
     rank = _first_rank(planned.cell)
-    device, name = choose_device(config.run, rank)
+    try:
+        device, name = choose_device(config.run, rank)
+    except PlanError:
+        return {}
     kind = load_hardware()["cpu"] if device.type == "cpu" else find_hardware(name)
     if config.parallel.plan == "auto" or kind is None:
         return {}

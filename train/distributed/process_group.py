@@ -1,23 +1,23 @@
-"""Process setup of a rank: limits, threads and cores, GPU allocator, and the process group, whose rendezvous
-uses a part of the launcher's store that no earlier start has written to."""
+"""Process setup of a rank: limits, threads and cores, GPU allocator, and the process group."""
 
+import json
 import logging
 import os
-import time
-import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as launcher_rendezvous
 
 from meshwright.train.cgroups import processors
 from meshwright.train.config import RunConfig
+from meshwright.train.distributed.devices import Comparison, ProcessFacts, compare_texts, read_facts
 from meshwright.train.distributed.ranks import RankInfo, check_same_settings
+from meshwright.train.distributed.rendezvous import rendezvous, wait_until_read
+from meshwright.train.errors import ConfigError
 from meshwright.train.files import allow_open_files
 
 # torch reads these at the first use of the allocator
@@ -74,49 +74,22 @@ def _thread_siblings(root: Path, cpu: int) -> str:
         return str(cpu)
 
 
-POLL_S = 0.02
-
-
-def init_process_group(backend: str, timeout: timedelta, alone: bool) -> None:
-    """Initialize the process group; with `alone` a group of one, so that the same code runs without a
-    launcher."""
-    if alone:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        return
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        backend,
-        store=rendezvous_fresh_store(store, rank, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-
-
-def rendezvous_fresh_store(store: Store, rank: int, world_size: int) -> Store:
-    """Return the store with a key prefix that is new for this start and equal on all ranks (all call it).
-
-    torchrun (torch 2.13, elastic/rendezvous/dynamic_rendezvous.py) keeps one store for its workers over all
-    restarts, and the entries of dead processes remain in it: gloo would connect to addresses where no process
-    listens. TORCHELASTIC_RESTART_COUNT cannot be the prefix, because each node counts only its own failures.
-
-    Rank 0 writes a random prefix. Each other rank writes a random token under the prefix it reads, and
-    repeats this when the prefix changes, until rank 0 has confirmed its token: then both processes belong to
-    this start.
-    """
-    if rank == 0:
-        prefix = uuid.uuid4().hex
-        store.set("start", prefix)
-        for peer in range(1, world_size):
-            store.set(f"{prefix}/greeted/{store.get(f'{prefix}/came/{peer}').decode()}", "")
-        return PrefixStore(prefix, store)
-    token, prefix = uuid.uuid4().hex, ""
-    while not (prefix and store.check([f"{prefix}/greeted/{token}"])):
-        if (current := store.get("start").decode()) != prefix:
-            prefix = current
-            store.set(f"{prefix}/came/{rank}", token)
-        time.sleep(POLL_S)
-    return PrefixStore(prefix, store)
+def init_process_group(backend: str, timeout: timedelta, facts: ProcessFacts | None = None) -> Comparison:
+    """Initialize the process group after a comparison of the `facts` of all ranks, and return it; without
+    `facts` a group of one, so that the same code runs without a launcher. Raises ConfigError on all ranks if
+    they cannot train together."""
+    if facts is None:
+        own = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=own, rank=0, world_size=1, timeout=timeout)
+        return Comparison()
+    launcher_store, rank, world_size = next(launcher_rendezvous("env://", timeout=timeout))
+    store, verdict = rendezvous(launcher_store, rank, world_size, json.dumps(asdict(facts)), compare_texts)
+    comparison = Comparison(**json.loads(verdict))
+    if comparison.error:
+        wait_until_read(store, rank, world_size)
+        raise ConfigError(comparison.error)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return comparison
 
 
 def group_timeout(config: RunConfig) -> timedelta:
@@ -129,8 +102,9 @@ def group_timeout(config: RunConfig) -> timedelta:
     )
 
 
-def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> None:
-    """Set limits, threads and device, and join the process group; a single process gets a group of one."""
+def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> list[str]:
+    """Set limits, threads and device, and join the process group; a single process gets a group of one.
+    Returns warnings about the devices of the ranks. Raises ConfigError."""
     allow_open_files()
     if device.type == "cuda":
         if config.expandable_segments:
@@ -140,18 +114,21 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> N
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # OMP_NUM_THREADS is ignored: torchrun sets it to 1 if it is unset.
     torch.set_num_threads(config.threads or max(1, usable_cores() // ranks.local_world_size))
+    # Otherwise each rank connects to all others in every group, and the addresses in the store grow
+    # with the square of the world size.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    init_process_group(
-        backend, group_timeout(config), alone=not ranks.under_torchrun and ranks.world_size == 1
-    )
+    alone = not ranks.under_torchrun and ranks.world_size == 1
+    comparison = init_process_group(backend, group_timeout(config), None if alone else read_facts(device))
     torch.manual_seed(config.seed)
+    return [comparison.warning] if comparison.warning else []
 
 
 def init_distributed(
     config: RunConfig, settings: Mapping[str, str], ranks: RankInfo, device: torch.device
-) -> None:
+) -> list[str]:
     """Join the process group, unless this process has done so, and check that all ranks have the same
-    settings. Raises ConfigError."""
-    if not dist.is_initialized():
-        start_process(config, ranks, device)
+    settings. Returns the warnings of `start_process`. Raises ConfigError."""
+    warnings = [] if dist.is_initialized() else start_process(config, ranks, device)
     check_same_settings(ranks, settings)
+    return warnings

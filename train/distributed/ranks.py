@@ -1,4 +1,4 @@
-"""Rank information of this process, its device, and helpers that exchange Python objects between ranks."""
+"""Rank information of this process, and helpers that exchange Python objects between ranks."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.config import Config, RunConfig
+from meshwright.train.config import Config
 from meshwright.train.config_parser import keys_of
 from meshwright.train.errors import USER_ERRORS, ConfigError
 
@@ -58,24 +57,6 @@ def read_rank_info() -> RankInfo:
         torchrun_restarts=torchrun,
         store_host="torchrun on the first node" if by_torchrun else "rank 0",
     )
-
-
-def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str]:
-    """Return the device of this process, and the GPU's name or why the CPU is used. Raises PlanError if
-    `run.device` is cuda and there are too few GPUs."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    enough = gpus >= ranks.local_world_size
-    if config.device == "cuda" and not enough:
-        fewer = f"start {gpus} processes per node, or " if gpus else ""
-        raise PlanError(
-            f"run.device=cuda needs {ranks.local_world_size} GPUs for as many local processes, but this "
-            f"machine has {gpus}: {fewer}use --run.device=cpu"
-        )
-    if config.device == "cpu" or not enough:
-        why = f"{gpus} GPUs for {ranks.local_world_size} local processes" if gpus else "no GPU"
-        return torch.device("cpu"), f"CPU ({'requested' if config.device == 'cpu' else why})"
-    device = torch.device("cuda", ranks.local_rank)
-    return device, torch.cuda.get_device_name(device)
 
 
 T = TypeVar("T")

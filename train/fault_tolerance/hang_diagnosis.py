@@ -10,6 +10,8 @@ SECTION_ORDER = ("set-up", "first step", "step", "evaluation", "checkpoint", "en
 # limits of a message, so that 1,000 ranks fit on a screen: groups of ranks, ranges in a group, and
 # process groups and numbers of collectives
 MOST_PLACES, MOST_RANGES, MOST_COUNTS = 8, 12, 4
+# the files in which a rank waits for others to join
+_JOINING = ("distributed/process_group.py", "distributed/rendezvous.py")
 # the text for a section and its step; "X at step N" for the other sections
 _WHEN = {name: name for name in ("set-up", "data", "ended")} | {
     "step": "step {}",
@@ -87,7 +89,7 @@ def diagnose_alone(report: RankReport, world_size: int, fired: TimedOut | None, 
         f"STUCK: rank {report.rank} of {world_size} has no reports of the other ranks: {why_alone}",
         f"  {_describe([report])}",
     ]
-    if report.waits_in == "init_process_group":
+    if report.waits_in == "init_process_group" or any(file in report.place for file in _JOINING):
         lines.append(
             f"  it waits for all {world_size} processes to join: check that every node has started, and that"
             " it can reach MASTER_ADDR at MASTER_PORT"

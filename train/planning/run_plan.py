@@ -11,13 +11,9 @@ from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.console import Console
+from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.process_group import init_distributed
-from meshwright.train.distributed.ranks import (
-    RankInfo,
-    broadcast_from_rank0,
-    choose_device,
-    comparable_settings,
-)
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
 from meshwright.train.memory import device_memory_bytes
 from meshwright.train.planning.resolve import plan_on_device
 
@@ -55,7 +51,7 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
     device, device_name = choose_device(config.run, ranks)
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner uses the compiler
-        init_distributed(config.run, comparable_settings(config), ranks, device)
+        console.print_lines(init_distributed(config.run, comparable_settings(config), ranks, device))
         planned = _choose(config.job, ranks, device, device_name, console)
     else:
         planned = RunPlan(device, device_name, plan_on_device(config.job, ranks, device, device_name))

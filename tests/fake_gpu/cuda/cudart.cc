@@ -172,6 +172,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "NVIDIA H100 80GB HBM3");
   memcpy(&p->uuid, "fake-h100-sxm-00", 16);
+  p->uuid.bytes[15] += device;
   p->pciBusID = 25 + device, p->totalGlobalMem = fake_total();
   p->major = 9, p->minor = 0, p->multiProcessorCount = 132, p->warpSize = 32;
   p->sharedMemPerBlock = 49152, p->sharedMemPerMultiprocessor = 233472, p->sharedMemPerBlockOptin = 232448;

@@ -2,7 +2,7 @@
 
 The ways: stop (a rank stops itself with SIGSTOP), asleep (a rank sleeps in a separate function), desync (a
 rank gathers objects while the others reduce), behind (a rank stays in its evaluation, and the folder cannot
-be created), slow (steps are slow but end), ended (a rank ends early), alone (init_process_group waits).
+be created), slow (steps are slow but end), ended (a rank ends early), alone (the others do not join).
 """
 
 import os
@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.train.config import TimeoutConfig
+from meshwright.train.config import RunConfig, TimeoutConfig
+from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.fault_tolerance.watchdog import Watchdog
 
@@ -69,7 +70,8 @@ def main() -> None:
     watchdog = Watchdog(timeouts, read_rank_info(), note)
     if WAY == "alone":
         print(f"stuck at {time.time()}", flush=True)
-    if WORLD_SIZE > 1:
+        start_process(RunConfig(), read_rank_info(), torch.device("cpu"))
+    elif WORLD_SIZE > 1:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
