@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
-import meshwright.train.fault_tolerance.watchdog
 from meshwright.train.config import TimeoutConfig, bounded, check_bounds
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
-from meshwright.train.fault_tolerance.watchdog import KEYS, Section, Watchdog
+from meshwright.train.fault_tolerance.watchdog import KEYS, Section
+from tests.support.aged_watchdog import AgedWatchdog
 from tests.support.forks import run_module
 from tests.support.launch import run
 from tests.support.worlds import Keeper, forked, launcher_store, run_ranks
@@ -147,7 +147,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "ended": Job(folder / "ended", "ended", 2, 1, store_of_rank_0),
         "slow": Job(folder / "slow", "slow", 2),
         "alone": Job(folder / "alone", "alone", 2, started=1),
-        "suspended": Job(folder / "suspended", "slow", 1),
+        "suspended": Job(folder / "suspended", "brief", 1),
     }
     suspend(jobs["suspended"])
     torchrun = run_as_under_torchrun(folder / "torchrun", "desync", 1)
@@ -253,38 +253,22 @@ def test_a_slow_loop_is_left_alone_and_no_thread_is_left(outcomes: dict[str, Out
 def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["alone"]
     assert re.match("STUCK: rank 0 of 2 .*: it has not joined the other processes", outcome.message)
-    assert re.search(r"set-up for \d+ s, at .*distributed/rendezvous\.py:\d+ ", outcome.message)
+    assert re.search(rf"set-up for \d+ s, in init_process_group called from {AT} main", outcome.message)
     assert "it waits for all 2 processes to join" in outcome.message
     assert outcome.seconds_to_message(0) < TIMEOUT_S + PROMPT_S
     assert outcome.codes == [1]
 
 
-class Looking(Watchdog):
-    """Signals when it has checked the section without a timeout."""
-
-    def __init__(self, *of_watchdog: Any) -> None:
-        self.looks = threading.Semaphore(0)
-        super().__init__(*of_watchdog)
-
-    def _beat(self) -> bool:
-        self.looks.release()
-        return super()._beat()
-
-
-def outlast(watchdog: Looking) -> None:
+def outlast(watchdog: AgedWatchdog) -> None:
     """Make the section old, and wait until the watchdog has checked it."""
-    watchdog._at = dataclasses.replace(watchdog._at, since_s=time.monotonic() - 1000)
-    while watchdog.looks.acquire(blocking=False):
-        pass
-    for _ in range(2):  # the first check may be older
-        assert watchdog.looks.acquire(timeout=60)
+    watchdog.age(1000)
+    watchdog.wait_for_check()
 
 
 def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
     """Return the messages, and the threads that are left."""
-    meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
     messages: list[str] = []
-    watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), RankInfo(0, 1, 0, 1, False), messages.append)
+    watchdog = AgedWatchdog(TimeoutConfig(setup_s=60, step_s=0), RankInfo(0, 1, 0, 1, False), messages.append)
     watchdog.connect()
     for section in ("data", "step"):  # data has no timeout by default
         watchdog.enter(section)  # type: ignore[arg-type]
@@ -307,10 +291,9 @@ def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str,
 
 def go_on_while_looked_at() -> list[str]:
     """Return the messages if the main thread's next step begins while the watchdog reads its stack."""
-    meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
     looked, messages = threading.Event(), list[str]()
 
-    class Late(Looking):
+    class Late(AgedWatchdog):
         def _report(self) -> RankReport:
             self.enter("step", 2)
             looked.set()
