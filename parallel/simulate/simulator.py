@@ -77,7 +77,7 @@ def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
     The process must not have a process group: a fake one exists during the call.
     """
     plan = eager_plan(plan)
-    with _fake_process_group(plan.mesh.world_size, rank):
+    with fake_process_group(plan.mesh.world_size, rank):
         mesh = build_mesh(plan.mesh, "cpu")
         # Not under fake tensors: creating meshes reads values of tensors, and a model on the meta device
         # needs no memory.
@@ -128,7 +128,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
+def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """Within the context every collective of this process completes immediately, without other ranks."""
     assert not dist.is_initialized(), "a simulation needs a process without a process group"
     _clear_mesh_caches()

@@ -68,6 +68,7 @@ SMALLER = [  # pattern, replacement; all that match are applied in this order
     (r"gpus=8\.\.4096", "gpus=8..16"),
     (r"(tools\.plan .*llama_(?:70b|405b)\.yaml.*)", rf"\1 {BLOCKS_OF_8B}"),
     (r"(tools\.sweep prefetch)", rf"\1 --processes 1 {OVERRIDES}"),
+    (r"(tools\.bench ranks)", r"\1 --ranks 16 --config llama_debug"),
     (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
     (r"--run_dir=/shared/runs", "--run_dir=runs"),
 ]

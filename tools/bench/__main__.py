@@ -16,12 +16,13 @@ from meshwright.tools.bench.harness import (
     write_record,
 )
 from meshwright.tools.bench.planner import memory, predictions, published, scaling
+from meshwright.tools.bench.ranks import command as ranks
 from meshwright.tools.bench.speed import attention, cpu, data
 from meshwright.tools.bench.train_run import PROG
 from meshwright.tools.cli import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
-MODULES = (gpu, cpu, train_run, attention, data, calibrate, predictions, memory, published, scaling)
+MODULES = (gpu, cpu, train_run, attention, data, calibrate, predictions, memory, published, scaling, ranks)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -131,14 +131,15 @@ def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> SavedFile
 
 
 def _pieces(shards: Mapping[str, TensorShard]) -> Iterator[memoryview]:
-    yield memoryview(_header(shards))
+    yield memoryview(file_header(shards))
     for shard in shards.values():
         content = memory_of(shard.values)
         for start in range(0, len(content), _PIECE_BYTES):
             yield content[start : start + _PIECE_BYTES]
 
 
-def _header(shards: Mapping[str, TensorShard]) -> bytes:
+def file_header(shards: Mapping[str, TensorShard]) -> bytes:
+    """Return the beginning of a file: the length of its header, and the header."""
     offsets = {name: {OFFSETS: shard.offsets} for name, shard in shards.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
     header: dict[str, object] = {"__metadata__": metadata}

@@ -92,6 +92,12 @@ def init_process_group(backend: str, timeout: timedelta, facts: ProcessFacts | N
     return comparison
 
 
+def connect_lazily() -> None:
+    """Let the ranks of gloo groups connect when they first exchange data. Otherwise each rank connects to all
+    others in every group, and the addresses in the store grow with the square of the world size."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def group_timeout(config: RunConfig) -> timedelta:
     """Timeout of a collective: longer than any timeout of the config, so that the watchdog reports first; one
     day if one of them is 0 (no timeout)."""
@@ -114,9 +120,7 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> l
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # OMP_NUM_THREADS is ignored: torchrun sets it to 1 if it is unset.
     torch.set_num_threads(config.threads or max(1, usable_cores() // ranks.local_world_size))
-    # Otherwise each rank connects to all others in every group, and the addresses in the store grow
-    # with the square of the world size.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    connect_lazily()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = not ranks.under_torchrun and ranks.world_size == 1
     comparison = init_process_group(backend, group_timeout(config), None if alone else read_facts(device))
