@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.tools.bench.calibrate.measure import measure_collectives, measure_compute
+from meshwright.tools.bench.ranks.dead_rank import hold_main_thread
 from meshwright.tools.bench.speed.cpu_limits import measure_rates
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.devices import choose_device
@@ -20,6 +21,7 @@ from meshwright.train.distributed.ranks import read_rank_info
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "compute": measure_compute,
     "collectives": measure_collectives,
+    "held": hold_main_thread,
     "rates": measure_rates,
 }
 

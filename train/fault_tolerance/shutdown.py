@@ -100,7 +100,9 @@ class GracefulShutdown:
         """Create the group for the agreement, and connect to the neighbors; all ranks call it, after the
         default process group exists."""
         if dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=group_timeout(self._config))
+            self._group = dist.new_group(
+                backend="gloo", timeout=group_timeout(self._config), group_desc="shutdown"
+            )
             self._peers = PeerConnections(self._group, self._lose_peer)
 
     def begin(self) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.ranks import command
 from meshwright.tools.bench.ranks.command import CONNECTED_WORLDS, meshes, start_rows
 from meshwright.tools.bench.ranks.counting_store import CountingStore, StoreTraffic
 from meshwright.tools.bench.ranks.resume import make_manifest, write_sparse_file
@@ -32,6 +33,7 @@ from meshwright.train.config import CheckpointConfig, RunConfig
 from meshwright.train.distributed import process_group
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.fault_tolerance.peers import PeerConnections
+from meshwright.train.fault_tolerance.shutdown import LOST_S
 from tests.support.forks import ROOT
 from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks
@@ -180,7 +182,9 @@ def header_of(file: Path) -> dict[str, Any]:
     }
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("forked_commands")
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "HELD_PROCESSES", 2)
     main(["ranks", "--ranks", "16", "--config=llama_debug", "--json"])
     figures = json.loads(capsys.readouterr().out)["figures"]
     counted = figures["connections_counted"]
@@ -198,6 +202,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
             assert 1 <= cost["files"] <= 6, kind
             assert cost["metadata_bytes"] > cost["files"] * 1000
     assert start["meshes"].keys() == meshes(16).keys() > resume.keys()
+    dead = figures["dead_rank"]
+    assert LOST_S <= dead["first_s"] <= dead["last_s"]
 
 
 def test_what_cannot_be_counted() -> None:

@@ -1,5 +1,5 @@
 """Count what start-up and resume of thousands of ranks cost each rank: store operations, connections, files,
-CPU seconds."""
+CPU seconds; and measure how long ranks outlive a dead one."""
 
 import argparse
 import multiprocessing
@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.bench.harness import BenchResult, Measurement
+from meshwright.tools.bench.ranks.dead_rank import measure_dead_rank
 from meshwright.tools.bench.ranks.resume import ResumeCost, count_resume, write_manifest
 from meshwright.tools.bench.ranks.startup import (
     PhaseCost,
@@ -33,6 +34,7 @@ MOST_FILES, MOST_METADATA_BYTES, MOST_CPU_S = 64, 20e6, 2.0
 # On a disk the kernel reads ahead what is mapped, which is CPU time of the payload
 FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 PROCESSES = 2
+HELD_PROCESSES = 4  # real ones, of which one is killed
 RESUMED = ("FSDP", "HSDP", "FSDP x TP")  # meshes whose resume is counted
 Figures = dict[str, Any]
 
@@ -73,6 +75,7 @@ def measure_ranks(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
             with tempfile.TemporaryDirectory(prefix="meshwright-bench-", dir=options.folder) as name:
                 resume = resume_figures(workers, world_size, options.config, Path(name))
             figures["ranks"][str(world_size)] = {"start": start, "resume": resume}
+    figures["dead_rank"] = {"processes": HELD_PROCESSES, **measure_dead_rank(HELD_PROCESSES)}
     return BenchResult(None, figures, ranks_text(figures))
 
 
@@ -196,6 +199,8 @@ def ranks_text(figures: Figures) -> str:
             f"{model}; the values themselves are not read",
             format_table(RESUME_HEAD, resumes),
             f"{aims}: {'missed by ' + ', '.join(missed) if missed else 'met'}",
+            "{processes} processes with main threads that cannot return, one is killed: the others end after "
+            "{first_s:.1f} to {last_s:.1f} s".format(**figures["dead_rank"]),
         ]
     )
 
@@ -261,7 +266,7 @@ MEASUREMENT = Measurement(
         "Groups are created as one rank of the world: gloo's are real and connect when they are used, NCCL's "
         "are replaced by torch's fake backend, so NCCL's own traffic is not counted. A resume reads a "
         "checkpoint with a real manifest and real headers, whose tensors are holes in sparse files, into "
-        "tensors without memory. Takes two to four minutes."
+        "tensors without memory. At the end one of four real processes is killed. Takes two to four minutes."
     ),
     takes_keys=False,
 )
