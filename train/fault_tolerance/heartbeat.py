@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
@@ -56,7 +57,7 @@ class Heartbeats:
         deadline_s = time.monotonic() + ANSWERS_S
         while self._store.add("answered", 0) < self._world_size and time.monotonic() < deadline_s:
             time.sleep(0.1)
-        return [self._read(rank) for rank in range(self._world_size)]
+        return self._read_reports()
 
     def announce_diagnosis(self) -> None:
         """Announce that the diagnosis is printed, so that the other ranks exit."""
@@ -71,17 +72,41 @@ class Heartbeats:
             return False
         return True
 
-    def _read(self, rank: int) -> RankReport:
-        if self._store.check([f"answer/{rank}"]):
-            return _report(json.loads(self._store.get(f"answer/{rank}")))
-        if not self._store.check([f"heartbeat/{rank}"]):
+    def _read_reports(self) -> list[RankReport]:
+        """Return every rank's report: its answer, or else its last heartbeat, if it ever sent one."""
+        answers = self._get_present("answer", range(self._world_size))
+        silent = [rank for rank in range(self._world_size) if rank not in answers]
+        beats = self._get_present("heartbeat", silent)
+        return [
+            _report(answers[rank]) if rank in answers else self._report_silent(rank, beats.get(rank))
+            for rank in range(self._world_size)
+        ]
+
+    def _report_silent(self, rank: int, beat: Any) -> RankReport:
+        if beat is None:
             return RankReport(rank, "set-up", silent_s=math.inf)
-        age_s, last = json.loads(self._store.get(f"heartbeat/{rank}"))
+        age_s, last = beat
         report = _report(last)
         # A rank that ended normally is not silent
-        return (
-            report if report.section == "ended" else replace(report, silent_s=max(0.1, self._age_s() - age_s))
-        )
+        if report.section == "ended":
+            return report
+        return replace(report, silent_s=max(0.1, self._age_s() - age_s))
+
+    def _get_present(self, kind: str, ranks: Sequence[int]) -> dict[int, Any]:
+        """Return the entries of this kind by rank. Needs few operations if nearly all ranks have one: each
+        is a round trip, and thousands would exceed the time for a diagnosis."""
+        present = self._find_present(kind, list(ranks))
+        values = self._store.multi_get([f"{kind}/{rank}" for rank in present]) if present else []
+        return {rank: json.loads(value) for rank, value in zip(present, values, strict=True)}
+
+    def _find_present(self, kind: str, ranks: list[int]) -> list[int]:
+        """Return the ranks with an entry, by bisection."""
+        if not ranks or self._store.check([f"{kind}/{rank}" for rank in ranks]):
+            return ranks
+        if len(ranks) == 1:
+            return []
+        half = len(ranks) // 2
+        return self._find_present(kind, ranks[:half]) + self._find_present(kind, ranks[half:])
 
     def _age_s(self) -> float:
         return time.monotonic() - self._joined_s
