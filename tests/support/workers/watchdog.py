@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -25,8 +26,8 @@ WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
 STUCK_RANK = int(sys.argv[3]) if len(sys.argv) > 3 else -1
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 STUCK_STEP = 3
-# step_s of the ways whose steps are made older, and most of it
-LONG_S, OLDER_S = 3600.0, 3000.0
+AGED = ("slow", "ended", "alone")  # ways whose sections are made older
+LONG_S, OLDER_S = 3600.0, 3000.0  # their timeout, and most of it
 STEP_S = {"brief": 5.5, "slow": LONG_S, "ended": LONG_S}
 
 
@@ -62,6 +63,16 @@ def wait_for_file(name: str) -> None:
     deadline_s = time.monotonic() + 120
     while not (FOLDER / name).exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
+
+
+def age_when_joining(watchdog: AgedWatchdog) -> None:
+    """Make the section older than its timeout when the main thread waits in init_process_group."""
+    main_thread, names = threading.main_thread().ident, set[str]()
+    while "init_process_group" not in names:
+        time.sleep(0.05)
+        frames = traceback.walk_stack(sys._current_frames()[main_thread or 0])
+        names = {frame.f_code.co_name for frame, _ in frames}
+    watchdog.age(2 * LONG_S)
 
 
 def main() -> None:
