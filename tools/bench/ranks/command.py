@@ -4,6 +4,7 @@ CPU seconds; and measure how long ranks outlive a dead one."""
 import argparse
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,12 +32,20 @@ RANKS = (1024, 4096)
 CONNECTED_WORLDS = (8, 16, 32, 64)  # whose ranks really connect, in one process
 # The aims for the resume of a rank of Llama 405B
 MOST_FILES, MOST_METADATA_BYTES, MOST_CPU_S = 64, 20e6, 2.0
-# On a disk the kernel reads ahead what is mapped, which is CPU time of the payload
-FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+FOLDER_BYTES = 2**30  # for headers, and for a page of each tensor
 PROCESSES = 2
 HELD_PROCESSES = 4  # real ones, of which one is killed
 RESUMED = ("FSDP", "HSDP", "FSDP x TP")  # meshes whose resume is counted
 Figures = dict[str, Any]
+
+
+def default_folder() -> str:
+    """Return a folder in memory, if there is one with enough space. On a disk the kernel reads ahead in a
+    mapped file, which is CPU time of the payload."""
+    memory = Path("/dev/shm")
+    if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > FOLDER_BYTES:
+        return str(memory)
+    return tempfile.gettempdir()
 
 
 def add_ranks_options(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +56,7 @@ def add_ranks_options(parser: argparse.ArgumentParser) -> None:
     text = "config of the model that is resumed (default %(default)s)"
     add("--config", default="llama_405b", metavar="NAME", help=text)
     text = "parent of the temporary folder for sparse files: in memory, not on a disk (default %(default)s)"
-    add("--folder", type=Path, default=Path(FOLDER), metavar="DIR", help=text)
+    add("--folder", type=Path, default=Path(default_folder()), metavar="DIR", help=text)
 
 
 def measure_ranks(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
