@@ -80,6 +80,12 @@ def real_start() -> tuple[int, dict[str, int]]:
     return operations, connections
 
 
+@pytest.fixture(autouse=True)
+def lazy_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting sets this variable; after a test it has its earlier value."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+
+
 @pytest.fixture(scope="module")
 def real() -> list[tuple[int, dict[str, int]]]:
     """`real_start` of 8 ranks."""

@@ -90,6 +90,7 @@ class Job:
             keeper=self.keeper,
             errors="err",
             WORLD_SIZE=str(self.world_size),
+            TORCH_GLOO_LAZY_INIT="0",  # init_process_group waits for all ranks
         )
         self.ranks = self._ended.enter_context(ranks)
 
