@@ -167,6 +167,27 @@ MENDED = (
         tests=("tests/train/fault_tolerance/test_shutdown.py",),
     ),
     Fault(
+        "start-of-the-dead",
+        "ranks wait in a start whose rank 0 has died",
+        "for earlier in range(start - 1, 0, -1):",
+        "for earlier in ():",
+        tests=("tests/train/distributed/test_rendezvous.py",),
+    ),
+    Fault(
+        "mesh-timeout",
+        "the groups of mesh axes have torch's timeout instead of the run's",
+        "list(ranks),\n        timeout=timeout,",
+        "list(ranks),",
+        tests=("tests/distributed/test_groups.py",),
+    ),
+    Fault(
+        "step-counts-in-all-files",
+        "ranks take turns to write tiny tensors, so that a resume opens every rank's file",
+        "< SMALL_BYTES:",
+        "< 0:",
+        tests=("tests/train/checkpoint/test_layout.py", "tests/distributed/test_checkpoint_mesh.py"),
+    ),
+    Fault(
         "lost-peer-hides-cause",
         "the loss of a process overwrites in status.json why another process failed",
         "if not (lost and self._ended_elsewhere()):",
