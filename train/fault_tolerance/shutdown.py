@@ -78,7 +78,7 @@ class GracefulShutdown:
         self._peers: PeerConnections | None = None
         self._lost: tuple[float, LostPeer] | None = None  # when this process ends because of that rank
         self._peer_is_lost = threading.Event()
-        self._failing = False  # this rank's main thread exits by itself
+        self._leaving = False  # the main thread exits by itself, so a lost peer is no reason to end
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._first_signal_s: float | None = None  # when this process received its first signal
         self._grace: tuple[float, int] | None = None  # deadline of the stop, and the signal's number
@@ -171,17 +171,17 @@ class GracefulShutdown:
 
     def report_failure(self, reason: str) -> None:
         """Report to all ranks that this rank is about to exit with an error: the others end within LOST_S."""
-        self._failing = True
+        self._leaving = True
         if self._peers:
             self._peers.report(reason)
 
     def close(self) -> None:
-        """Restore the signal handlers, and wait for the last all-reduce and for the neighbors: nothing may be
+        """Restore the signal handlers, and wait for the neighbors and for the last all-reduce: nothing may be
         in progress when the process group ends.
 
         A dead peer ends both with an immediate error; a peer that hangs costs at most CLOSE_S each.
         """
-        self._failing = True  # to exit: a rank that is lost from now on is no reason to end
+        self._leaving = True
         signal.set_wakeup_fd(self._earlier_fd)
         for number, handler in self._earlier_handlers.items():
             if handler is not None:  # None: set by C code, which Python cannot restore
@@ -190,12 +190,13 @@ class GracefulShutdown:
         self._write_end.close()  # ends the thread
         self._thread.join()
         self._read_end.close()
+        if self._peers:
+            self._peers.close(CLOSE_S)
         if self._pending is not None:
+            # after the goodbye, because a timeout closes the connections
             with contextlib.suppress(RuntimeError):
                 self._pending[0].wait(timedelta(seconds=CLOSE_S))
             self._pending = None
-        if self._peers:
-            self._peers.close(CLOSE_S)
 
     def _install_handlers(self) -> None:
         """Have the C part of Python's signal handling write each number into a socket, which a thread reads.
@@ -215,12 +216,7 @@ class GracefulShutdown:
         """The thread: receive signals, and end the process when the grace period is over or a peer is
         lost."""
         while True:
-            deadlines_s = [self._grace[0]] if self._grace else []
-            if self._lost and not self._failing:
-                deadlines_s.append(self._lost[0])
-            self._read_end.settimeout(
-                max(0.001, min(deadlines_s) - time.monotonic()) if deadlines_s else None
-            )
+            self._read_end.settimeout(self._left_s())
             with contextlib.suppress(TimeoutError):
                 numbers = self._read_end.recv(64)
                 if not numbers:
@@ -228,7 +224,7 @@ class GracefulShutdown:
                 for number in numbers:
                     if number in self._earlier_handlers:  # not another signal with a Python handler
                         self._on_signal(number)
-            if self._lost and not self._failing and time.monotonic() >= self._lost[0]:
+            if self._lost and not self._leaving and time.monotonic() >= self._lost[0]:
                 self._end(EXIT_FAILED, explain_loss(self._lost[1].text), self._lost[1])
             if self._grace and time.monotonic() >= self._grace[0]:
                 grace = f"run.grace_s={self._config.grace_s:g} s was too short for the stop (raise it)"
@@ -237,7 +233,7 @@ class GracefulShutdown:
     def _left_s(self) -> float | None:
         """Return the seconds until the first deadline, None without one."""
         deadlines_s = [self._grace[0]] if self._grace else []
-        if self._lost and not self._failing:
+        if self._lost and not self._leaving:
             deadlines_s.append(self._lost[0])
         return max(0.001, min(deadlines_s) - time.monotonic()) if deadlines_s else None
 
