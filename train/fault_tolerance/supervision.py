@@ -30,6 +30,7 @@ from meshwright.train.memory import GarbageCollector, return_free_memory
 from meshwright.train.step import StepResult
 
 NAMED_S = 1.0  # from a failed collective until the connections report which rank has ended
+UNNAMED = "a collective has failed, because a process of this run has died"
 REASON_SHOWN = 1000  # characters of an error that is reported to the other ranks
 
 
@@ -146,10 +147,12 @@ class Supervision:
         self._status.finish("stopped" if stopped else "finished", step, self.stop_reason if stopped else "")
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one exits with an error, unless another rank's end has caused
-        it."""
+        """Report to the other ranks that this one exits with an error, unless that is the end of a rank that
+        has been reported. Without a report this rank would count as killed."""
         if not as_peer_lost_error(error):
             self._shutdown.report_failure(one_line(f"{type(error).__name__}: {error}", REASON_SHOWN))
+        elif not self._shutdown.lost_peer(0):
+            self._shutdown.report_failure(UNNAMED)
 
     def close(self) -> None:
         """Stop the watchdog, after the end of the run for any reason."""
