@@ -23,7 +23,7 @@ import torch.distributed as dist
 from meshwright.train.errors import COMMITS_INTACT, PeerLostError
 
 _PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # gloo, NCCL
-Kind = Literal["hello", "goodbye", "lost"]
+Kind = Literal["hello", "goodbye", "lost", "signal"]  # lost, and lost by a signal
 MESSAGE_BYTES = 2048  # of every message; longer reports are cut
 TAG = 1
 NEVER = timedelta(days=3650)  # gloo closes all connections of a group when one wait exceeds its timeout
@@ -33,10 +33,11 @@ SEND_S = 2.0  # a report that a stopped peer does not receive must not delay the
 @dataclass(frozen=True)
 class LostPeer:
     """A rank that has exited with an error, was killed or has crashed. `text`: which, and why; `found`: this
-    rank saw its connection close (otherwise another rank reported it)."""
+    rank saw its connection close (otherwise another rank reported it); `by_signal`: it was asked to end."""
 
     text: str
     found: bool
+    by_signal: bool = False
 
 
 class PeerConnections:
@@ -59,12 +60,13 @@ class PeerConnections:
         for thread in self._threads.values():
             thread.start()
 
-    def report(self, reason: str) -> None:
+    def report(self, reason: str, by_signal: bool = False) -> None:
         """Report to all ranks that this rank is about to exit for a reason. Only the first report counts."""
         with self._lock:
             first, self._reported = not self._reported, True
         if first:
-            self._send_to_others("lost", f"rank {self._group.rank()}: {reason}")
+            kind: Kind = "signal" if by_signal else "lost"
+            self._send_to_others(kind, f"rank {self._group.rank()}: {reason}")
             self._wait_for_sent(SEND_S)
 
     def close(self, limit_s: float) -> None:
@@ -86,8 +88,8 @@ class PeerConnections:
                 kind, text = self._receive(peer)
                 if kind == "hello":
                     name = f"{name} ({text})"
-                elif kind == "lost":
-                    return self._lose(LostPeer(text, found=False), peer)
+                elif kind in ("lost", "signal"):
+                    return self._lose(LostPeer(text, False, by_signal=kind == "signal"), peer)
                 else:
                     return None
         except RuntimeError as error:
@@ -100,7 +102,7 @@ class PeerConnections:
         with self._lock:
             first, self._reported = not self._reported, True
         if first:
-            self._send_to_others("lost", lost.text, source)
+            self._send_to_others("signal" if lost.by_signal else "lost", lost.text, source)
             self._on_lost(lost)
 
     def _send_to_others(self, kind: Kind, text: str = "", source: int | None = None) -> None:

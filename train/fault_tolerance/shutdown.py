@@ -169,11 +169,11 @@ class GracefulShutdown:
             self._peer_is_lost.wait(wait_s)
         return self._lost[1] if self._lost else None
 
-    def report_failure(self, reason: str) -> None:
+    def report_failure(self, reason: str, by_signal: bool = False) -> None:
         """Report to all ranks that this rank is about to exit with an error: the others end within LOST_S."""
         self._leaving = True
         if self._peers:
-            self._peers.report(reason)
+            self._peers.report(reason, by_signal)
 
     def close(self) -> None:
         """Restore the signal handlers, and wait for the neighbors and for the last all-reduce: nothing may be
@@ -225,7 +225,7 @@ class GracefulShutdown:
                     if number in self._earlier_handlers:  # not another signal with a Python handler
                         self._on_signal(number)
             if self._lost and not self._leaving and time.monotonic() >= self._lost[0]:
-                self._end(EXIT_FAILED, explain_loss(self._lost[1].text), self._lost[1])
+                self._end_for_loss(self._lost[1])
             if self._grace and time.monotonic() >= self._grace[0]:
                 grace = f"run.grace_s={self._config.grace_s:g} s was too short for the stop (raise it)"
                 self._end(128 + self._grace[1], f"{self.reason}: ended without saving, because {grace}")
@@ -240,6 +240,8 @@ class GracefulShutdown:
     def _on_signal(self, number: int) -> None:
         name = f"signal {signal.Signals(number).name}"
         if not self._began:
+            if self._lost and not self._lost[1].by_signal:  # the launcher ends the others after a loss
+                self._end_for_loss(self._lost[1])
             self._end(128 + number, f"{name} before the first step: there was nothing to save")
         elif self._first_signal_s is None:
             self._first_signal_s = time.monotonic()
@@ -248,6 +250,9 @@ class GracefulShutdown:
                 self._start_grace(number)
         elif time.monotonic() - self._first_signal_s >= REPEAT_S:
             self._end(128 + number, f"{self.reason}, then {name}: ended immediately, without saving")
+
+    def _end_for_loss(self, lost: LostPeer) -> None:
+        self._end(EXIT_FAILED, explain_loss(lost.text), lost)
 
     def _start_grace(self, number: int) -> None:
         """Start the deadline of the stop, which the thread enforces, and the kernel if the thread cannot
@@ -273,7 +278,7 @@ class GracefulShutdown:
                 self._on_lost(lost)
             else:
                 self._on_end(reason)
-                self.report_failure(reason)
+                self.report_failure(reason, by_signal=True)
         exit_immediately(code, f"PeerLostError: {reason}" if lost else f"{reason}; {COMMITS_INTACT}")
 
 

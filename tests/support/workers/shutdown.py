@@ -15,6 +15,7 @@ import torch.distributed as dist
 from meshwright.train.config import RunConfig
 from meshwright.train.errors import PeerLostError
 from meshwright.train.fault_tolerance import shutdown as shutdown_module
+from meshwright.train.fault_tolerance.peers import LostPeer
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 
 STEP_S = 0.02
@@ -45,15 +46,20 @@ def play(scene: Scene, rank: int) -> None:
         if scene.trouble == "dead disk":
             time.sleep(FOR_EVER_S)
 
+    def on_lost(lost: LostPeer) -> None:
+        log(f"lost: {lost.text}, found {lost.found}{', by a signal' * lost.by_signal}")
+
     shutdown_module.EXIT_S, shutdown_module.LOST_S = scene.last_words_s, scene.lost_s
     shutdown_module.CLOSE_S = scene.close_s
     config = RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours)
-    shutdown = GracefulShutdown(config, on_end, lambda lost: log(f"lost: {lost.text}, found {lost.found}"))
+    shutdown = GracefulShutdown(config, on_end, on_lost)
     dist.init_process_group(
         "gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks
     )
     shutdown.connect()
-    if scene.trouble == "set-up":
+    if scene.trouble in ("lost", "lost by a signal"):
+        shutdown._lose_peer(LostPeer("rank 1 is gone", False, scene.trouble == "lost by a signal"))
+    if scene.trouble in ("set-up", "lost", "lost by a signal"):
         log("step 3")
         time.sleep(FOR_EVER_S)
     shutdown.begin()

@@ -139,6 +139,25 @@ def test_before_the_first_step_a_signal_ends_at_once(start: Start) -> None:
     assert run.last() == ["ends: signal SIGINT before the first step: there was nothing to save"]
 
 
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_signal_before_the_first_step_after_a_loss(start: Start, by_signal: bool) -> None:
+    """The launcher sends it because of the loss, which is then the reason; unless the same signal has ended
+    the other rank a moment before."""
+    run = start(1, trouble="lost by a signal" if by_signal else "lost", lost_s=MANY_S)
+    run.wait_for("step 3")
+    run.send(TERM)
+    assert run.exit_codes() == [128 + TERM if by_signal else 1]
+    assert run.last()[0].startswith("ends: signal SIGTERM" if by_signal else "lost: rank 1 is gone")
+
+
+def test_a_rank_that_a_signal_ends_reports_that(start: Start) -> None:
+    run = start(3, trouble="set-up", lost_s=0.2)
+    run.wait_for("step 3")
+    run.send(TERM, 1)
+    assert run.exit_codes() == [1, 128 + TERM, 1]
+    assert [run.last()[rank].endswith(", by a signal") for rank in (0, 2)] == [True] * 2, run.last()
+
+
 def test_a_save_that_outlasts_the_grace_period_is_ended_on_all_ranks(start: Start) -> None:
     """Also on the rank that received no signal."""
     run = start(2, trouble="long save", grace_s=1)
