@@ -102,8 +102,8 @@ class PeerConnections:
         with self._lock:
             first, self._reported = not self._reported, True
         if first:
+            self._on_lost(lost)  # first: a message to a stopped neighbor may wait
             self._send_to_others("signal" if lost.by_signal else "lost", lost.text, source)
-            self._on_lost(lost)
 
     def _send_to_others(self, kind: Kind, text: str = "", source: int | None = None) -> None:
         for peer in self._threads:
