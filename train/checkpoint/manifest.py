@@ -26,6 +26,7 @@ _TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]((?: \w{
 FileName = Annotated[
     str, msgspec.Meta(pattern=rf"^(?!(\.|\.\.|{re.escape(MANIFEST)})\Z)[A-Za-z0-9_.-]{{1,255}}\Z")
 ]
+MOST_AXES = 8  # of a mesh, which has three
 LIMIT_BYTES = 64 * 2**20  # of a manifest; a 405B model saved by 16,384 ranks has one of 5 MB
 
 
@@ -118,7 +119,7 @@ class CheckpointManifest:
     code: Mapping[str, str] = field(
         default_factory=lambda: {"meshwright": __version__, "torch": str(torch.__version__)}
     )
-    mesh: Mapping[str, Count] = field(default_factory=dict)
+    mesh: Annotated[Mapping[str, Count], msgspec.Meta(max_length=MOST_AXES)] = field(default_factory=dict)
 
 
 def rank_file(rank: int) -> str:
