@@ -21,6 +21,7 @@ from meshwright.train.files import parse_mapping, read_bounded
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_WITHOUT_MESH = "meshwright checkpoint 3", "meshwright checkpoint 2"
+_RANDOM_STATE = re.compile(r"random\.\w{1,32}\.[0-9]{1,9}")
 _TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]((?: \w{1,32}:\d{1,2}){0,8})")
 # of a file in the checkpoint's folder
 FileName = Annotated[
@@ -176,6 +177,9 @@ def _manifest_from(content: bytes) -> CheckpointManifest:
         file.size_bytes for file in manifest.files.values()
     ):
         raise ValueError("the files are smaller than the tensors")  # which must not be allocated then
+    for name, tensor in manifest.tensors.items():
+        if name.startswith("random.") and not (_RANDOM_STATE.fullmatch(name) and len(tensor.shape) == 1):
+            raise ValueError("a random state without a rank, or of several dims")
     _check_mesh(manifest)
     return manifest
 

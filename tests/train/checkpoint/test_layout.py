@@ -218,6 +218,9 @@ def test_the_manifest_keeps_mesh_and_shardings(tmp_path: Path) -> None:
         ("tp:0 dp_shard:0", "tp:0 dp_shard:2"),
         ("tp:0 dp_shard:0", "tp:0 dp_shard"),
         ('"mesh": {', '"axes": {'),
+        # a random state that only its rank reads: the others would wait for that rank
+        ('"random.cpu.1": "uint8[8]"', '"random.cpu.1": "uint8[4, 2]"'),
+        ('"random.cpu.1": "uint8[8]"', '"random.cpu.x": "uint8[8]"'),
         # axes of degree 1, which would take hours
         ('"mesh": {', '"mesh": {' + "".join(f'"axis {i}": 1, ' for i in range(200_000))),
     ],
@@ -227,7 +230,8 @@ def test_a_mesh_that_does_not_fit_is_refused(old: str, new: str, tmp_path: Path)
     """With a right hash: as if it had been written so."""
     mesh = make_mesh(2, 3, 2)
     files = {rank_file(rank): SavedFile(2**20, "") for rank in ranks_of(mesh)}
-    text = manifest_to_text(CheckpointManifest(TrainPosition(3), files, SMALL, mesh=dict(mesh)))
+    tensors = {**SMALL, "random.cpu.1": SavedTensor((8,), "uint8")}
+    text = manifest_to_text(CheckpointManifest(TrainPosition(3), files, tensors, mesh=dict(mesh)))
     assert old in text
     (tmp_path / MANIFEST).write_text(text)
     rewrite_manifest(tmp_path, lambda text: text.replace(old, new))
