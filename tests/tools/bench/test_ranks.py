@@ -215,6 +215,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_what_cannot_be_counted() -> None:
     with pytest.raises(BenchError, match=r"--ranks 12 must be a multiple of 8"):
         main(["ranks", "--ranks", "12"])
+    with pytest.raises(BenchError, match=r"--ranks 32768: .*at most 16384"):
+        main(["ranks", "--ranks", "32768"])
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=f"--folder {tmp_path}/none .*: name another"):
+        main(["ranks", "--ranks", "16", f"--folder={tmp_path}/none"])
 
 
 def test_the_docs_are_what_the_newest_record_says() -> None:

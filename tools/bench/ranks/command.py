@@ -29,6 +29,7 @@ from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 
 RANKS = (1024, 4096)
+MOST_RANKS = 2**14  # by the memory of their threads, and the size of a manifest
 CONNECTED_WORLDS = (8, 16, 32, 64)  # whose ranks really connect, in one process
 # The aims for the resume of a rank of Llama 405B
 MOST_FILES, MOST_METADATA_BYTES, MOST_CPU_S = 64, 20e6, 2.0
@@ -63,6 +64,8 @@ def measure_ranks(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
     """Count everything for each world size. Raises BenchError for a size that the meshes do not divide."""
     for world_size in options.ranks:
         check_ranks(world_size)
+    if not (options.folder.is_dir() and os.access(options.folder, os.W_OK)):
+        raise BenchError(f"--folder {options.folder} is no folder that this process can write: name another")
     figures: Figures = {"config": options.config, "ranks": {}}
     with _workers() as workers:
         counts = list(workers.map(count_connections, CONNECTED_WORLDS))
@@ -99,6 +102,8 @@ def _workers() -> Iterator[ProcessPoolExecutor]:
 
 def check_ranks(world_size: int) -> None:
     """Raise BenchError unless the meshes divide this number of ranks, and half of it."""
+    if world_size > MOST_RANKS:
+        raise BenchError(f"--ranks {world_size}: each is a thread of one process, of at most {MOST_RANKS}")
     degree = _inner_degree(world_size)
     if world_size % (2 * degree**2):
         raise BenchError(
