@@ -53,9 +53,11 @@ class PeerConnections:
         self._reported = self._closing = False
         self._sent: list[dist.Work] = []  # gloo sends from its buffer until the message has left
         self._lock = threading.Lock()
+        neighbors = tree_neighbors(group.rank(), group.size())
+        self._greeted = {peer: threading.Event() for peer in neighbors}
         self._threads = {
             peer: threading.Thread(target=self._watch, args=(peer,), name=f"peer-{peer}", daemon=True)
-            for peer in tree_neighbors(group.rank(), group.size())
+            for peer in neighbors
         }
         for thread in self._threads.values():
             thread.start()
@@ -74,6 +76,8 @@ class PeerConnections:
         most `limit_s` seconds."""
         self._closing = True
         deadline_s = time.monotonic() + limit_s
+        for greeted in self._greeted.values():  # nobody receives a hello after the goodbye
+            greeted.wait(max(0.0, deadline_s - time.monotonic()))
         self._send_to_others("goodbye")
         self._wait_for_sent(limit_s)
         for thread in self._threads.values():
@@ -83,7 +87,10 @@ class PeerConnections:
         """The thread of a neighbor: receive its messages until it ends."""
         name = f"rank {peer}"
         try:
-            self._send(peer, "hello", f"process {os.getpid()} on {platform.node()}")
+            try:
+                self._send(peer, "hello", f"process {os.getpid()} on {platform.node()}")
+            finally:
+                self._greeted[peer].set()
             while True:
                 kind, text = self._receive(peer)
                 if kind == "hello":
