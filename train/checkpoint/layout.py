@@ -4,6 +4,7 @@ The manifest contains all three, so ranks that read compute the layout as the ra
 communication and without opening a file. Random states are not split: each is in the file of its rank.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ import torch
 from meshwright.train.checkpoint.manifest import SavedTensor, Sharding
 
 RANDOM = "random."  # of the names of random states, which end with the rank
-# Of several ranks with the same part one writes it. Ranks take turns to write larger parts, one tensor after
-# the other; all smaller ones are in the first rank's file, so that few files have to be opened for them.
+# Of several ranks with the same part one writes it. Ranks share the larger parts; all smaller ones are in the
+# first rank's file, so that few files have to be opened for them.
 SMALL_BYTES = 2**20
 Mesh = tuple[tuple[str, int], ...]  # axes with their degrees, outermost first: ranks are in row-major order
 
@@ -78,7 +79,18 @@ class CheckpointLayout:
 
     @cached_property
     def _turns(self) -> dict[str, int]:
-        return {name: turn for turn, name in enumerate(self.tensors)}
+        """Which of the ranks with the same part of a tensor writes it: the one with the fewest bytes so far,
+        as most parts of a model come three times, with their moments, and differ in size."""
+        turns, loads = dict[str, int](), dict[Sharding, list[tuple[int, int]]]()
+        for name, tensor in self.tensors.items():
+            if name.startswith(RANDOM):
+                continue
+            heap = loads.setdefault(
+                tensor.sharding, [(0, turn) for turn in range(len(_holders(tensor.sharding, self.mesh)))]
+            )
+            written, turns[name] = heap[0]
+            heapq.heapreplace(heap, (written + tensor.size_bytes, turns[name]))
+        return turns
 
     def written_by(self, rank: int) -> dict[str, TensorPart]:
         """Return the part of each tensor that a rank writes; without random states and empty parts."""
@@ -106,7 +118,7 @@ class CheckpointLayout:
         if part.numel * int(getattr(torch, tensor.dtype).itemsize) < SMALL_BYTES:
             return first
         others = _holders(tensor.sharding, self.mesh)
-        return first + others[self._turns[name] % len(others)]
+        return first + others[self._turns[name]]
 
 
 def mesh_index(rank: int, mesh: Mesh) -> tuple[int, ...]:

@@ -237,3 +237,18 @@ def test_a_mesh_that_does_not_fit_is_refused(old: str, new: str, tmp_path: Path)
     rewrite_manifest(tmp_path, lambda text: text.replace(old, new))
     with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
         read_manifest(tmp_path)
+
+
+def test_ranks_with_the_same_parts_write_about_the_same_number_of_bytes() -> None:
+    """A parameter and its moments have the same size: taking turns by number would give the large ones to
+    some ranks only."""
+    sizes = {"embedding": 2**23, **{f"layers.{n}": 2**20 * (1 + n % 3) for n in range(24)}, "head": 2**23}
+    tensors = {
+        name: SavedTensor((size,), "float32")
+        for parameter, size in sizes.items()
+        for name in (f"model.{parameter}", f"optim.{parameter}.exp_avg", f"optim.{parameter}.exp_avg_sq")
+    }
+    layout = CheckpointLayout(tensors, (("dp_replicate", 6),))
+    written = [sum(part.numel for part in layout.written_by(rank).values()) for rank in range(6)]
+    assert sum(written) == 3 * sum(sizes.values())
+    assert max(written) < 1.3 * min(written), written
