@@ -85,9 +85,9 @@ class CheckpointLayout:
         for name, tensor in self.tensors.items():
             if name.startswith(RANDOM):
                 continue
-            heap = loads.setdefault(
-                tensor.sharding, [(0, turn) for turn in range(len(_holders(tensor.sharding, self.mesh)))]
-            )
+            if (sharding := tensor.sharding) not in loads:
+                loads[sharding] = [(0, turn) for turn in range(len(_holders(sharding, self.mesh)))]
+            heap = loads[sharding]
             written, turns[name] = heap[0]
             heapq.heapreplace(heap, (written + tensor.size_bytes, turns[name]))
         return turns
