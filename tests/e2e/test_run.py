@@ -241,7 +241,7 @@ MISTAKES = [
     *(
         []
         if torch.cuda.is_available()
-        else [(["--run.device=cuda"], ["run.device=cuda needs 1 GPUs", "--run.device=cpu"])]
+        else [(["--run.device=cuda"], ["run.device=cuda needs a GPU", "shows 0 GPUs", "--run.device=cpu"])]
     ),
     (["--parallel.plan=/nowhere.yaml"], ["/nowhere.yaml"]),
 ]
