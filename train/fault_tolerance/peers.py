@@ -79,7 +79,7 @@ class PeerConnections:
         for greeted in self._greeted.values():  # nobody receives a hello after the goodbye
             greeted.wait(max(0.0, deadline_s - time.monotonic()))
         self._send_to_others("goodbye")
-        self._wait_for_sent(limit_s)
+        self._wait_for_sent(max(0.0, deadline_s - time.monotonic()))
         for thread in self._threads.values():
             thread.join(max(0.0, deadline_s - time.monotonic()))
 

@@ -1,14 +1,19 @@
-"""What a rank that ends by itself reports to the others, on real ranks."""
+"""The connections between ranks that notice a dead peer: what an ending rank reports, and how they close."""
+
+import time
 
 import torch.distributed as dist
 
 from meshwright.train.config import RunConfig
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.fault_tolerance.peers import Kind, LostPeer, PeerConnections
 from meshwright.train.fault_tolerance.supervision import UNNAMED, supervised
 from tests.support.worlds import run_ranks
 
 MANY_S = 60
+LATE_S = 1.0  # until a hello is sent: the thread of a busy machine starts late
+LIMIT_S = 60.0
 
 
 def reported(error: Exception) -> str:
@@ -30,3 +35,30 @@ def test_a_rank_that_has_lost_another_and_has_no_report_of_it_is_not_reported_as
     """Its collective may fail before the report comes, such as one that has to pass a stopped rank."""
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     assert run_ranks(3, reported, lost) == [f"rank 1: {UNNAMED}", "RuntimeError", f"rank 1: {UNNAMED}"]
+
+
+class LateHello(PeerConnections):
+    """Connections of a rank whose hello comes after the rank has begun to close them."""
+
+    def _send(self, peer: int, kind: Kind, text: str = "") -> None:
+        if kind == "hello" and dist.get_rank() == 0:
+            time.sleep(LATE_S)
+        super()._send(peer, kind, text)
+
+
+def close_at_once() -> tuple[float, list[LostPeer]]:
+    """Connect and close; return the seconds of both, and the ranks found lost."""
+    lost: list[LostPeer] = []
+    start_s = time.monotonic()
+    connections = LateHello(dist.group.WORLD, lost.append)  # type: ignore[arg-type]
+    connections.close(LIMIT_S)
+    seconds = time.monotonic() - start_s
+    dist.barrier()
+    return seconds, lost
+
+
+def test_a_hello_that_comes_late_does_not_delay_the_end() -> None:
+    """After the goodbye nobody receives it, and its sender waited for the full limit."""
+    for seconds, lost in run_ranks(2, close_at_once):
+        assert seconds < LIMIT_S / 2
+        assert lost == []

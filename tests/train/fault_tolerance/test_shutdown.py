@@ -241,7 +241,7 @@ def test_a_rank_that_is_only_late_ends_nothing(start: Start, late: str) -> None:
 
 def test_a_rank_that_has_ended_without_an_error_is_not_lost(start: Start) -> None:
     """The others may have work left, such as rank 0 its last rows."""
-    run = start(3, trouble="last rows", lost_s=0.1, close_s=0.1)
+    run = start(3, trouble="last rows", lost_s=0.3, close_s=1.0)
     run.wait_for("step 3")
     run.send(TERM)
     assert_stopped(run, "signal SIGTERM")
