@@ -9,7 +9,7 @@ import zlib
 from datetime import date
 from typing import Any
 
-# Kept between sessions, in the user's home: the fake GPU (tests/fake_gpu/install.py).
+# Kept between sessions, in the user's home: the fake GPU (tests/fake_gpu/commands.py).
 if (HOME := os.path.expanduser("~")) != "~":
     os.environ.setdefault("MESHWRIGHT_TESTS_CACHE", f"{HOME}/.cache/meshwright-tests")
 # One home for the session, with one cache of compiled graphs, tokens and traced work (~/.cache/meshwright).

@@ -7,8 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.fake_gpu import log
-from tests.fake_gpu.install import ROOT, AbsentError, FakeGpu, install
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.install import ROOT, FakeGpu, FakeGpuError
+from tests.fake_gpu.commands import install_for_tests
 
 DESCRIPTION = (
     "Install a CUDA build of torch with libraries that replace NVIDIA's (once, a download of 0.53 GB, 1.9 GB "
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="*", help="the command to run, after --; without one: only install")
     options = parser.parse_args(arguments)
     try:
-        gpu = install()
-    except AbsentError as error:
+        gpu = install_for_tests()
+    except FakeGpuError as error:
         parser.exit(2, f"{error}\n")
     if not options.command:
         print(f"torch: {gpu.site}\nlibraries: {gpu.libraries}")

@@ -1,12 +1,20 @@
-"""Run commands of the project on fake GPUs, in separate processes."""
+"""Install the fake GPU for the tests, and run commands of the project on it, in separate processes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.fake_gpu.install import ROOT, FakeGpu
+from meshwright.tools.dryrun.install import ROOT, FakeGpu, install
 from tests.support.launch import LIMIT_S
+
+
+def install_for_tests() -> FakeGpu:
+    """Install the fake GPU in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a separate
+    HOME). Raises FakeGpuError if it cannot be installed."""
+    named = os.environ.get("MESHWRIGHT_TESTS_CACHE") or "~/.cache/meshwright-tests"
+    return install(Path(os.path.expanduser(named)).absolute())
 
 
 def start(

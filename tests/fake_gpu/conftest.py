@@ -3,12 +3,13 @@ reason."""
 
 import pytest
 
-from tests.fake_gpu.install import AbsentError, FakeGpu, install
+from meshwright.tools.dryrun.install import FakeGpu, FakeGpuError
+from tests.fake_gpu.commands import install_for_tests
 
 
 @pytest.fixture(scope="session")
 def fake_gpu() -> FakeGpu:
     try:
-        return install()
-    except AbsentError as error:
+        return install_for_tests()
+    except FakeGpuError as error:
         pytest.skip(str(error))

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from tests.fake_gpu.install import ROOT
+from meshwright.tools.dryrun.install import ROOT
 from tests.soak.faults.fault import Fault
 from tests.soak.faults.source import PRODUCT, find_places
 

@@ -3,45 +3,41 @@ steady step of each plan.
 
     python -m tests.fake_gpu.record    # write it again: name the differences in the commit message
 
-The figures depend on the versions of torch and Triton in tests/fake_gpu/install.py. None of them is a time.
+The figures depend on the versions of torch and Triton in tools/dryrun/install.py. None of them is a time.
 """
 
 import argparse
 import json
-import math
-import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.fake_gpu import log
-from tests.fake_gpu.install import ROOT, FakeGpu, install
-from tests.fake_gpu.log import Call
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.install import ROOT, FakeGpu
+from meshwright.tools.dryrun.log import Call
+from meshwright.tools.dryrun.program import (
+    STEPS,
+    function_name,
+    grid_blocks,
+    steady_step,
+    step_command,
+    stream_names,
+)
+from tests.fake_gpu.commands import install_for_tests
 from tests.fake_gpu.plans import CASES, WORLD
 
 PATH = Path(__file__).with_name("record.json")
-STEPS = 3  # the first compiles, the second still fills caches, the third equals all later ones
 LIMIT_S = 400
 
 
 def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path = ROOT, **env: str) -> Any:
-    """Run tests/fake_gpu/step.py of the project in `root` in a separate process; its log and caches are
-    written to `scratch`. The result has returncode, stdout and stderr."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fake_gpu.step",
-        str(WORLD),
-        str(STEPS),
-        str(scratch / "memory.json"),
-        *arguments,
-    ]
+    """Run the steps of rank 0 of WORLD in a separate process; its log and caches are written to `scratch`.
+    The result has returncode, stdout and stderr."""
     return subprocess.run(
-        command,
+        step_command(WORLD, scratch, arguments),
         env={**gpu.environment(scratch, root=root), **env},
         cwd=root,
         capture_output=True,
@@ -51,20 +47,15 @@ def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path 
     )
 
 
-def steady_step(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls of the last step."""
-    return log.between(calls, f"step {STEPS - 1}", f"end {STEPS - 1}")
-
-
 def figures_of(scratch: Path) -> dict[str, Any]:
     """Return the record's figures of one plan, from the log and the memory file of its run."""
     calls = log.read_log(scratch)
     step, peaks = steady_step(calls), json.loads((scratch / "memory.json").read_text())
     waits = log.stream_waits(calls[: calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))], step)
-    names = _stream_names(step, waits)
+    names = stream_names(step, waits)
     return {
         "launches": log.count_launches(step),
-        "blocks": sum(_blocks(call) for call in step if call.kind in ("kernel", "triton")),
+        "blocks": sum(grid_blocks(call) for call in step if call.kind in ("kernel", "triton")),
         "kernels": {
             f"{kernel.name}, {kernel.registers} registers, {kernel.stack_bytes} B of stack": count
             for kernel, count in sorted(log.triton_launches(step).items())
@@ -104,34 +95,9 @@ def _launches_before(step: Sequence[Call]) -> list[int]:
     return counts
 
 
-def _blocks(launch: Call) -> int:
-    """Return the number of blocks in the grid of a torch or Triton kernel."""
-    grid = launch.words[1 if launch.kind == "kernel" else 3]
-    return math.prod(map(int, grid.split(",")))
-
-
-def _stream_names(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, str]:
-    """Return names of the streams by order of first use; stream 0 is the default stream, on which the step
-    computes."""
-    used = (call.stream for call in step if call.kind in log.ON_STREAMS)
-    order = list(dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)]))
-    return {stream: f"stream {number}" for number, stream in enumerate(order)}
-
-
 def _torch_kernels(step: Sequence[Call]) -> Counter[str]:
     """Return the number of launches of torch's kernels by function name, without template arguments."""
-    return Counter(_function_name(call.words[0]) for call in step if call.kind == "kernel")
-
-
-def _function_name(mangled: str) -> str:
-    """Return the innermost function of a mangled C++ name, in which every identifier follows its length
-    (Itanium C++ ABI)."""
-    name, prefix = "", re.match(r"_ZN?", mangled)
-    rest = mangled[prefix.end() :] if prefix else ""
-    while length := re.match(r"(\d+)", rest):
-        start = length.end()
-        name, rest = rest[start : start + int(length[1])], rest[start + int(length[1]) :]
-    return name or mangled
+    return Counter(function_name(call.words[0]) for call in step if call.kind == "kernel")
 
 
 def make_record(gpu: FakeGpu) -> dict[str, Any]:
@@ -150,5 +116,5 @@ if __name__ == "__main__":
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    PATH.write_text(json.dumps(make_record(install()), indent=1) + "\n")
+    PATH.write_text(json.dumps(make_record(install_for_tests()), indent=1) + "\n")
     print(f"written: {PATH.relative_to(ROOT)}; git diff shows the changes")

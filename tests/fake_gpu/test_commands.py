@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu import log
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.install import FakeGpu
 from tests.fake_gpu.commands import run
-from tests.fake_gpu.install import FakeGpu
 
 pytestmark = pytest.mark.slow
 

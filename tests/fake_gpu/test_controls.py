@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu import log
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.install import FakeGpu
+from meshwright.tools.dryrun.program import steady_step
 from tests.fake_gpu.controls import NO_WAIT, READ, WRONG_STREAM, broken_copy
-from tests.fake_gpu.install import FakeGpu
-from tests.fake_gpu.record import run_steps, steady_step
+from tests.fake_gpu.record import run_steps
 from tests.fake_gpu.test_steps import check_offload
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ RACE = "CSAN detected a possible data race"
 
 
 def test_no_two_streams_race(fake_gpu: FakeGpu, tmp_path: Path) -> None:
-    result = run_steps(fake_gpu, tmp_path, ARGUMENTS, SANITIZE="1")
+    result = run_steps(fake_gpu, tmp_path, ARGUMENTS, TORCH_CUDA_SANITIZER="1")
     assert result.returncode == 0, result.stderr
     assert RACE not in result.stderr
     step = steady_step(log.read_log(tmp_path))
@@ -33,7 +34,9 @@ def test_no_two_streams_race(fake_gpu: FakeGpu, tmp_path: Path) -> None:
 
 
 def test_a_race_is_noticed_and_its_line_named(fake_gpu: FakeGpu, tmp_path: Path) -> None:
-    result = run_steps(fake_gpu, tmp_path, ARGUMENTS, broken_copy(tmp_path / "broken", NO_WAIT), SANITIZE="1")
+    result = run_steps(
+        fake_gpu, tmp_path, ARGUMENTS, broken_copy(tmp_path / "broken", NO_WAIT), TORCH_CUDA_SANITIZER="1"
+    )
     assert RACE in result.stderr
     assert re.search(r"parallel/activation_offload.py", result.stderr)
 

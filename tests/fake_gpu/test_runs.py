@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu import log
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.install import ROOT, FakeGpu
+from meshwright.tools.dryrun.log import Call
 from tests.fake_gpu.commands import run, start
 from tests.fake_gpu.controls import NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY, broken_copy
-from tests.fake_gpu.install import ROOT, FakeGpu
-from tests.fake_gpu.log import Call
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
 
 pytestmark = pytest.mark.slow

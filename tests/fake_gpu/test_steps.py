@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.parallel.simulate.collectives import Collective as Simulated
-from tests.fake_gpu import log
-from tests.fake_gpu.log import Call, Collective
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.log import Call, NcclCollective
+from meshwright.tools.dryrun.program import steady_step
 from tests.fake_gpu.plans import CASES, WORLD, Case
-from tests.fake_gpu.record import PATH, figures_of, run_steps, steady_step
+from tests.fake_gpu.record import PATH, figures_of, run_steps
 from tests.support.simulated import simulated
 
 pytestmark = pytest.mark.slow
@@ -67,7 +68,7 @@ def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run
     check_collectives(log.collectives(run.step), simulated(WORLD, *run.case.arguments).collectives)
 
 
-def check_collectives(sent: Sequence[Collective], wanted: Sequence[Simulated]) -> None:
+def check_collectives(sent: Sequence[NcclCollective], wanted: Sequence[Simulated]) -> None:
     """Check kind, bytes and order of the collectives, one communicator per axis, and their streams."""
     assert [(c.op, c.bytes) for c in sent] == [(c.op, c.bytes) for c in wanted]
     both = list(zip(sent, wanted, strict=True))

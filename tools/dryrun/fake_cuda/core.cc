@@ -235,7 +235,7 @@ int fake_is_pinned(const void* host) {
 }
 
 // Device memory reads as 0, because no kernel computes values. A copy of more than 64 MiB to the host changes
-// nothing there: no test reads it, and its pages need not exist.
+// nothing there: nothing reads it, and its pages need not exist.
 void fake_copy(void* to, const void* from, size_t bytes) {
   const bool to_device = fake_device_of(to) >= 0, from_device = fake_device_of(from) >= 0;
   if (to_device || bytes > LARGE_BYTES) return;

@@ -2,7 +2,7 @@
 libraries.
 
 The two wheels (a download of 0.53 GB, 1.9 GB on disk) are in a folder that PYTHONPATH puts before the
-environment's packages, so the same interpreter, pytest and project run with either build of torch.
+environment's packages, so the same interpreter and project run with either build of torch.
 """
 
 import hashlib
@@ -18,15 +18,17 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tests.fake_gpu.build import PLACE, SOURCES, build_libraries
+import meshwright
+from meshwright.tools.dryrun.build import PLACE, SOURCES, build_libraries
+from meshwright.train.errors import ConfigError
 
 TORCH, TRITON = "2.13.0", "3.7.1"
-ROOT = Path(__file__).parents[2]
-# Variables of the tests or the user that would change the behavior of a process on the fake GPU.
+ROOT = Path(meshwright.__file__).parents[1]
+# Variables that would change the behavior of a process on the fake GPU.
 NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-class AbsentError(Exception):
+class FakeGpuError(ConfigError):
     """The fake GPU cannot be installed on this machine; the message contains the reason."""
 
 
@@ -68,28 +70,25 @@ def _before(variable: str, *folders: Path) -> str:
     return ":".join([*map(str, folders), *filter(None, [os.environ.get(variable)])])
 
 
-def install() -> FakeGpu:
-    """Install the missing parts in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a
-    separate HOME).
+def install(folder: Path) -> FakeGpu:
+    """Install the missing parts in the folder.
 
-    Raises AbsentError if it cannot be installed, and BuildError if the libraries do not compile.
+    Raises FakeGpuError if it cannot be installed, and BuildError if the libraries do not compile.
     """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise AbsentError(
+        raise FakeGpuError(
             f"the fake GPU needs Linux on x86_64, but this is {platform.system()} on {platform.machine()}"
         )
     for tool in ("gcc", "g++", "nm"):
         if not shutil.which(tool):
-            raise AbsentError(
+            raise FakeGpuError(
                 f"the fake GPU's libraries must be compiled, but there is no {tool}: install it"
             )
-    folder = _cache_folder()
-    sources = b"".join(
-        path.read_bytes() for path in [*sorted(SOURCES.iterdir()), SOURCES.parent / "build.py"]
-    )
+    sources = [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h")), SOURCES.parent / "build.py"]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     python = sysconfig.get_config_var("SOABI")
     site = folder / f"torch-{TORCH}-triton-{TRITON}-{python}"
-    libraries = folder / f"libraries-{python}-{hashlib.sha256(sources).hexdigest()[:12]}"
+    libraries = folder / f"libraries-{python}-{digest}"
     if not (site.exists() and libraries.exists()):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,23 +96,10 @@ def install() -> FakeGpu:
                 _make(site, _fetch)
                 _make(libraries, lambda out: build_libraries(site, out))
         except OSError as error:
-            message = (
-                f"the fake GPU cannot be installed in {folder} ({error}): set MESHWRIGHT_TESTS_CACHE to "
-                "another folder"
-            )
-            raise AbsentError(message) from error
+            raise FakeGpuError(
+                f"the fake GPU cannot be installed in {folder} ({error}): name another folder"
+            ) from error
     return FakeGpu(site, libraries)
-
-
-def _cache_folder() -> Path:
-    if named := os.environ.get("MESHWRIGHT_TESTS_CACHE"):
-        return Path(named).absolute()
-    try:
-        return Path.home() / ".cache/meshwright-tests"
-    except RuntimeError as error:
-        raise AbsentError(
-            f"there is no folder for the fake GPU ({error}): set MESHWRIGHT_TESTS_CACHE"
-        ) from error
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -145,12 +131,12 @@ def _fetch(folder: Path) -> None:
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise AbsentError(
+        raise FakeGpuError(
             f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be downloaded:\n"
             f"{result.stderr[-500:]}"
         )
     if not (folder / "torch/lib/libtorch_cuda.so").exists():
-        raise AbsentError(
+        raise FakeGpuError(
             f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, but the package index returned another "
             "build"
         )

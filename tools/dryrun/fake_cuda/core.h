@@ -11,7 +11,7 @@ extern "C" {
 // by tabs.
 void fake_log(const char* kind, const void* stream, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
-void fake_mark(const char* text);          // writes a line for the test
+void fake_mark(const char* text);          // writes a line of the program
 int fake_unimplemented(const char* name);  // logs and prints the name, once; cudaErrorNotSupported
 void fake_observe(void (*observer)(const char* kind, const void* stream, const char* text));  // gets each line too
 

@@ -1,4 +1,4 @@
-"""Read the log of a fake GPU (cuda/core.h): the calls of one process."""
+"""Read the log of a fake GPU (fake_cuda/core.h): the calls of one process."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Collective:
+class NcclCollective:
     """One collective. `bytes`: of the full tensor, as in tools.simulate; `stream` 0: the stream on which a
     step computes."""
 
@@ -123,11 +123,11 @@ def devices(calls: Sequence[Call]) -> set[int]:
     return {int(call.words[0]) for call in calls if call.kind == "context"}
 
 
-def collectives(calls: Sequence[Call]) -> list[Collective]:
+def collectives(calls: Sequence[Call]) -> list[NcclCollective]:
     """Return the NCCL collectives in order."""
     rows = [(call.words, call.stream) for call in calls if call.kind == "nccl"]
     return [
-        Collective(op, int(number), int(ranks), int(size), stream)
+        NcclCollective(op, int(number), int(ranks), int(size), stream)
         for (op, number, ranks, size), stream in rows
     ]
 

@@ -1,5 +1,5 @@
-"""Build the libraries that a CUDA build of torch loads: the functions implemented in `cuda/`, and a stub for
-every other symbol.
+"""Build the libraries that a CUDA build of torch loads: the functions implemented in `fake_cuda/`, and a
+stub for every other symbol.
 
 A stub logs and prints its name and returns "not supported". torch binds symbols lazily, so unused stubs have
 no effect.
@@ -9,7 +9,9 @@ import re
 import subprocess
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "cuda"
+from meshwright.train.errors import ConfigError
+
+SOURCES = Path(__file__).parent / "fake_cuda"
 IMPLEMENTED = {
     "libcuda.so.1": "cuda.cc",
     "libcudart.so.13": "cudart.cc",
@@ -49,8 +51,8 @@ VERSIONS = {"libnvshmem_host.so.3": "NVSHMEM", "libnvrtc-builtins.so.13.0": "lib
 FLAGS = ["-std=c++17", "-O1", "-fPIC"]
 
 
-class BuildError(Exception):
-    """A command failed; the message contains the command and its output."""
+class BuildError(ConfigError):
+    """The libraries do not compile; the message contains the command and its output."""
 
 
 def build_libraries(site: Path, out: Path) -> None:

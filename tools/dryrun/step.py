@@ -1,11 +1,10 @@
 """Run optimizer steps of rank 0 of N on the fake GPU, with the real model, plan, collectives and compiler.
 The kernels compute nothing.
 
-    python -m tests.fake_gpu.step WORLD STEPS MEMORY_FILE --config=llama_8b.yaml [--section.key=value ...]
+    python -m tools.dryrun.step WORLD STEPS MEMORY_FILE --config=llama_8b.yaml [--section.key=value ...]
 
-The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it). MEMORY_FILE
-gets the caching allocator's peaks in the last step, in bytes. SANITIZE=1 in the environment switches torch's
-CUDA sanitizer on.
+The log gets a mark "step N" before and "end N" after each step (tools/dryrun/log.py reads it). MEMORY_FILE
+gets the caching allocator's peaks in the last step, in bytes.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # the back end "fake", for tensors on the CPU
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend fake)
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.train.build_model import build_model
@@ -37,7 +36,12 @@ def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, in
     config = parse_config(arguments)
     use_expandable_segments()
     torch.cuda.set_device(DEVICE)
-    dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group(
+        "cpu:fake,cuda:nccl",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=world_size,
+    )
     plan = plan_run(
         config.job,
         world_size,
@@ -64,10 +68,6 @@ def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, in
 
 
 if __name__ == "__main__":
-    if os.environ.get("SANITIZE"):
-        import torch.cuda._sanitizer
-
-        torch.cuda._sanitizer.enable_cuda_sanitizer()
     peaks = run_steps(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:])
     Path(sys.argv[3]).write_text(json.dumps(peaks))
     sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""`python -m tools.dryrun`: the CUDA program of one rank, run on a fake H100."""
