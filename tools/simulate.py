@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,9 +137,8 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 
 def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
     """Return the plan, totals, memory and the first `first` collectives (None: all) as text."""
-    rows = [(t["op"], t["axis"], str(t["count"]), f"{t['bytes'] / GIB:9.3f}") for t in totals(simulation)]
     parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
-    parts.append(format_table(("collectives", "axis", "count", "GiB"), rows) if rows else "no collectives")
+    parts.append(totals_table(totals(simulation)))
     parts.append(memory_table(simulation))
     if simulation.host_bytes:
         parts.append(
@@ -173,15 +172,27 @@ def memory_table(memory: StepMemory) -> str:
 
 def totals(simulation: Simulation) -> list[dict[str, Any]]:
     """Return the number of collectives and their bytes for each op and axis, most bytes first."""
+    return total_by_axis((c.op, c.axis, c.bytes) for c in simulation.collectives)
+
+
+def total_by_axis(collectives: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
+    """Return the number and the bytes of collectives, given as (op, axis, bytes), for each op and axis, most
+    bytes first."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for collective in simulation.collectives:
-        counts[collective.op, collective.axis] += 1
-        sizes[collective.op, collective.axis] += collective.bytes
+    for op, axis, size in collectives:
+        counts[op, axis] += 1
+        sizes[op, axis] += size
     return [
         {"op": op, "axis": axis, "count": counts[op, axis], "bytes": size}
         for (op, axis), size in sizes.most_common()
     ]
+
+
+def totals_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result of `total_by_axis` as a table."""
+    cells = [(t["op"], t["axis"], str(t["count"]), f"{t['bytes'] / GIB:9.3f}") for t in rows]
+    return format_table(("collectives", "axis", "count", "GiB"), cells) if cells else "no collectives"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def install_for_tests() -> FakeGpu:
     """Install the fake GPU in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a separate
     HOME). Raises FakeGpuError if it cannot be installed."""
     named = os.environ.get("MESHWRIGHT_TESTS_CACHE") or "~/.cache/meshwright-tests"
-    return install(Path(os.path.expanduser(named)).absolute())
+    return install(Path(os.path.expanduser(named)).absolute(), print)
 
 
 def start(

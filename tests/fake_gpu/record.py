@@ -15,17 +15,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu
 from meshwright.tools.dryrun.log import Call
 from meshwright.tools.dryrun.program import (
+    MEMORY_FILE,
+    PLAN_FILE,
     STEPS,
     function_name,
     grid_blocks,
     steady_step,
     step_command,
-    stream_names,
+    stream_numbers,
 )
+from meshwright.tools.plan.report import Target
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 from tests.fake_gpu.commands import install_for_tests
 from tests.fake_gpu.plans import CASES, WORLD
 
@@ -33,11 +41,18 @@ PATH = Path(__file__).with_name("record.json")
 LIMIT_S = 400
 
 
+def plan_on_h100(arguments: Sequence[str]) -> Plan:
+    """Return the plan of the config arguments for WORLD H100s."""
+    job = parse_config(arguments).job
+    return plan_run(job, WORLD, 8, *Target(WORLD, 8, load_hardware()["h100-sxm"]).best(job))
+
+
 def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path = ROOT, **env: str) -> Any:
-    """Run the steps of rank 0 of WORLD in a separate process; its log and caches are written to `scratch`.
-    The result has returncode, stdout and stderr."""
+    """Run the steps of rank 0 of WORLD in a separate process; its plan, log and caches are written to
+    `scratch`. The result has returncode, stdout and stderr."""
+    (scratch / PLAN_FILE).write_text(plan_to_yaml(plan_on_h100(arguments)))
     return subprocess.run(
-        step_command(WORLD, scratch, arguments),
+        step_command(scratch, arguments),
         env={**gpu.environment(scratch, root=root), **env},
         cwd=root,
         capture_output=True,
@@ -50,9 +65,9 @@ def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path 
 def figures_of(scratch: Path) -> dict[str, Any]:
     """Return the record's figures of one plan, from the log and the memory file of its run."""
     calls = log.read_log(scratch)
-    step, peaks = steady_step(calls), json.loads((scratch / "memory.json").read_text())
+    step, peaks = steady_step(calls), json.loads((scratch / MEMORY_FILE).read_text())
     waits = log.stream_waits(calls[: calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))], step)
-    names = stream_names(step, waits)
+    names = {stream: f"stream {n}" for stream, n in stream_numbers(step, waits).items()}
     return {
         "launches": log.count_launches(step),
         "blocks": sum(grid_blocks(call) for call in step if call.kind in ("kernel", "triton")),

@@ -20,9 +20,11 @@ from filelock import FileLock
 
 import meshwright
 from meshwright.tools.dryrun.build import PLACE, SOURCES, build_libraries
+from meshwright.tools.processes import find_reason
 from meshwright.train.errors import ConfigError
 
 TORCH, TRITON = "2.13.0", "3.7.1"
+SIZE = "0.53 GB, 1.9 GB on disk"
 ROOT = Path(meshwright.__file__).parents[1]
 # Variables that would change the behavior of a process on the fake GPU.
 NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -70,8 +72,8 @@ def _before(variable: str, *folders: Path) -> str:
     return ":".join([*map(str, folders), *filter(None, [os.environ.get(variable)])])
 
 
-def install(folder: Path) -> FakeGpu:
-    """Install the missing parts in the folder.
+def install(folder: Path, report: Callable[[str], None]) -> FakeGpu:
+    """Install the missing parts in the folder. `report` receives lines of progress.
 
     Raises FakeGpuError if it cannot be installed, and BuildError if the libraries do not compile.
     """
@@ -93,6 +95,8 @@ def install(folder: Path) -> FakeGpu:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / "lock"):
+                if not site.exists():
+                    report(f"downloading torch {TORCH} and triton {TRITON} to {folder}: {SIZE}, once")
                 _make(site, _fetch)
                 _make(libraries, lambda out: build_libraries(site, out))
         except OSError as error:
@@ -103,13 +107,16 @@ def install(folder: Path) -> FakeGpu:
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Create and fill a missing folder atomically; an incomplete folder of an earlier attempt is deleted."""
+    """Create and fill a missing folder atomically; after an error or an interrupt nothing of it remains."""
     if folder.exists():
         return
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    fill(partial)
-    partial.rename(folder)
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        fill(partial)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _fetch(folder: Path) -> None:
@@ -132,8 +139,8 @@ def _fetch(folder: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise FakeGpuError(
-            f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be downloaded:\n"
-            f"{result.stderr[-500:]}"
+            f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be downloaded ({SIZE}): "
+            f"{find_reason(result.stderr, 300)}"
         )
     if not (folder / "torch/lib/libtorch_cuda.so").exists():
         raise FakeGpuError(

@@ -1,21 +1,54 @@
-"""The steps of one rank on the fake GPU: the command that runs them, and the parts of their log."""
+"""The steps of one rank on the fake GPU: the command that runs them, its files, and the parts of its log."""
 
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.install import FakeGpu
 from meshwright.tools.dryrun.log import Call
+from meshwright.tools.processes import run_to_end
 
 STEPS = 3  # the first compiles, the second still fills caches, the third equals all later ones
+# In the scratch folder, beside the log and the compiler's caches. step.py says what they contain.
+PLAN_FILE, MEMORY_FILE, AXES_FILE = "plan.yaml", "memory.json", "axes.json"
+TRACE_FILE, OPERATORS_FILE = "trace.json", "operators.json"
+# Inductor writes its estimate of a kernel's bytes into the kernel. A plan that needs more memory than an H100
+# has runs too, so that its memory is known.
+RECORDING = {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1", "FAKE_CUDA_REFUSES_GIB": "100000"}
+PROGRESS = "progress: "  # begins the lines of step.py's output that are for the user
 
 
-def step_command(world_size: int, scratch: Path, arguments: Sequence[str]) -> list[str]:
-    """Return the command of the steps, which writes the allocator's peaks to memory.json in `scratch`."""
-    counts = [str(world_size), str(STEPS), str(scratch / "memory.json")]
-    return [sys.executable, "-m", "meshwright.tools.dryrun.step", *counts, *arguments]
+def step_command(scratch: Path, arguments: Sequence[str], record: bool = False) -> list[str]:
+    """Return the command that runs the steps of the plan in `scratch`, with the config of the arguments."""
+    options = ["--record"] if record else []
+    return [sys.executable, "-m", "meshwright.tools.dryrun.step", str(scratch), *options, *arguments]
+
+
+def run_program(
+    gpu: FakeGpu, scratch: Path, plan: Plan, arguments: Sequence[str], report: Callable[[str], None]
+) -> None:
+    """Run the steps of the plan and record one, in a separate process; its files are written to `scratch`.
+    `report` receives lines of progress. Raises BenchError if the process fails."""
+    (scratch / PLAN_FILE).write_text(plan_to_yaml(plan))
+    output = scratch / "output.log"
+    shown = 0
+
+    def show_progress() -> None:
+        nonlocal shown
+        lines = output.read_text(errors="replace").split("\n")[:-1]
+        progress = [line.removeprefix(PROGRESS) for line in lines if line.startswith(PROGRESS)]
+        for line in progress[shown:]:
+            report(line)
+        shown = len(progress)
+
+    environment = gpu.environment(scratch) | RECORDING
+    run_to_end(step_command(scratch, arguments, record=True), environment, output, show_progress)
+    show_progress()
 
 
 def steady_step(calls: Sequence[Call]) -> list[Call]:
@@ -23,12 +56,12 @@ def steady_step(calls: Sequence[Call]) -> list[Call]:
     return log.between(calls, f"step {STEPS - 1}", f"end {STEPS - 1}")
 
 
-def stream_names(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, str]:
-    """Return names of the streams by order of first use; stream 0 is the default stream, on which the step
+def stream_numbers(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return a number for each stream, by order of first use; 0 is the default stream, on which the step
     computes."""
     used = (call.stream for call in step if call.kind in log.ON_STREAMS)
-    order = list(dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)]))
-    return {stream: f"stream {number}" for number, stream in enumerate(order)}
+    order = dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)])
+    return {stream: number for number, stream in enumerate(order)}
 
 
 def grid_blocks(launch: Call) -> int:

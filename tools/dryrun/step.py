@@ -1,74 +1,135 @@
-"""Run optimizer steps of rank 0 of N on the fake GPU, with the real model, plan, collectives and compiler.
-The kernels compute nothing.
+"""The steps of rank 0 on the fake GPU, with the real model, plan, collectives and compiler. The kernels
+compute nothing.
 
-    python -m tools.dryrun.step WORLD STEPS MEMORY_FILE --config=llama_8b.yaml [--section.key=value ...]
+    python -m meshwright.tools.dryrun.step SCRATCH [--record] --config=llama_8b.yaml [--section.key=value]
 
-The log gets a mark "step N" before and "end N" after each step (tools/dryrun/log.py reads it). MEMORY_FILE
-gets the caching allocator's peaks in the last step, in bytes.
+SCRATCH has the plan (plan.yaml). The log (log.py) gets a mark "step N" before and "end N" after each step,
+and memory.json the caching allocator's peaks in the last step. With --record one more step is recorded:
+trace.json has its kernels and their operators, operators.json the operators' tensors, axes.json the mesh axes
+by process group.
 """
 
+import argparse
 import ctypes
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend fake)
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import load_plan
+from meshwright.parallel.profiler_annotations import name_units
+from meshwright.parallel.simulate.collectives import axes_of_groups
+from meshwright.tools.cli import run_tool
+from meshwright.tools.dryrun.program import (
+    AXES_FILE,
+    MEMORY_FILE,
+    OPERATORS_FILE,
+    PLAN_FILE,
+    PROGRESS,
+    STEPS,
+    TRACE_FILE,
+)
 from meshwright.train.build_model import build_model
+from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.process_group import use_expandable_segments
 from meshwright.train.optim.optimizer import build_optimizer
-from meshwright.train.planning.device_defaults import attention_on_device, check_attention
-from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.resolve import check_device_support
 from meshwright.train.step import train_step
 
 DEVICE = torch.device("cuda", 0)
 
 
-def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, int]:
-    """Run the steps; return the memory peaks of the last one."""
-    config = parse_config(arguments)
+def main() -> None:
+    """Run the steps of the command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("--record", dest="record_step", action="store_true")
+    options, arguments = parser.parse_known_args()
+    run_steps(options.scratch, options.record_step, arguments)
+
+
+def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
+    """Run the steps of the plan in `scratch`, and write the files there."""
+    config, plan = parse_config(arguments), load_plan(scratch / PLAN_FILE)
     use_expandable_segments()
     torch.cuda.set_device(DEVICE)
     dist.init_process_group(
         "cpu:fake,cuda:nccl",
         store=dist.HashStore(),  # type: ignore[attr-defined]
         rank=0,
-        world_size=world_size,
+        world_size=plan.mesh.world_size,
     )
-    plan = plan_run(
-        config.job,
-        world_size,
-        8,
-        attention_on_device(config.job, DEVICE, torch.cuda.get_device_name(DEVICE)),
-        "bfloat16",
-    )
-    check_attention(config.job, plan, "cuda")
+    check_device_support(config.job, plan, DEVICE)
     mesh = build_mesh(plan.mesh, "cuda")
+    report("building the model")
     model = build_model(config.model, config.train, plan, mesh, DEVICE, config.run.seed)
     optimizer = build_optimizer(model, config.optim, config.train.steps)
-    mark = ctypes.CDLL("libfakecore.so").fake_mark
-    for step in range(steps):
-        tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=DEVICE)
-        batch = Batch(tokens, tokens, tokens.clone() if config.data.document_mask else None)
+    data_parallel = data_parallel_group(mesh)
+
+    def step(batch: Batch) -> None:
+        train_step(model, optimizer, [batch] * plan.accumulation, config.train.grad_clip, data_parallel)
+
+    for number in range(STEPS):
+        report(f"step {number + 1} of {STEPS}" + (", which compiles" if number == 0 else ""))
+        batch = make_batch(plan, config)
         torch.cuda.reset_peak_memory_stats()
-        mark(f"step {step}".encode())
-        train_step(
-            model, optimizer, [batch] * plan.accumulation, config.train.grad_clip, data_parallel_group(mesh)
-        )
-        mark(f"end {step}".encode())
-    stats: dict[str, Any] = torch.cuda.memory_stats()
-    return {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")}
+        with marked(number):
+            step(batch)
+    stats = torch.cuda.memory_stats()
+    peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")}
+    (scratch / MEMORY_FILE).write_text(json.dumps(peaks))
+    if record_step:
+        report("recording one more step")
+        (scratch / AXES_FILE).write_text(json.dumps(axes_of_groups(mesh, data_parallel)))
+        batch = make_batch(plan, config)
+        record(scratch, model, plan, lambda: step(batch))
+
+
+def make_batch(plan: Plan, config: Config) -> Batch:
+    """Return a micro batch on the device: one document per sequence."""
+    tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=DEVICE)
+    return Batch(tokens, tokens, tokens.clone() if config.data.document_mask else None)
+
+
+def report(text: str) -> None:
+    """Print a line of progress for the process that started this one."""
+    print(f"{PROGRESS}{text}", flush=True)
+
+
+@contextmanager
+def marked(number: int) -> Iterator[None]:
+    """Mark the begin and the end of a step in the log."""
+    mark = ctypes.CDLL("libfakecore.so").fake_mark
+    mark(f"step {number}".encode())
+    yield
+    mark(f"end {number}".encode())
+
+
+def record(scratch: Path, model: nn.Module, plan: Plan, step: Callable[[], None]) -> None:
+    """Record a step: its kernels and annotations in a trace, its operators in an execution trace."""
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(scratch / OPERATORS_FILE))
+    name_units(model, plan)
+    with torch.profiler.profile(
+        record_shapes=True, acc_events=True, execution_trace_observer=observer
+    ) as profile:
+        with marked(STEPS):
+            step()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(scratch / TRACE_FILE))
 
 
 if __name__ == "__main__":
-    peaks = run_steps(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:])
-    Path(sys.argv[3]).write_text(json.dumps(peaks))
+    run_tool(main)
     sys.stdout.flush()
     os._exit(0)  # NCCL's threads would wait for peers that do not exist

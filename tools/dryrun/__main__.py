@@ -1,0 +1,119 @@
+"""`python -m tools.dryrun --config X --gpus N`: the CUDA program of one rank, run on a fake H100."""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.cli import positive, run_tool
+from meshwright.tools.dryrun.install import SIZE, install
+from meshwright.tools.dryrun.program import run_program
+from meshwright.tools.dryrun.report import FIRST, as_json, as_text, read_dry_run
+from meshwright.tools.plan.report import Target, make_report
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+
+PROG = "tools.dryrun"
+DEFAULT_CACHE = "~/.cache/meshwright/fake-h100"
+GPU = "h100-sxm"  # of configs/hardware: what the fake is
+EXIT_TERMINATED = 143  # what a shell reports for SIGTERM
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse arguments, run, print. Raises ConfigError and PlanError before anything is downloaded."""
+    options, config_arguments = make_parser().parse_known_args(arguments)
+    config_arguments = [f"--config={options.config}", *config_arguments]
+    job = parse_config(config_arguments, PROG).job
+    per_node = min(options.gpus, options.gpus_per_node)
+    if options.keep:
+        check_empty(options.keep)
+    report = make_report(job, Target(options.gpus, per_node, load_hardware()[GPU]))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))  # ends the child too
+    gpu = install(Path(options.cache).expanduser().absolute(), show)
+    show("planned; the first step compiles, which takes a minute for a large model")
+    with tempfile.TemporaryDirectory(prefix="dryrun-") as temporary:
+        scratch = Path(options.keep or temporary).absolute()
+        scratch.mkdir(parents=True, exist_ok=True)
+        run_program(gpu, scratch, report.plan, config_arguments, show)
+        run = read_dry_run(scratch)
+    if options.json:
+        print(json.dumps(as_json(run, report), indent=2))
+    else:
+        print(as_text(run, report, None if options.all else FIRST))
+
+
+def show(line: str) -> None:
+    """Print a line of progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def check_empty(folder: Path) -> None:
+    """Raise ConfigError if a folder has files, which a run would mix with its own."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--keep={folder}: is not an empty folder: name a new one")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's options; config keys are parsed separately."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG}",
+        usage=f"python -m {PROG} --config X --gpus N [--gpus-per-node 8] [--all] [--json] [--keep FOLDER] "
+        "[--cache FOLDER] [--section.key=value ...]",
+        description="Run the CUDA program of rank 0 on a fake H100, and print what it does in a step: kernel "
+        "launches, host waits, allocations, streams, collectives, the bytes, registers and spills of each "
+        "kernel, and the memory of torch's allocator beside the predicted one. Needs no GPU, but Linux on "
+        "x86-64 and g++. The model, the plan, FSDP2, the compiler, Triton and the allocator are real; "
+        "NVIDIA's libraries are replaced.",
+        epilog="What it cannot show: times (nothing is computed, every kernel ends at once), values (losses "
+        "are 0), the kernels that cuBLAS, cuDNN and NCCL choose, and memory beside the allocator. Every "
+        "config key is accepted too, as --section.key=value, and overrides the file; with "
+        f"--parallel.plan=auto the planner chooses as for {GPU}. parallel.float8 needs torchao in this "
+        f"environment. The first call downloads torch's CUDA build ({SIZE}). See docs/dryrun.md.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--config",
+        required=True,
+        metavar="X",
+        help="YAML file: a path, or a name in configs/, such as llama_8b.yaml",
+    )
+    add("--gpus", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
+    add(
+        "--gpus-per-node",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="GPUs per node: 8 by default, at most the number of GPUs",
+    )
+    add("--all", action="store_true", help=f"show every kernel, not only the first {FIRST}")
+    add(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the log, the traces and the compiled code in this new folder (default: delete them)",
+    )
+    add(
+        "--cache",
+        default=DEFAULT_CACHE,
+        metavar="FOLDER",
+        help=f"where torch's CUDA build and the fake libraries are installed (default {DEFAULT_CACHE})",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON document: launches, launches_by_library, host_waits, device_allocations, "
+        "streams, stream_waits, copies, collectives in order {op, axis, bytes, stream}, totals per op and "
+        "axis, kernels {name, library, calls, bytes, share, registers, spills}, launches_of_unknown_bytes, "
+        "graphs (the kernels of each compiled graph, in order), peak_memory_gib, reserved_memory_gib, "
+        "predicted {the same two}, plan, reasons, notes",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)

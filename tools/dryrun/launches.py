@@ -1,0 +1,233 @@
+"""The kernels of the recorded step, each with its bytes, registers and spills, its unit and its compiled
+graph: the log joined with the traces of step.py."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.log import Call
+from meshwright.tools.dryrun.operators import moved_bytes, read_operators
+from meshwright.tools.dryrun.program import AXES_FILE, OPERATORS_FILE, STEPS, TRACE_FILE, grid_blocks
+from meshwright.tools.trace.events import DEVICE_WORK, parse_label
+from meshwright.tools.trace.kernel_stats import COMPILED, short_name
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One launch of a kernel.
+
+    Args:
+        name: as tools.trace shows it
+        library: torch, cublas, cudnn or triton (the project's kernels and inductor's)
+        bytes: read and written, each tensor once; None if not known
+        registers, spills: of a thread, spills in bytes; None if the fake does not know them
+        unit, phase: in which it was launched; "" outside of units
+        graph: the compiled graph that launched it; "" for an eager operator
+    """
+
+    name: str
+    library: str
+    bytes: int | None
+    registers: int | None
+    spills: int | None
+    unit: str
+    phase: str
+    graph: str
+
+
+@dataclass(frozen=True)
+class AxisCollective:
+    """A collective: `op`, `axis` and `bytes` as in tools.simulate, and its stream."""
+
+    op: str
+    axis: str
+    bytes: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class LaunchedGraph:
+    """A graph that inductor compiled, once for all units that call it.
+
+    Args:
+        units, phase: that called it, such as layers.0 and layers.1, forward
+        calls: in a step
+        kernels: of one call, in order; those of cuBLAS and cuDNN too
+    """
+
+    units: tuple[str, ...]
+    phase: str
+    calls: int
+    kernels: tuple[KernelLaunch, ...]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The kernels and collectives of a step, in the order of their launches."""
+
+    launches: tuple[KernelLaunch, ...]
+    collectives: tuple[AxisCollective, ...]
+    graphs: tuple[LaunchedGraph, ...]
+
+
+# CUDA's numbers of data types (library_types.h)
+DTYPES = {"0": "float32", "2": "float16", "14": "bfloat16", "28": "float8_e4m3", "29": "float8_e5m2"}
+LIBRARIES = {"kernel": "torch", "gemm": "cublas", "cudnn": "cudnn", "triton": "triton"}
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """The operator that launched a kernel: its bytes, and its place in the step."""
+
+    name: str
+    bytes: int | None
+    unit: str
+    phase: str
+    graph: str
+    graph_start: float
+
+
+@dataclass(frozen=True)
+class _Span:
+    """An annotation of a CPU thread: of a unit's phase, or of a call of a compiled graph."""
+
+    start: float
+    end: float
+    unit: str = ""
+    phase: str = ""
+    graph: str = ""
+
+
+def read_recorded_step(scratch: Path) -> RecordedStep:
+    """Return the recorded step of a run with --record."""
+    calls = log.between(log.read_log(scratch), f"step {STEPS}", f"end {STEPS}")
+    events = json.loads((scratch / TRACE_FILE).read_text())["traceEvents"]
+    on_streams = [call for call in calls if call.kind in log.ON_STREAMS]
+    done = sorted(
+        (event for event in events if event.get("cat") in DEVICE_WORK),
+        key=lambda event: event["args"]["correlation"],
+    )
+    assert len(on_streams) == len(done), "the trace must have each kernel and copy of the log"
+    both = list(zip(on_streams, done, strict=True))
+    operators = _operators(events, read_operators(scratch / OPERATORS_FILE))
+    axes = json.loads((scratch / AXES_FILE).read_text())
+    launched = [(call, event, operators.get(_external_id(event))) for call, event in both]
+    launches = _launches([row for row in launched if row[0].kind in log.LAUNCHES])
+    return RecordedStep(
+        tuple(launch for launch, _ in launches),
+        tuple(_collective(*row, axes) for row in launched if row[0].kind == "nccl"),
+        tuple(_graphs(launches)),
+    )
+
+
+def _external_id(event: Event) -> int:
+    return int(event["args"].get("External id", -1))
+
+
+def _operators(events: Sequence[Event], tensors: Mapping[int, Event]) -> dict[int, _Operator]:
+    """Return the operators by the external id that their kernels have too."""
+    spans = defaultdict[int, list[_Span]](list)
+    for event in events:
+        if event.get("cat") == "user_annotation" and (span := _span(event)):
+            spans[event["tid"]].append(span)
+    operators = {}
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            around = [s for s in spans[event["tid"]] if s.start <= event["ts"] < s.end]
+            unit = max((span for span in around if span.unit), key=_start, default=_Span(0, 0))
+            graph = max((span for span in around if span.graph), key=_start, default=_Span(0, 0))
+            node = tensors.get(int(event["args"].get("Record function id", -1)))
+            size = round(event["args"].get("kernel_num_gb", 0) * 1e9) or (moved_bytes(node) if node else None)
+            operators[_external_id(event)] = _Operator(
+                event["name"], size, unit.unit, unit.phase, graph.graph, graph.start
+            )
+    return operators
+
+
+def _start(span: _Span) -> float:
+    return span.start
+
+
+def _span(event: Event) -> _Span | None:
+    """Return the span of a unit's phase, of FSDP2's work for a unit, or of a compiled graph."""
+    times = event["ts"], event["ts"] + event["dur"]
+    if match := COMPILED.fullmatch(event["name"]):
+        return _Span(*times, graph=match[1])
+    label = parse_label(event["name"])
+    return _Span(*times, label[1], label[0]) if label and label[1] else None
+
+
+def _launches(
+    launched: Sequence[tuple[Call, Event, _Operator | None]],
+) -> list[tuple[KernelLaunch, float]]:
+    """Return each launch, and when its graph was called.
+
+    Of several kernels of an operator the one with the most blocks moves its bytes; those of the others, such
+    as the reduction of partial sums, are not known.
+    """
+    blocks = defaultdict[tuple[int, str], int](int)  # by operator and kernel
+    names = [_name(call, event, operator) for call, event, operator in launched]
+    for (call, event, _), name in zip(launched, names, strict=True):
+        blocks[_external_id(event), name] += grid_blocks(call) if call.kind in ("kernel", "triton") else 1
+    largest = dict[int, tuple[int, str]]()
+    for (external, name), count in blocks.items():
+        largest[external] = max(largest.get(external, (0, "")), (count, name))
+    counted, rows = set[int](), []
+    for (call, event, operator), name in zip(launched, names, strict=True):
+        external = _external_id(event)
+        size = operator.bytes if operator and largest[external][1] == name else None
+        if size is not None and external in counted:
+            size = 0  # counted at the operator's first launch of this kernel
+        counted.add(external)
+        rows.append((_launch(call, name, size, operator), operator.graph_start if operator else 0.0))
+    return rows
+
+
+def _launch(call: Call, name: str, size: int | None, operator: _Operator | None) -> KernelLaunch:
+    registers, spills = map(int, call.words[1:3]) if call.kind == "triton" else (None, None)
+    place = (operator.unit, operator.phase, operator.graph) if operator else ("", "", "")
+    return KernelLaunch(name, LIBRARIES[call.kind], size, registers, spills, *place)
+
+
+def _name(call: Call, event: Event, operator: _Operator | None) -> str:
+    """Return the kernel's name. Which kernel cuBLAS and cuDNN select is not known: theirs are named after the
+    product and the operator."""
+    if call.kind == "gemm":
+        columns, rows, inner = call.words[0].split(",")  # cuBLAS stores matrices by columns
+        batch = call.words[1].removeprefix("batch ")
+        dtype = call.words[2].removeprefix("types ").split(",")[0]
+        return (
+            f"product {rows} x {columns} x {inner}{'' if batch == '1' else f' x {batch}'}, "
+            f"{DTYPES.get(dtype, dtype)}"
+        )
+    if call.kind == "cudnn" and operator:
+        return operator.name.removeprefix("aten::")
+    return short_name(event["name"])
+
+
+def _collective(
+    call: Call, event: Event, operator: _Operator | None, axes: Mapping[str, Sequence[str]]
+) -> AxisCollective:
+    """Return a collective. Of a group with several names tools.simulate uses the first within a unit, and the
+    last outside. A group that FSDP2 created is a part of dp_shard."""
+    (sent,) = log.collectives([call])
+    names = axes.get(str(event["args"].get("Process Group Name", "")), ["dp_shard"])
+    return AxisCollective(sent.op, names[0 if operator and operator.unit else -1], sent.bytes, sent.stream)
+
+
+def _graphs(launches: Sequence[tuple[KernelLaunch, float]]) -> Iterator[LaunchedGraph]:
+    """Yield the compiled graphs in the order of their first calls."""
+    calls = defaultdict[str, dict[float, list[KernelLaunch]]](dict)
+    for launch, start in launches:
+        if launch.graph:
+            calls[launch.graph].setdefault(start, []).append(launch)
+    for by_start in calls.values():
+        first, *_ = by_start.values()
+        units = dict.fromkeys(kernels[0].unit for kernels in by_start.values())
+        yield LaunchedGraph(tuple(units), first[0].phase, len(by_start), tuple(first))
