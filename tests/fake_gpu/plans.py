@@ -8,11 +8,12 @@ WORLD = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A plan for eight GPUs: config arguments, and name prefixes of kernels that may spill registers, with
-    the reason."""
+    """A plan: config arguments, name prefixes of kernels that may spill registers, with the reason, and the
+    number of GPUs, in nodes of eight."""
 
     arguments: tuple[str, ...]
     spills: tuple[tuple[str, str], ...] = ()
+    world_size: int = WORLD
 
 
 CASES = {
@@ -49,4 +50,13 @@ CASES = {
             ),
         ),
     ),
+    "tp-8-without-sequence-parallelism": Case(
+        (*LLAMA_8B, "--model.n_layers=2", "--parallel.tp=8", "--parallel.sequence_parallel=false")
+    ),
+    "hsdp-2-nodes": Case(
+        (*LLAMA_8B, "--model.n_layers=2", "--parallel.dp_replicate=2", "--parallel.dp_shard=8"),
+        world_size=16,
+    ),
+    "shard-grad-op": Case((*LLAMA_8B, "--model.n_layers=2", "--parallel.strategy=shard_grad_op")),
+    "fsdp-8-32-layers": Case(LLAMA_8B),
 }

@@ -41,16 +41,23 @@ PATH = Path(__file__).with_name("record.json")
 LIMIT_S = 400
 
 
-def plan_on_h100(arguments: Sequence[str]) -> Plan:
-    """Return the plan of the config arguments for WORLD H100s."""
+def plan_on_h100(arguments: Sequence[str], world_size: int) -> Plan:
+    """Return the plan of the config arguments for H100s in nodes of eight."""
     job = parse_config(arguments).job
-    return plan_run(job, WORLD, 8, *Target(WORLD, 8, load_hardware()["h100-sxm"]).best(job))
+    return plan_run(job, world_size, 8, *Target(world_size, 8, load_hardware()["h100-sxm"]).best(job))
 
 
-def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path = ROOT, **env: str) -> Any:
-    """Run the steps of rank 0 of WORLD in a separate process; its plan, log and caches are written to
+def run_steps(
+    gpu: FakeGpu,
+    scratch: Path,
+    arguments: Sequence[str],
+    root: Path = ROOT,
+    world_size: int = WORLD,
+    **env: str,
+) -> Any:
+    """Run the steps of rank 0 in a separate process; its plan, log and caches are written to
     `scratch`. The result has returncode, stdout and stderr."""
-    (scratch / PLAN_FILE).write_text(plan_to_yaml(plan_on_h100(arguments)))
+    (scratch / PLAN_FILE).write_text(plan_to_yaml(plan_on_h100(arguments, world_size)))
     return subprocess.run(
         step_command(scratch, arguments),
         env={**gpu.environment(scratch, root=root), **env},
@@ -120,7 +127,7 @@ def make_record(gpu: FakeGpu) -> dict[str, Any]:
     record = {}
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            result = run_steps(gpu, Path(folder), case.arguments)
+            result = run_steps(gpu, Path(folder), case.arguments, world_size=case.world_size)
             if result.returncode != 0:
                 raise RuntimeError(f"{name}:\n{result.stderr}")
             record[name] = figures_of(Path(folder))

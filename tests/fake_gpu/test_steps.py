@@ -1,4 +1,4 @@
-"""The compiled step of rank 0 of 8 on the fake H100: host waits, allocations, collectives and compiled
+"""The compiled step of rank 0 on the fake H100: host waits, allocations, collectives, memory and compiled
 kernels."""
 
 import json
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.simulate.collectives import Collective as Simulated
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.log import Call, NcclCollective
-from meshwright.tools.dryrun.program import steady_step
-from tests.fake_gpu.plans import CASES, WORLD, Case
-from tests.fake_gpu.record import PATH, figures_of, run_steps
+from meshwright.tools.dryrun.program import MEMORY_FILE, steady_step
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import predict
+from tests.fake_gpu.plans import CASES, Case
+from tests.fake_gpu.record import PATH, figures_of, plan_on_h100, run_steps
 from tests.support.simulated import simulated
 
 pytestmark = pytest.mark.slow
@@ -36,7 +39,7 @@ class Run:
 @pytest.fixture(scope="module", params=CASES)
 def run(request, fake_gpu, tmp_path_factory) -> Run:
     scratch, case = tmp_path_factory.mktemp("case"), CASES[request.param]
-    result = run_steps(fake_gpu, scratch, case.arguments)
+    result = run_steps(fake_gpu, scratch, case.arguments, world_size=case.world_size)
     assert result.returncode == 0, result.stderr
     return Run(request.param, case, scratch, log.read_log(scratch))
 
@@ -65,7 +68,9 @@ def test_no_kernel_spills_but_those_that_are_named(run: Run) -> None:
 
 
 def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run: Run) -> None:
-    check_collectives(log.collectives(run.step), simulated(WORLD, *run.case.arguments).collectives)
+    # a group of one rank communicates nothing
+    sent = [collective for collective in log.collectives(run.step) if collective.ranks > 1]
+    check_collectives(sent, simulated(run.case.world_size, *run.case.arguments).collectives)
 
 
 def check_collectives(sent: Sequence[NcclCollective], wanted: Sequence[Simulated]) -> None:
@@ -101,6 +106,15 @@ def check_offload(step: Sequence[Call]) -> tuple[list[int], list[int]]:
         call for call in step if call.kind == "memcpy" and call.words[0] == "HtoD" and call.stream in streams
     ]
     return sorted(int(copy.words[1]) for copy in copies), sorted(int(copy.words[1]) for copy in returned)
+
+
+def test_the_predicted_memory_is_that_of_the_allocator(run: Run) -> None:
+    """Allocated within 2%; reserved never below, and at most 8% above."""
+    job, world_size = parse_config(run.case.arguments).job, run.case.world_size
+    predicted = predict(job, plan_on_h100(run.case.arguments, world_size), load_hardware()["h100-sxm"], 8)
+    peaks = json.loads((run.scratch / MEMORY_FILE).read_text())
+    assert predicted.memory.peak_bytes == pytest.approx(peaks["allocated"], rel=0.02)
+    assert 1 <= predicted.reserved_bytes / peaks["reserved"] <= 1.08
 
 
 def test_the_step_is_the_recorded_one(run: Run) -> None:

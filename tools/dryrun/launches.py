@@ -3,7 +3,7 @@ graph: the log joined with the traces of step.py."""
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def read_recorded_step(scratch: Path) -> RecordedStep:
     launches = _launches([row for row in launched if row[0].kind in log.LAUNCHES])
     return RecordedStep(
         tuple(launch for launch, _ in launches),
-        tuple(_collective(*row, axes) for row in launched if row[0].kind == "nccl"),
+        tuple(_collectives(launched, axes)),
         tuple(_graphs(launches)),
     )
 
@@ -211,14 +211,18 @@ def _name(call: Call, event: Event, operator: _Operator | None) -> str:
     return short_name(event["name"])
 
 
-def _collective(
-    call: Call, event: Event, operator: _Operator | None, axes: Mapping[str, Sequence[str]]
-) -> AxisCollective:
-    """Return a collective. Of a group with several names tools.simulate uses the first within a unit, and the
-    last outside. A group that FSDP2 created is a part of dp_shard."""
-    (sent,) = log.collectives([call])
-    names = axes.get(str(event["args"].get("Process Group Name", "")), ["dp_shard"])
-    return AxisCollective(sent.op, names[0 if operator and operator.unit else -1], sent.bytes, sent.stream)
+def _collectives(
+    rows: Iterable[tuple[Call, Event, _Operator | None]], axes: Mapping[str, Sequence[str]]
+) -> Iterator[AxisCollective]:
+    """Yield the collectives, except those of one rank, which communicates nothing. Of a group with several
+    names tools.simulate uses the first within a unit, and the last outside. A group that FSDP2 created is a
+    part of dp_shard."""
+    for call, event, operator in rows:
+        for sent in log.collectives([call]):
+            names = axes.get(str(event["args"].get("Process Group Name", "")), ["dp_shard"])
+            axis = names[0 if operator and operator.unit else -1]
+            if sent.ranks > 1:
+                yield AxisCollective(sent.op, axis, sent.bytes, sent.stream)
 
 
 def _graphs(launches: Sequence[tuple[KernelLaunch, float]]) -> Iterator[LaunchedGraph]:

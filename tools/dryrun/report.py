@@ -161,7 +161,7 @@ def _streams(step: Sequence[Call], numbers: Mapping[int, int]) -> list[StreamUse
             stream,
             log.count_launches(calls),
             sum(call.kind in ("memcpy", "memset") for call in calls),
-            Counter(collective.op for collective in log.collectives(calls)),
+            dict(Counter(collective.op for collective in log.collectives(calls))),
         )
         for stream, calls in sorted(by_stream.items())
     ]
