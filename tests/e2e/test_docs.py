@@ -32,6 +32,7 @@ PAGES = (
     "docs/huggingface.md",
     "docs/architecture.md",
     "docs/planner.md",
+    "docs/dryrun.md",
     "docs/profiling.md",
     "docs/experiments.md",
     "docs/cluster.md",
@@ -48,6 +49,7 @@ PAGES = (
 CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
 ELSEWHERE = {
     r"pytest -m 'not slow'": "the test suite itself: .ci/run starts it from the README",
+    r"tools\.dryrun": "tests/tools/dryrun: a download of 0.53 GB",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
 }
 SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])

@@ -162,6 +162,8 @@ TOOLS: list[Case] = [
     ("tools.plan diff {tmp}/plan.yaml {tmp}/nowhere", ("{tmp}/nowhere", "No such file")),
     ("tools.simulate --config llama_debug", ("--world-size",)),
     ("tools.simulate --config llama_debug --world-size 4 --rank 4", ("--rank=4", "--world-size=4")),
+    ("tools.dryrun --config llama_debug", ("--gpus",)),
+    ("tools.dryrun --config llama_debug --gpus 2 --modell.dim=64", ("modell.dim", "model.dim")),
     ("tools.trace {tmp}/nowhere", ("{tmp}/nowhere", "no such")),
     ("tools.trace {tmp}/run", ("{tmp}/run", "--profile.start=STEP", "--profile.all_ranks=true")),
     ("tools.trace {tmp}/file", ("{tmp}/file", "trace")),

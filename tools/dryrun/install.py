@@ -97,8 +97,8 @@ def install(folder: Path, report: Callable[[str], None]) -> FakeGpu:
             with FileLock(folder / "lock"):
                 if not site.exists():
                     report(f"downloading torch {TORCH} and triton {TRITON} to {folder}: {SIZE}, once")
-                _make(site, _fetch)
-                _make(libraries, lambda out: build_libraries(site, out))
+                make_whole(site, _fetch)
+                make_whole(libraries, lambda out: build_libraries(site, out))
         except OSError as error:
             raise FakeGpuError(
                 f"the fake GPU cannot be installed in {folder} ({error}): name another folder"
@@ -106,7 +106,7 @@ def install(folder: Path, report: Callable[[str], None]) -> FakeGpu:
     return FakeGpu(site, libraries)
 
 
-def _make(folder: Path, fill: Callable[[Path], None]) -> None:
+def make_whole(folder: Path, fill: Callable[[Path], None]) -> None:
     """Create and fill a missing folder atomically; after an error or an interrupt nothing of it remains."""
     if folder.exists():
         return

@@ -16,7 +16,7 @@ READ_PARTLY = frozenset({"aten::gather", "aten::index_select", "aten::embedding"
 BY_VALUES = re.compile(r"embedding_dense_backward|scatter|index|sort|unique|nonzero|masked|topk")
 
 
-class _Tensor(NamedTuple):
+class _Allocated(NamedTuple):
     """A tensor on the GPU: its place in memory, and the bytes that it has there."""
 
     storage: int
@@ -81,19 +81,19 @@ def _split(arguments: str) -> Iterator[str]:
     yield arguments[begin:].strip()
 
 
-def _tensors(values: Mapping[str, Any]) -> list[list[_Tensor]]:
+def _tensors(values: Mapping[str, Any]) -> list[list[_Allocated]]:
     """Return the tensors on the GPU in each argument or result."""
     columns = (values["values"], values["shapes"], values["strides"], values["types"])
     return [list(_tensors_of(*row)) for row in zip(*columns, strict=True)]
 
 
-def _tensors_of(value: Any, shape: Any, strides: Any, kind: str) -> Iterator[_Tensor]:
+def _tensors_of(value: Any, shape: Any, strides: Any, kind: str) -> Iterator[_Allocated]:
     if kind.startswith("GenericList[Tensor"):
         for row in zip(value, shape, strides, strict=True):
             yield from _tensors_of(*row, "Tensor")
     elif kind.startswith("Tensor") and str(value[5]).startswith("cuda"):
         _, storage, offset, _, width, _ = value
-        yield _Tensor(storage, offset, _stored(shape, strides) * width)
+        yield _Allocated(storage, offset, _stored(shape, strides) * width)
 
 
 def _stored(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -17,9 +17,12 @@ STEPS = 3  # the first compiles, the second still fills caches, the third equals
 # In the scratch folder, beside the log and the compiler's caches. step.py says what they contain.
 PLAN_FILE, MEMORY_FILE, AXES_FILE = "plan.yaml", "memory.json", "axes.json"
 TRACE_FILE, OPERATORS_FILE = "trace.json", "operators.json"
-# Inductor writes its estimate of a kernel's bytes into the kernel. A plan that needs more memory than an H100
-# has runs too, so that its memory is known.
-RECORDING = {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1", "FAKE_CUDA_REFUSES_GIB": "100000"}
+ENVIRONMENT = {
+    "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # inductor writes its estimate of a kernel's bytes into the kernel
+    "FAKE_CUDA_REFUSES_GIB": "100000",  # the memory of a plan that does not fit an H100 is counted too
+    # In a group of more ranks than this (128 by default) rank 0 would wait for ids from other ranks.
+    "TORCH_NCCL_RANKS_PER_ROOT": "1000000",
+}
 PROGRESS = "progress: "  # begins the lines of step.py's output that are for the user
 
 
@@ -46,7 +49,7 @@ def run_program(
             report(line)
         shown = len(progress)
 
-    environment = gpu.environment(scratch) | RECORDING
+    environment = gpu.environment(scratch) | ENVIRONMENT
     run_to_end(step_command(scratch, arguments, record=True), environment, output, show_progress)
     show_progress()
 
