@@ -45,6 +45,7 @@ VIEWS = frozenset(
     }
 )
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "var_mean"})
 COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",

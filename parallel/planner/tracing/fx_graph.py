@@ -9,6 +9,7 @@ once. The Python body of a custom operator is traced instead of the operator, wi
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, custom_op_body
+from meshwright.parallel.operators import (
+    COLLECTIVES,
+    PRODUCTS,
+    REDUCTIONS,
+    VIEWS,
+    attention_flops,
+    custom_op_body,
+)
 from meshwright.parallel.planner.tracing.eager import (
     RECORDED_SEQUENCES,
     RecordedPhase,
@@ -25,6 +33,7 @@ from meshwright.parallel.planner.tracing.eager import (
     join_phases,
     record_call,
 )
+from meshwright.parallel.planner.tracing.fusion import Kernel, Loop, Value, fuse
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks, total
 
 
@@ -47,13 +56,7 @@ class GraphInputs:
     fixed: Collection[Node] = ()
 
 
-@dataclass(eq=False)
-class _Kernel:
-    """Fused nodes; the storages that they read from outside, and those that they write for others."""
-
-    nodes: list[Node] = field(default_factory=list)
-    reads: set[Node] = field(default_factory=set)
-    writes: set[Node] = field(default_factory=set)
+FUSED = "fused"  # first word of the name of a kernel that inductor generates, as in inductor's names
 
 
 class KernelGraph:
@@ -128,43 +131,36 @@ class KernelGraph:
             return not any(fixed)  # activations times activations: the gradient of a weight
         if name == "sum" and len(node.args) > 1:
             return 0 in [dim % sources[0].meta["val"].dim() for dim in node.args[1]]  # type: ignore[union-attr, operator]
-        return all(fixed) or name == "embedding_dense_backward"
+        scalars = [_elements(source) == 1 for source in sources]
+        return all(map(or_, fixed, scalars)) or name == "embedding_dense_backward"
 
-    def _find_kernels(self) -> dict[Node, _Kernel]:
-        """Map every storage to its kernel. An anchor is a separate kernel; other nodes are fused with
-        neighbors at the same depth, counted in anchors."""
-        depth: dict[Node, int] = {}
-        kernel_of: dict[Node, _Kernel] = {}
-        for node in self._nodes:
-            sources = self._sources(node)
-            depth[node] = max((depth[source] for source in sources), default=0) + _is_anchor(node)
-            if node.op != "call_function" or self.storage[node] is not node:
-                continue
-            kernel = kernel_of[node] = _Kernel([node])
-            for owner in {self.storage[source] for source in sources}.intersection(kernel_of):
-                fused = depth[owner] == depth[node] and not any(
-                    map(_is_anchor, (node, kernel_of[owner].nodes[0]))
-                )
-                if (fused or _name(node) == "getitem") and kernel_of[owner] is not kernel:
-                    kernel = _join(kernel_of, kernel_of[owner], kernel)
-        self._connect(kernel_of)
-        return kernel_of
-
-    def _connect(self, kernel_of: Mapping[Node, _Kernel]) -> None:
-        """Set the reads and writes of all kernels."""
-        for node, user in kernel_of.items():
-            for owner in {self.storage[source] for source in self._sources(node)}:
-                if (producer := kernel_of.get(owner)) is not user:
-                    user.reads.add(owner)
-                    if producer is not None:
-                        producer.writes.add(owner)
-        for value in filter(None, self.returned()):
+    def _find_kernels(self) -> dict[Node, Kernel]:
+        """Map every storage that a kernel writes to the kernel."""
+        computed = [n for n in self._nodes if n.op == "call_function" and self.storage[n] is n]
+        read = {self.storage[source] for n in computed if _is_anchor(n) for source in self._sources(n)}
+        read |= {node for node in self.returned() if node}
+        values = {
+            node: Value(
+                sources=frozenset(self.storage[source] for source in self._sources(node)),
+                loop=None if _is_anchor(node) or _name(node) == "getitem" else _loop(node),
+                stored=node in read,
+                part_of=node.all_input_nodes[0] if _name(node) == "getitem" else None,
+            )
+            for node in computed
+        }
+        elements = {node: _elements(node) for node in {*computed, *self.storage.values()}}
+        kernel_of = fuse(values, elements, self._micro_batch_size)
+        for user in dict.fromkeys(kernel_of.values()):
+            for owner in user.reads.intersection(kernel_of):
+                kernel_of[owner].writes.add(owner)
+        for value in self.returned():
             if value in kernel_of:
                 kernel_of[value].writes.add(value)
+        return kernel_of
 
-    def _find_order(self) -> list[_Kernel]:
+    def _find_order(self) -> list[Kernel]:
         """Return the kernels in the order of the graph, each after the producers of its inputs."""
-        order: dict[_Kernel, None] = {}
+        order: dict[Kernel, None] = {}
         waiting = [*reversed(list(dict.fromkeys(self._kernel_of.values())))]
         while waiting:
             kernel = waiting[-1]
@@ -177,7 +173,7 @@ class KernelGraph:
                 order.setdefault(waiting.pop())
         return list(order)
 
-    def _operation(self, kernel: _Kernel) -> Operation:
+    def _operation(self, kernel: Kernel) -> Operation:
         moved = total(map(self.size, kernel.reads | kernel.writes))
         first = kernel.nodes[0]
         name, dtype = _name(first), str(_tensors(first.meta["val"])[0].dtype).removeprefix("torch.")
@@ -190,7 +186,8 @@ class KernelGraph:
         if name in COLLECTIVES:
             full = max((first, *self._sources(first)), key=_bytes)
             return Operation("collective", COLLECTIVES[name], Linear(), self.size(full), dtype)
-        return Operation("memory", name, Linear(), moved, dtype)
+        names = dict.fromkeys(map(_name, kernel.nodes))
+        return Operation("memory", "_".join((FUSED, *names)), Linear(), moved, dtype)
 
     def _moments(self) -> list[Linear]:
         """Return the live bytes during each kernel, including its results."""
@@ -215,7 +212,7 @@ class KernelGraph:
         return moments
 
 
-def _overwritten(kernel: _Kernel, dying: Iterable[Node]) -> set[Node]:
+def _overwritten(kernel: Kernel, dying: Iterable[Node]) -> set[Node]:
     """Return the dying input that an elementwise kernel overwrites with its only result, as inductor does for
     equal dtypes and sizes (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
     depends on their loops, so none is assumed to be overwritten."""
@@ -225,17 +222,26 @@ def _overwritten(kernel: _Kernel, dying: Iterable[Node]) -> set[Node]:
     return set(islice((node for node in dying if _storage_key(node) == _storage_key(result)), 1))
 
 
-def _join(kernel_of: dict[Node, _Kernel], first: _Kernel, second: _Kernel) -> _Kernel:
-    first.nodes += second.nodes
-    kernel_of.update(dict.fromkeys(second.nodes, first))
-    return first
-
-
 def _is_anchor(node: Node) -> bool:
     """Whether a node is not fused: a matmul, attention, a collective, an embedding or a custom operator."""
     name = _name(node)
     alone = name in PRODUCTS or name in COLLECTIVES or "attention" in name or name.startswith("embedding")
     return alone or _inner_code(node) is not None
+
+
+def _loop(node: Node) -> Loop:
+    """Return the loop of an operation that is neither a view nor an anchor."""
+    results = _elements(node)
+    if _name(node) not in REDUCTIONS:
+        return Loop(results, results)
+    tensor = node.all_input_nodes[0].meta["val"]
+    dims = [dim % tensor.dim() for dim in node.args[1]] if len(node.args) > 1 else range(tensor.dim())  # type: ignore[union-attr, operator]
+    first = 0 in dims and tensor.dim() - 1 not in dims
+    return Loop(tensor.numel(), results, "first" if first else "others")
+
+
+def _elements(node: Node) -> int:
+    return sum(tensor.numel() for tensor in _tensors(node.meta["val"]))
 
 
 def _inner_code(node: Node) -> Callable[..., Any] | None:
