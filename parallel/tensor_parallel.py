@@ -136,12 +136,13 @@ def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     gathered = _wait(_c10d.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group_name))
-    return torch.cat(gathered.chunk(axis.degree), dim)
+    # a view for one sequence, a copy for several
+    return gathered.unflatten(0, (axis.degree, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    stacked = torch.cat(x.chunk(axis.degree, dim))
-    return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
+    stacked = x.unflatten(dim, (axis.degree, -1)).movedim(dim, 0).flatten(0, 1)  # likewise
+    return _wait(_c10d.reduce_scatter_tensor(stacked.contiguous(), "sum", axis.degree, axis.group_name))
 
 
 def _local_chunk(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:

@@ -16,7 +16,11 @@ from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.plan.float8_rules import count_float8
 from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank, module_workload
+from meshwright.parallel.planner.tracing.trace import (
+    MOST_TRACED_SEQUENCES,
+    apply_as_single_tp_rank,
+    module_workload,
+)
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.files import write_atomically
 
@@ -30,10 +34,12 @@ class _Case:
 
     `module`: tok_embeddings, head or BLOCK, in a model of one block; `styles`: as in TensorPlan; `frozen`:
     names of its parameters that are not trained; the other fields are those of Plan and UnitPlan.
+    `sequences`: 1, or 2 for every larger micro batch.
     """
 
     model: LlamaConfig
     module: str
+    sequences: int
     seq_len: int
     tp: int
     sequence_parallel: bool
@@ -102,6 +108,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
     return _Case(
         model=dataclasses.replace(config, n_layers=1, rope_scaling=None),
         module=module,
+        sequences=min(plan.micro_batch_size, MOST_TRACED_SEQUENCES),
         seq_len=seq_len,
         tp=plan.mesh.tp,
         sequence_parallel=plan.tensor.sequence_parallel,
@@ -123,7 +130,9 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
 
 @cache
 def _trace(case: _Case, folder: Path | None) -> ModuleWorkload:
-    trace = partial(module_workload, partial(_build, case), case.compiled, case.activation_budget)
+    trace = partial(
+        module_workload, partial(_build, case), case.compiled, case.sequences, case.activation_budget
+    )
     return remember(folder, case, trace) if folder else trace()
 
 

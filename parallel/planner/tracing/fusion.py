@@ -73,13 +73,12 @@ class Kernel:
         return [loop for loop in self.loops if loop.sums == dims]
 
 
-def fuse(values: Mapping[Node, Value], elements: Mapping[Node, int], sequences: int) -> dict[Node, Kernel]:
+def fuse(values: Mapping[Node, Value], elements: Mapping[Node, int]) -> dict[Node, Kernel]:
     """Map every stored value to its kernel.
 
     Args:
         values: in an order in which they can be computed
         elements: of all tensors, computed or given
-        sequences: micro batch with which the graph was traced; the rules are applied as for one sequence
     """
     kernels: dict[Node, Kernel] = {}
     for node, reads in _stored_values(values).items():
@@ -92,7 +91,7 @@ def fuse(values: Mapping[Node, Value], elements: Mapping[Node, int], sequences: 
             ):
                 kernel = _join(producer, kernel, kernels)
     _join_siblings(kernels, elements, _have_same_loop)
-    _join_siblings(kernels, elements, lambda first, second: _can_mix(first, second, sequences))
+    _join_siblings(kernels, elements, _can_mix)
     return kernels
 
 
@@ -114,9 +113,7 @@ def _can_follow(producer: Kernel, kernel: Kernel) -> bool:
     if not producer.loops or not kernel.loops or kernel.sums("first"):
         return False
     results = {loop.results for loop in producer.loops if loop.sums}
-    return kernel.elements in results or (
-        kernel.elements == producer.elements and not producer.sums("first")
-    )
+    return kernel.elements in results or (kernel.elements == producer.elements and not producer.sums("first"))
 
 
 def _is_independent(first: Kernel, second: Kernel, kernels: Mapping[Node, Kernel]) -> bool:
@@ -172,17 +169,16 @@ def _have_same_loop(first: Kernel, second: Kernel) -> bool:
     return first.elements == second.elements and reduced[0] == reduced[1]
 
 
-def _can_mix(first: Kernel, second: Kernel, sequences: int) -> bool:
+def _can_mix(first: Kernel, second: Kernel) -> bool:
     """Whether one kernel can sum over rows and the other over columns of the same tensor, in one kernel."""
     columns, rows = (first, second) if first.sums("first") else (second, first)
     of_columns, of_rows = columns.sums("first"), rows.sums("others")
     if not of_columns or not of_rows or rows.sums("first") or columns.elements != rows.elements:
         return False
-    row, width = of_rows[0].results // sequences, of_columns[0].results
+    height, width = of_rows[0].results, of_columns[0].results
     return (
-        of_rows[0].results * width == rows.elements
-        and row >= max(MIXED_ROWS, 2 * width)
-        and row * width >= MIXED_ELEMENTS
+        height * width == rows.elements >= MIXED_ELEMENTS
+        and height >= max(MIXED_ROWS, 2 * width)
         and len(first.reads | second.reads) <= MIXED_READS
     )
 

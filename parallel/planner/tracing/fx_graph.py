@@ -7,7 +7,7 @@ once. The Python body of a custom operator is traced instead of the operator, wi
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from operator import or_
 from typing import Any
@@ -149,7 +149,7 @@ class KernelGraph:
             for node in computed
         }
         elements = {node: _elements(node) for node in {*computed, *self.storage.values()}}
-        kernel_of = fuse(values, elements, self._micro_batch_size)
+        kernel_of = fuse(values, elements)
         for user in dict.fromkeys(kernel_of.values()):
             for owner in user.reads.intersection(kernel_of):
                 kernel_of[owner].writes.add(owner)

@@ -36,34 +36,36 @@ def apply_as_single_tp_rank(model: nn.Module, tensor: TensorPlan, degree: int) -
     apply_styles(model, tensor, axis, shard)
 
 
-TRACED_SEQUENCES = 2  # micro batch of the trace; not 1, because the compiler removes dimensions of size 1
+MOST_TRACED_SEQUENCES = 2  # the graphs of all larger micro batches are the same, except for sizes
 
 
 def module_workload(
-    build: Callable[[int], TracedModule], compiled: bool, budget: float = 1.0
+    build: Callable[[int], TracedModule], compiled: bool, micro_batch_size: int = 2, budget: float = 1.0
 ) -> ModuleWorkload:
     """Return the workload of the module that `build` returns for a number of sequences.
 
     Args:
+        micro_batch_size: the graph of one sequence has fewer copies than that of several
         compiled: as inductor would run it; otherwise as it runs eagerly
         budget: share of the activations that a compiled module saves
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         if compiled:
-            return _trace_compiled(build(TRACED_SEQUENCES), budget)
+            sequences = min(micro_batch_size, MOST_TRACED_SEQUENCES)
+            return _trace_compiled(build(sequences), sequences, budget)
         forward, backward, saved, output = trace_eager(build)
-        module = build(TRACED_SEQUENCES).module
+        module = build(1).module
     return ModuleWorkload(count_parameters(module), forward, backward, saved, output, list_weights(module))
 
 
-def _trace_compiled(subject: TracedModule, budget: float) -> ModuleWorkload:
+def _trace_compiled(subject: TracedModule, sequences: int, budget: float) -> ModuleWorkload:
     graphs: dict[str, GraphModule] = {}
     weights: list[bool] = []
     with _quiet_compiler(), functorch.patch(activation_memory_budget=budget):
         subject.module.compile(fullgraph=True, backend=_keep_graphs(graphs, weights))
         result = subject.call()
         result.backward(torch.empty_like(result))
-    return _read(graphs["forward"].graph, graphs["backward"].graph, weights, subject)
+    return _read(graphs["forward"].graph, graphs["backward"].graph, weights, subject, sequences)
 
 
 def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
@@ -95,18 +97,20 @@ def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
     return backend
 
 
-def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: TracedModule) -> ModuleWorkload:
+def _read(
+    forward: Graph, backward: Graph, weights: Sequence[bool], subject: TracedModule, sequences: int
+) -> ModuleWorkload:
     """Convert both graphs to kernels. The forward returns its result, then the tensors saved for the
     backward, whose placeholders have the same names."""
     primals = _placeholders(forward)
     assert len(primals) == len(weights), "the compiled graph must take every input of the module, in order"
     counted = {
-        node for node, weight in zip(primals, weights, strict=True) if not weight and _has_micro_batch(node)
+        node
+        for node, weight in zip(primals, weights, strict=True)
+        if not weight and node.meta["val"].shape[:1] == (sequences,)
     }
     uncounted = {node.name for node in primals if node not in counted}
-    forward_kernels = KernelGraph(
-        forward, GraphInputs(set(primals) - counted, {}, held=True), TRACED_SEQUENCES
-    )
+    forward_kernels = KernelGraph(forward, GraphInputs(set(primals) - counted, {}, held=True), sequences)
     output, *saved = forward_kernels.returned()
     storage = {node.name: forward_kernels.storage.get(node) for node in forward.nodes}
     same_as, first_with = dict[Node, Node](), dict[Node | None, Node]()
@@ -124,7 +128,7 @@ def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Tra
     backward_kernels = KernelGraph(
         backward,
         GraphInputs(weights_again, same_as, held=False, donated=donated, fixed=fixed),
-        TRACED_SEQUENCES,
+        sequences,
     )
     saved_bytes = total(map(forward_kernels.size, {node for node in saved if node is not None}))
     result = forward_kernels.size(output) if output is not None else Linear()
@@ -141,10 +145,6 @@ def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Tra
 
 def _placeholders(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def _has_micro_batch(node: Node) -> bool:
-    return bool(node.meta["val"].shape[:1] == (TRACED_SEQUENCES,))
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -24,9 +24,9 @@ def counted(monkeypatch) -> list[object]:
     """The cases that were traced."""
     traced: list[object] = []
 
-    def trace(build, compiled, budget):
+    def trace(build, *settings):
         traced.append(build.args[0])
-        return original(build, compiled, budget)
+        return original(build, *settings)
 
     import meshwright.train.planning.trace_model
 
