@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 GIB = 2**30
 
@@ -58,3 +59,16 @@ class StepMemory:
     def peak_bytes(self) -> int:
         """The largest total of the step."""
         return self.at_peak.total
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictedMemory(StepMemory):
+    """Predicted memory of a step. `pools`: bytes that a GPU's allocator reserves for the tensors of each CUDA
+    stream."""
+
+    pools: Mapping[str, int]
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the allocator reserves for all streams."""
+        return sum(self.pools.values())

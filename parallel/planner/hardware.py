@@ -65,8 +65,8 @@ class Hardware:
             CPU
         overlaps: whether collectives overlap with compute (streams on a GPU) or stop it (gloo on a CPU)
         slowdown: share of its speed that compute loses while a collective runs
-        reserved_share, reserved_gib: memory that the allocator reserves beyond the peak, as a share of the
-            peak, and fixed memory of the process, in GiB
+        reserved_share, reserved_gib: memory that the allocator reserves beyond its predicted pools (on a CPU
+            beyond the peak), as a share of them, and fixed memory of the process, in GiB
         cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
             CPU's rates are those of one core while the others are equally busy: a process gets
             cores / processes of them

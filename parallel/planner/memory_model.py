@@ -1,30 +1,42 @@
 """The memory model: the memory of one rank at every moment of a step, from the modules' workload and FSDP2's
-buffers, without running the plan.
+buffers, without running the plan; and the memory that the allocator reserves for it.
 
 FSDP2's rules are those of torch/distributed/fsdp/_fully_shard (2.11 to 2.13): a unit is all-gathered into a
 buffer and copied out of it; in the forward the buffer lives until the next unit's all-gather has been waited
 for, in the backward it is freed immediately; an unsharded gradient is copied into a buffer in reduce_dtype,
 which lives until the next unit's gradient is reduced.
+
+Inputs and outputs of all-gathers are allocated on FSDP2's copy-in stream, reduced gradients on its
+reduce-scatter stream, and casts of gradients that were summed over replicas on its all-reduce stream; all
+other tensors on the compute stream.
 """
 
 from collections.abc import Iterator
 from math import prod
 from operator import attrgetter
 
-from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, StepMemory
+from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule, regathered
+from meshwright.parallel.planner.allocator import KEPT, AllocationLog
 from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
 from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.module_tensors import PASSING, ModuleTensors
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, total
 
+# cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
+WORKSPACE_BYTES = 32 * 2**20
+REDUCTION, COPIED_OUT, SUMS = "reduction", "copied out", "sums over replicas"  # groups of tensors
 
-def predict_step_memory(plan: Plan, work: ModelWorkload) -> StepMemory:
+
+def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     """Return a step's memory under AdamW: parameters and gradients in the plan's storage_dtype and two
-    moments, all with the same sharding. Allocator overhead and host memory of `cpu_offload` are not
-    included."""
-    moments = list(_MemoryTimeline(plan, work).moments())
+    moments, all with the same sharding. Host memory of `cpu_offload` is not included."""
+    timeline = _MemoryTimeline(plan, work)
+    moments = list(timeline.moments())
     most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryBreakdown.__annotations__}
-    return StepMemory(MemoryBreakdown(**most), max(moments, key=attrgetter("total")))
+    return PredictedMemory(
+        MemoryBreakdown(**most), max(moments, key=attrgetter("total")), timeline.log.reserved_bytes()
+    )
 
 
 class _MemoryTimeline:
@@ -59,17 +71,31 @@ class _MemoryTimeline:
         self._params = sum(map(self._share, plan.modules)) * self._stored_bytes
         self._moments = 2 * trained * work.moment_bytes
         self._grads = sum(map(self._accumulated, plan.units))
+        self.log = AllocationLog()
+        self._tensors = ModuleTensors(self.log, work, plan.micro_batch_size)
+        self._log_state()
 
     def moments(self) -> Iterator[MemoryBreakdown]:
         """Yield the memory at every moment that can be the peak in total or of one kind."""
         for name in self._plan.modules:
             yield from self._forward(name)
         self._copied_out = 0
+        self.log.drop(COPIED_OUT, PASSING)
         for name in reversed(self._plan.modules):
             if self._work.has_backward((name,)):
                 yield from self._backward(name)
         self._reducing, self._all_reduced, self._passing = 0, 0, Linear()
+        self.log.drop(REDUCTION, SUMS, PASSING)
         yield self._moment()  # the optimizer's
+
+    def _log_state(self) -> None:
+        """Log the tensors that exist before the last micro batch."""
+        log = self.log
+        log.hold("compute", KEPT, self._work.tables)
+        if not self._plan.cpu_offload:
+            log.hold("compute", KEPT, self._params, self._moments)
+            for unit in reversed(self._plan.units):
+                log.hold("reduce_scatter", (unit.name, "sharded gradients"), self._accumulated(unit))
 
     def _forward(self, name: str) -> Iterator[MemoryBreakdown]:
         """Yield the moments of a module's forward."""
@@ -78,31 +104,43 @@ class _MemoryTimeline:
             yield from self._gather(unit, "forward")
         for live in module.forward.live_bytes:
             yield self._moment(name, live)
+        if name in self._plan.modules[1:2]:
+            self.log.hold("compute", KEPT, WORKSPACE_BYTES)
+        self._tensors.forward(name)
         self._passing = module.output
         if self._work.has_backward((name,)):
             self._add_saved(module.saved_bytes)
-        if name in self._previous_offloaded:
-            self._add_saved(self._work.modules[self._previous_offloaded[name]].saved_bytes.times(-1))
+        if previous := self._previous_offloaded.get(name):
+            self._add_saved(self._work.modules[previous].saved_bytes.times(-1))
+            self._tensors.release(previous)
         if name in self._last and regathered(unit):
             del self._gathered[unit.name]
+            self.log.drop((unit.name, "gathered"))
             if type(reshard := unit.reshard_after_forward) is int:
                 self._gathered[f"{unit.name}, kept"] = self._gathered_bytes(unit) // reshard
+                kept = (size // reshard for size in self._gathered_weights(unit))
+                self.log.hold("compute", (unit.name, "kept"), *kept)
 
     def _backward(self, name: str) -> Iterator[MemoryBreakdown]:
         """Yield the moments of a module's backward, and of its unit's reduction."""
         unit, module = self._unit_of[name], self._work.modules[name]
         if name in self._last:
             yield from self._gather(unit, "backward")
-        if name in self._previous_offloaded:
-            self._add_saved(self._work.modules[self._previous_offloaded[name]].saved_bytes)
+        if previous := self._previous_offloaded.get(name):
+            self._add_saved(self._work.modules[previous].saved_bytes)
+            self._tensors.restore(previous)
         self._add_saved(module.saved_bytes.times(-1))
         for live in module.backward.live_bytes:
             yield self._moment(name, live)
+        if name in self._plan.modules[-2:-1]:
+            self.log.hold("compute", KEPT, WORKSPACE_BYTES)
+        self._tensors.backward(name, f"{unit.name}, full gradients")
         self._passing = self._input(name)
         trained = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
         self._full_grads[unit.name] = self._full_grads.get(unit.name, 0) + trained
         if name in self._first_backward:
             del self._gathered[unit.name]
+            self.log.drop((unit.name, "gathered"))
             yield from self._reduce(unit)
 
     def _add_saved(self, more: Linear) -> None:
@@ -114,17 +152,47 @@ class _MemoryTimeline:
         """Yield the moments of a unit's all-gather unless it is gathered: its buffer is filled, copied out,
         then kept (forward) or freed (backward). Then start the prefetched all-gathers."""
         if unit.name not in self._gathered:
-            self._in_flight.setdefault(unit.name, self._buffer(unit))
+            self._start_gather(unit)
             yield self._moment()
             self._copied_out = 0
             self._gathered[unit.name] = self._gathered_bytes(unit)
             self._gathered.pop(f"{unit.name}, kept", None)
+            self._log_copy_out(unit)
             yield self._moment()
             buffer = self._in_flight.pop(unit.name)
             self._copied_out = buffer if phase == "forward" else 0
+            if phase == "backward":
+                self.log.drop(COPIED_OUT)
         for ahead in self._ahead[phase][unit.name]:
             if ahead.name not in self._gathered:
-                self._in_flight.setdefault(ahead.name, self._buffer(ahead))
+                self._start_gather(ahead)
+
+    def _start_gather(self, unit: UnitPlan) -> None:
+        """Start a unit's all-gather unless it is in flight: allocate the shard to send, in param_dtype, and
+        the buffer."""
+        if unit.name in self._in_flight:
+            return
+        self._in_flight[unit.name] = buffer = self._buffer(unit)
+        log, shard = self.log, buffer // self._plan.mesh.dp_shard
+        if self._plan.cpu_offload:
+            stored = sum(map(self._share, unit.modules)) * self._stored_bytes
+            log.hold("all_gather", (unit.name, "shard"), stored if buffer else 0)
+        if DTYPE_BYTES[unit.param_dtype] != self._stored_bytes:
+            log.hold("all_gather", (unit.name, "shard"), shard)
+        log.hold("all_gather", (unit.name, "buffer"), buffer)
+        log.drop((unit.name, "shard"))
+
+    def _log_copy_out(self, unit: UnitPlan) -> None:
+        """Log the allocation of a unit's gathered weights. A rank without others to gather from casts its
+        weights one by one instead."""
+        log, casts = self.log, DTYPE_BYTES[unit.param_dtype] != self._stored_bytes
+        log.drop(COPIED_OUT, (unit.name, "kept"))
+        for size in self._gathered_weights(unit):
+            if casts and self._plan.mesh.dp_shard == 1:
+                log.hold("compute", (unit.name, "cast"), size)
+            log.hold("compute", (unit.name, "gathered"), size)
+            log.drop((unit.name, "cast"))
+        log.move((unit.name, "buffer"), COPIED_OUT)
 
     def _reduce(self, unit: UnitPlan) -> Iterator[MemoryBreakdown]:
         """Yield the moments of a unit's reduction: the unsharded gradient and the buffer that it is copied
@@ -133,9 +201,13 @@ class _MemoryTimeline:
         shards, reduce_bytes = self._plan.mesh.dp_shard, DTYPE_BYTES[unit.reduce_dtype]
         reduced = sum(map(self._trained_share, unit.modules))
         self._reducing = reduced * shards * reduce_bytes
+        self.log.drop(REDUCTION)
+        self.log.hold("compute", REDUCTION, self._reducing)
         yield self._moment()
         full = self._full_grads.pop(unit.name)
+        self.log.drop(f"{unit.name}, full gradients")
         cast = reduced * self._stored_bytes if reduce_bytes != self._stored_bytes else 0
+        self._log_reduction(unit, reduced * reduce_bytes, cast)
         if shards == 1:  # no reduce-scatter: the division copies the buffer, and the result is copied again
             yield self._moment(copies=self._reducing + max(self._reducing, cast))
         else:
@@ -146,6 +218,31 @@ class _MemoryTimeline:
         if cast and self._plan.mesh.dp_replicate > 1:
             self._all_reduced += reduced * reduce_bytes
         yield self._moment()
+
+    def _log_reduction(self, unit: UnitPlan, result: int, cast: int) -> None:
+        """Log the result of a unit's reduction, its cast to storage_dtype if there is one, and how both
+        become the sharded gradients.
+
+        Over replicas the sum of the earlier micro batches is added to the result before, and the result of a
+        cast lives until the backward's end; without replicas the result is added to that sum and freed.
+        """
+        log, mesh = self.log, self._plan.mesh
+        reduced, gradients = (unit.name, "reduced"), (unit.name, "sharded gradients")
+        log.hold("reduce_scatter", reduced, result)
+        if mesh.dp_shard == 1:  # divided
+            log.hold("reduce_scatter", (unit.name, "copy"), result)
+            log.drop((unit.name, "copy"))
+        if mesh.dp_replicate > 1:
+            log.drop(gradients)
+        if cast:
+            log.hold("all_reduce" if mesh.dp_replicate > 1 else "reduce_scatter", (unit.name, "cast"), cast)
+            if mesh.dp_replicate > 1:
+                log.move(reduced, SUMS)
+            log.drop(reduced)
+            log.move((unit.name, "cast"), reduced)
+        if self._plan.cpu_offload or (mesh.dp_replicate == 1 and self._plan.accumulation > 1):
+            log.drop(reduced)
+        log.move(reduced, gradients)
 
     def _accumulated(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's gradient from the micro batches before the last: in storage_dtype, or
@@ -208,19 +305,28 @@ class _MemoryTimeline:
         parameters = sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard
         return parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
 
+    def _gathered_weights(self, unit: UnitPlan) -> list[int]:
+        """Return the bytes of each of a unit's gathered parameters."""
+        modules = (self._work.modules[name] for name in unit.modules)
+        weights = [prod(weight) for module in modules for weight in module.weights] or [1]
+        return [self._gathered_bytes(unit) * weight // sum(weights) for weight in weights]
+
     def _buffer(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
         return self._gathered_bytes(unit) if self._plan.mesh.dp_shard > 1 else 0
 
 
-def reserved_bytes(memory: StepMemory, hardware: Hardware) -> int:
-    """Return the peak plus the memory that the allocator reserves beyond it and the process itself uses."""
-    return round(memory.peak_bytes * (1 + hardware.reserved_share) + hardware.reserved_gib * GIB)
+def allocator_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
+    """Return the memory that the allocator reserves, as torch.cuda.memory_reserved() does: its pools, or on a
+    CPU the peak, and the share beyond them."""
+    used = memory.peak_bytes if hardware.cores else memory.pool_bytes
+    return round(used * (1 + hardware.reserved_share))
 
 
-def usable_bytes(device_bytes: int, hardware: Hardware) -> int:
-    """Return the highest peak that fits into `device_bytes`: the inverse of `reserved_bytes`."""
-    return int((device_bytes - hardware.reserved_gib * GIB) / (1 + hardware.reserved_share))
+def reserved_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
+    """Return the memory that a process takes from the device: that of the allocator and that of the process
+    itself."""
+    return allocator_bytes(memory, hardware) + round(hardware.reserved_gib * GIB)
 
 
 def least_bytes(plan: Plan, work: ModelWorkload) -> int:

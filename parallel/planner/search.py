@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
@@ -20,12 +20,7 @@ from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import host_bytes, step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import (
-    least_bytes,
-    predict_step_memory,
-    reserved_bytes,
-    usable_bytes,
-)
+from meshwright.parallel.planner.memory_model import least_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
     CHOICES,
@@ -77,7 +72,7 @@ class Candidate:
     lower_bound_s: float
     needed_bytes: int
     host_bytes: int = 0
-    memory: StepMemory | None = None
+    memory: PredictedMemory | None = None
     timeline: Timeline | None = None
     at_least: bool = False
 
@@ -294,7 +289,7 @@ class _Search:
         all blocks are needed (a separate candidate), if even all do not fit, or if host memory is too
         small."""
         key, blocks = _without_gathering(candidate.choices), self._blocks(candidate.plan)
-        peaks: dict[int, int] = {}
+        needed: dict[int, int] = {}
 
         def with_blocks(count: int) -> Candidate:
             choices = {**candidate.choices, "activation_checkpoint_blocks": count}
@@ -303,8 +298,8 @@ class _Search:
         def fits(count: int) -> bool:
             plan = with_blocks(count).plan
             memory = predict_step_memory(plan, self.trace(plan))
-            peaks[count] = memory.peak_bytes
-            return reserved_bytes(memory, self.machines.hardware) <= self.machines.available_bytes
+            needed[count] = reserved_bytes(memory, self.machines.hardware)
+            return needed[count] <= self.machines.available_bytes
 
         # The resharding and prefetching tried first need the least memory: the others never need fewer
         # blocks.
@@ -313,7 +308,7 @@ class _Search:
             return with_blocks(least) if least < blocks else None
         count = blocks
         if fits(blocks - 1):
-            spare = usable_bytes(self.machines.available_bytes, self.machines.hardware) - peaks[blocks - 1]
+            spare = self.machines.available_bytes - needed[blocks - 1]
             keeping = (*_without_gathering({**candidate.choices, "activation_checkpoint": "none"}), 0)
             saved = max(
                 1, (self.bounds[keeping].needed_bytes - self.bounds[*key, blocks].needed_bytes) / blocks

@@ -63,6 +63,23 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """A tensor on the device and its lifetime.
+
+    Args:
+        role: input and output are the module's; the next module's backward hands on output_grad, and this one
+            input_grad
+        begin, end: the first and the last kernel with the buffer, counted over the module's forward and then
+            its backward. A module's input begins before its first kernel
+    """
+
+    role: Literal["input", "output", "output_grad", "input_grad", "weight_grad", "inner"]
+    size: Linear
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class ModuleWorkload:
     """The workload of one module on one tp rank.
 
@@ -82,6 +99,7 @@ class ModuleWorkload:
     output: Linear
     weights: tuple[tuple[int, int], ...] = ()
     float8: int = 0
+    buffers: tuple[Buffer, ...] = ()
 
     @property
     def float8_share(self) -> float:

@@ -11,13 +11,13 @@ from meshwright.models.cost import flops_per_token
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import StepMemory
+from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import Cluster, SearchResult, least_memory, search
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
@@ -36,13 +36,15 @@ class Prediction:
 
     Args:
         memory: of one rank
-        reserved_bytes: the peak with the overhead of allocator and process
+        allocator_bytes: what the allocator reserves
+        reserved_bytes: the same with the overhead of the process
         timeline: a step of one rank
         tokens_per_s_per_gpu: trained tokens
         mfu, mfu_causal: share of the device's peak, with FLOPs of full or causal attention; None for a CPU
     """
 
-    memory: StepMemory
+    memory: PredictedMemory
+    allocator_bytes: int
     reserved_bytes: int
     timeline: Timeline
     tokens_per_s_per_gpu: float
@@ -68,10 +70,11 @@ def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
     full, causal = (rate * flops_per_token(job.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
     # no MFU on a CPU: its peak_tflops is the best measured rate of one core
     mfu, mfu_causal = (None, None) if hardware.cores else (full, causal)
-    return Prediction(memory, reserved_bytes(memory, hardware), timeline, rate, mfu, mfu_causal)
+    allocator, reserved = allocator_bytes(memory, hardware), reserved_bytes(memory, hardware)
+    return Prediction(memory, allocator, reserved, timeline, rate, mfu, mfu_causal)
 
 
-def predict_memory(job: TrainingJob, plan: Plan) -> StepMemory:
+def predict_memory(job: TrainingJob, plan: Plan) -> PredictedMemory:
     """Predict the memory of one rank in a step of the job under `plan`."""
     return predict_step_memory(plan, run_workload(job, plan))
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import predict_step_memory, usable_bytes
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import Cluster
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
@@ -42,10 +42,10 @@ class Devices:
     gpus_per_node: int
     hardware: Hardware | None = None
 
-    @property
-    def usable_bytes(self) -> int:
-        """Available bytes without the overhead of allocator and process, if the hardware is known."""
-        return usable_bytes(self.available_bytes, self.hardware) if self.hardware else self.available_bytes
+    def needed_bytes(self, memory: PredictedMemory) -> int:
+        """Return the bytes that a process needs, with those of allocator and process if the hardware is
+        known."""
+        return reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Suggestion:
 
     Args:
         keys: config keys to set, and their values
-        peak_bytes: peak memory of a process with the change
+        needed_bytes: memory of a process with the change, at the peak or with that of the allocator
         processes: number to start; None: unchanged
         config: a shipped config to train instead; "": the same model
         freed_bytes: reduction of the peak memory of a process
@@ -62,7 +62,7 @@ class Suggestion:
     """
 
     keys: Mapping[str, object]
-    peak_bytes: int
+    needed_bytes: int
     processes: int | None = None
     config: str = ""
     freed_bytes: int | None = None
@@ -74,26 +74,28 @@ class Suggestion:
         if self.freed_bytes is not None:
             time = "" if self.slower is None else f", a step takes {self.slower:+.0%}"
             return f"{keys}: {self.freed_bytes / GIB:.2f} GiB less{time}"
-        needed = f"({self.peak_bytes / GIB:.1f} GiB each)"
+        needed = f"({self.needed_bytes / GIB:.1f} GiB each)"
         if self.config:
             return " ".join(filter(None, ("here, --config", self.config, keys, needed)))
         place = f"{self.processes} processes with as much memory each" if self.processes else "here"
         return f"{place}, with {keys} {needed}" if keys else f"{place} {needed}"
 
 
-def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str) -> StepMemory:
-    """Return the plan's predicted memory. Raises PlanError, with the nearest changes that fit, if it exceeds
-    the usable memory of a process."""
-    needed = predict_memory(job, plan)
-    if needed.peak_bytes <= devices.usable_bytes:
-        return needed
-    kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in needed.at_peak.gib().items() if gib > 0.05)
+def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str) -> PredictedMemory:
+    """Return the plan's predicted memory. Raises PlanError, with the nearest changes that fit, if a process
+    needs more than it has."""
+    memory = predict_memory(job, plan)
+    needed = devices.needed_bytes(memory)
+    if needed <= devices.available_bytes:
+        return memory
+    parts = memory.at_peak.gib() | {"allocator and process": (needed - memory.peak_bytes) / GIB}
+    kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in parts.items() if gib > 0.05)
     # the dtype that auto resolves to on this device
     parallel = dataclasses.replace(job.parallel, param_dtype=plan.units[0].param_dtype)
     fits = suggest_fits(dataclasses.replace(job, parallel=parallel), plan.mesh.world_size, devices)
     raise PlanError(
-        f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, but {device_name} has "
-        f"{devices.usable_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
+        f"this plan needs {needed / GIB:.1f} GiB per process, but {device_name} has "
+        f"{devices.available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
         + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits)
     )
 
@@ -143,7 +145,7 @@ def _largest_shipped(job: TrainingJob, processes: int, devices: Devices) -> Iter
 
 
 def _longest_that_fits(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, int] | None:
-    """Return the longest sequence that fits (the job's, half of it, ...) and the peak bytes of a process."""
+    """Return the longest sequence that fits (the job's, half of it, ...) and the bytes that it needs."""
     seq_len = job.seq_len
     while seq_len >= min(job.seq_len, MIN_SEQ_LEN):
         # first scaled from the job's own length, which is traced once; if that fits, traced at this length
@@ -158,7 +160,7 @@ def _longest_that_fits(job: TrainingJob, processes: int, devices: Devices) -> tu
 def _needed_bytes(
     job: TrainingJob, processes: int, devices: Devices, seq_len: int | None = None
 ) -> int | None:
-    """Return the peak bytes of a process; None if it does not fit or no plan is legal.
+    """Return the bytes that a process needs; None if it does not fit or no plan is legal.
 
     `seq_len`: scale the workload to sequences of that many tokens.
     """
@@ -175,26 +177,26 @@ def _needed_bytes(
             best_dtype(devices.hardware),
         )
         work = run_workload(job, plan).shortened(seq_len or job.seq_len)
-        needed = predict_step_memory(plan, work).peak_bytes
+        needed = devices.needed_bytes(predict_step_memory(plan, work))
     except PlanError:
         return None
-    return needed if needed <= devices.usable_bytes else None
+    return needed if needed <= devices.available_bytes else None
 
 
 def _leanest_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
-    """Return the peak of the best plan for parallel.plan=auto, from a search in which all open keys except tp
-    have the values that need the least memory; None if none fits."""
+    """Return the bytes that the best plan for parallel.plan=auto needs, from a search in which all open keys
+    except tp have the values that need the least memory; None if none fits."""
     assert devices.hardware is not None, "the planner needs a hardware description"
     cluster = Cluster(devices.hardware, devices.gpus_per_node, devices.available_bytes)
     ranked = search_leanest(job, processes, cluster, seq_len).ranked
-    return ranked[0].memory.peak_bytes if ranked and ranked[0].memory else None
+    return ranked[0].needed_bytes if ranked else None
 
 
 def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:
     """Whether parameters and both moments alone fit: a quick test without tracing the model."""
     bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
     held = bytes_each * count_parameters(job.model).total / processes
-    return bool(job.freeze) or job.parallel.cpu_offload or held < devices.usable_bytes
+    return bool(job.freeze) or job.parallel.cpu_offload or held < devices.available_bytes
 
 
 def _recomputing(job: TrainingJob) -> Iterator[Mapping[str, object]]:

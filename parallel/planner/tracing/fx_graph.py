@@ -63,17 +63,17 @@ class KernelGraph:
     """The kernels of one graph, traced with inputs of `micro_batch_size` sequences."""
 
     def __init__(self, graph: Graph, inputs: GraphInputs, micro_batch_size: int) -> None:
-        self._inputs, self._micro_batch_size = inputs, micro_batch_size
+        self._inputs, self.micro_batch_size = inputs, micro_batch_size
         self._nodes = [node for node in graph.nodes if _tensors(node.meta.get("val"))]
         (self._returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
         self._fixed = set(inputs.uncounted) | set(inputs.fixed)
-        self._bodies: dict[Node, CustomOpBody] = {}
+        self.bodies: dict[Node, CustomOpBody] = {}
         self._position = {node: i for i, node in enumerate(graph.nodes)}
         self.storage: dict[Node, Node] = {}  # node -> the node that allocated its storage
         for node in self._nodes:
             self.storage[node] = self._find_storage(node)
             if code := _inner_code(node):
-                self._bodies[node] = inline_custom_op(node, code, self._fixed, micro_batch_size)
+                self.bodies[node] = inline_custom_op(node, code, self._fixed, micro_batch_size)
             if node.op == "call_function" and self._is_fixed(node):
                 self._fixed.add(node)
         self._kernel_of = self._find_kernels()
@@ -82,8 +82,8 @@ class KernelGraph:
     def phase(self) -> Phase:
         """Return the kernels' operations, and the moments that can be the peak."""
         operations = (
-            self._bodies[first].phase.operations
-            if (first := kernel.nodes[0]) in self._bodies
+            self.bodies[first].phase.operations
+            if (first := kernel.nodes[0]) in self.bodies
             else (self._operation(kernel),)
             for kernel in self.kernels
         )
@@ -103,12 +103,12 @@ class KernelGraph:
         """Return the bytes of a custom operator's result (one of several for a getitem); None for other
         nodes."""
         source, index = (node.args[0], node.args[1]) if _name(node) == "getitem" else (node, 0)
-        if source not in self._bodies or isinstance(node.meta["val"], tuple):
+        if source not in self.bodies or isinstance(node.meta["val"], tuple):
             return None
-        return self._bodies[source].results[index]  # type: ignore[index]
+        return self.bodies[source].results[index]  # type: ignore[index]
 
     def _scale(self, amount: float, fixed: bool) -> Linear:
-        return Linear(amount, 0.0) if fixed else Linear(0.0, amount / self._micro_batch_size)
+        return Linear(amount, 0.0) if fixed else Linear(0.0, amount / self.micro_batch_size)
 
     def _find_storage(self, node: Node) -> Node:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
@@ -189,30 +189,34 @@ class KernelGraph:
         names = dict.fromkeys(map(_name, kernel.nodes))
         return Operation("memory", "_".join((FUSED, *names)), Linear(), moved, dtype)
 
+    def counted_placeholders(self) -> set[Node]:
+        """Return the storages of the placeholders, except weights and tables."""
+        placeholders = {self.storage[node] for node in self._nodes if node.op == "placeholder"}
+        return placeholders.difference(self._inputs.uncounted)
+
     def _moments(self) -> list[Linear]:
         """Return the live bytes during each kernel, including its results."""
         end = len(self.kernels)
         last_use = {node: i for i, kernel in enumerate(self.kernels) for node in kernel.reads | kernel.writes}
         last_use |= dict.fromkeys(filter(None, self.returned()), end)
-        placeholders = {self.storage[node] for node in self._nodes if node.op == "placeholder"}
-        live = placeholders.difference(self._inputs.uncounted)
+        live = self.counted_placeholders()
         if self._inputs.held:
             last_use |= dict.fromkeys(live, end)
         writable = self._kernel_of.keys() | set(self._inputs.donated)
         moments = [total(map(self.size, live))]
         for i, kernel in enumerate(self.kernels):
             dying = {node for node in kernel.reads & live & writable if last_use[node] == i}
-            if (first := kernel.nodes[0]) in self._bodies:
+            if (first := kernel.nodes[0]) in self.bodies:
                 moments += [
-                    total((*map(self.size, live), moment)) for moment in self._bodies[first].phase.live_bytes
+                    total((*map(self.size, live), moment)) for moment in self.bodies[first].phase.live_bytes
                 ]
             live |= kernel.writes
-            moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
+            moments.append(total(map(self.size, live - overwritten(kernel, dying))))
             live = {node for node in live if last_use.get(node, -1) > i}
         return moments
 
 
-def _overwritten(kernel: Kernel, dying: Iterable[Node]) -> set[Node]:
+def overwritten(kernel: Kernel, dying: Iterable[Node]) -> set[Node]:
     """Return the dying input that an elementwise kernel overwrites with its only result, as inductor does for
     equal dtypes and sizes (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
     depends on their loops, so none is assumed to be overwritten."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.fx import Graph, GraphModule, Node
 
 from meshwright.parallel.plan.schema import TensorPlan
+from meshwright.parallel.planner.tracing.buffers import module_buffers
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
 from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
 from meshwright.parallel.planner.workload import Linear, ModuleWorkload, total
@@ -140,6 +141,16 @@ def _read(
         saved_bytes,
         result,
         list_weights(module),
+        buffers=module_buffers(
+            forward_kernels,
+            backward_kernels,
+            {
+                backward_kernels.storage[node]: owner
+                for node in same_as
+                if (owner := storage[node.name]) is not None
+            },
+            weights,
+        ),
     )
 
 

@@ -6,12 +6,18 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, StepMemory
+from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory, StepMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner import allocator, memory_model
 from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory_model import least_bytes, predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.memory_model import (
+    allocator_bytes,
+    least_bytes,
+    predict_step_memory,
+    reserved_bytes,
+)
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
@@ -334,10 +340,72 @@ def test_what_comes_before_the_first_trained_module_keeps_nothing_and_has_no_bac
     assert step.memory.grads == (200 + 500) * 4
 
 
-def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> None:
-    hardware = dataclasses.replace(load_hardware()["h100-sxm"], reserved_share=0.25, reserved_gib=2.0)
-    memory = StepMemory(MemoryBreakdown(), MemoryBreakdown(params=8 * GIB))
-    assert reserved_bytes(memory, hardware) == 12 * GIB
+@pytest.fixture
+def exact_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools that grow by bytes, without cuBLAS's workspaces."""
+    monkeypatch.setattr(allocator, "PAGE_BYTES", 1)
+    monkeypatch.setattr(allocator, "ALIGNMENT_BYTES", 1)
+    monkeypatch.setattr(memory_model, "WORKSPACE_BYTES", 0)
+
+
+@pytest.mark.usefixtures("exact_pools")
+def test_the_pools_by_hand() -> None:
+    """Two shards in float32. All-gathers: the last block's buffer, which the forward keeps, and the head's
+    behind it. The sharded gradients are on the reduce-scatter stream."""
+    pools = predict(2, 3).pools
+    assert (pools["all_gather"], pools["reduce_scatter"], pools["all_reduce"]) == (1600 + 4000, SHARDS, 0)
+    without = predict(2, 3, forward_prefetch=0, backward_prefetch=0).pools
+    assert without["all_gather"] == 4000 + 1600, "the last block's is still kept when the head's is filled"
+
+
+@pytest.mark.usefixtures("exact_pools")
+def test_shards_are_cast_on_the_stream_of_the_all_gathers_before_they_are_sent() -> None:
+    """In the last block: the gap that its shard has left, its buffer, the head's shard, the head's buffer."""
+    pools = predict(2, 3, work=make_work(dtype_bytes=2), **BF16).pools
+    assert pools["all_gather"] == 400 + 800 + 1000 + 2000
+    assert predict(2, 3, work=make_work(dtype_bytes=2), **STORED).pools["all_gather"] == 800 + 2000
+
+
+@pytest.mark.usefixtures("exact_pools")
+def test_casts_of_sums_over_replicas_are_on_the_all_reduce_stream() -> None:
+    """The sums in float32 stay on the reduce-scatter stream until the backward ends. Without replicas the
+    casts are on that stream."""
+    work = make_work(dtype_bytes=2)
+    pools = predict(4, dp_replicate=2, work=work, **STORED).pools
+    assert (pools["reduce_scatter"], pools["all_reduce"]) == (SHARDS, SHARDS // 2)
+    alone = predict(2, work=work, **STORED).pools
+    assert alone["all_reduce"] == 0
+    assert SHARDS // 2 < alone["reduce_scatter"] < SHARDS
+
+
+@pytest.mark.usefixtures("exact_pools")
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"cpu_offload": True},
+        {"dp_replicate": 2, "global_batch": 24},
+        {"activation_checkpoint": "offload"},
+        {"strategy": "ddp"},
+        STORED,
+    ],
+    ids=str,
+)
+def test_the_pools_hold_the_peak_and_at_most_what_is_live_at_any_time(keys: dict[str, Any]) -> None:
+    work = make_work(dtype_bytes=2 if "storage_dtype" in keys else 4)
+    memory = predict(4, 3, work=work, **keys)
+    assert memory.peak_bytes <= memory.pool_bytes < 1.6 * memory.memory.total
+
+
+def test_what_is_reserved_is_the_pools_or_on_a_cpu_the_peak_and_what_allocator_and_process_add() -> None:
+    pools = {"compute": 7 * GIB, "all_gather": GIB}
+    memory = PredictedMemory(MemoryBreakdown(), MemoryBreakdown(params=4 * GIB), pools)
+    for kind, of_allocator in (("h100-sxm", 10 * GIB), ("cpu", 5 * GIB)):
+        hardware = dataclasses.replace(load_hardware()[kind], reserved_share=0.25, reserved_gib=2.0)
+        assert allocator_bytes(memory, hardware) == of_allocator
+        assert reserved_bytes(memory, hardware) == of_allocator + 2 * GIB
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_more_memory_never_makes_the_choice_slower(sizes: tuple[int, ...]) -> No
 
 def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
     plenty, little = (
-        find(8, machines(gib), micro=1, tp=1).best.choices["activation_checkpoint"] for gib in (140, 20)
+        find(8, machines(gib), micro=1, tp=1).best.choices["activation_checkpoint"] for gib in (140, 24)
     )
     assert (plenty, little) == ("none", "full")
 
