@@ -60,11 +60,12 @@ def fill_model(
     model: Llama, plan: Plan, device: torch.device, seed: int, copy: Callable[..., None] = copy_shard
 ) -> None:
     """Second half of `build_model`: allocate this rank's tensors and write initial values with `copy`, as
-    `init_weights` does."""
+    `init_weights` does. The memory of the full tensors that this needs returns to the GPU."""
     model.to_empty(device="cpu" if plan.cpu_offload else device)
     for name, buffer in model.named_buffers():  # all buffers are attributes of the root module
         setattr(model, name, buffer.to(device))
     init_weights(model, seed, copy)
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
