@@ -44,7 +44,7 @@ VIEWS = frozenset(
         "wait_tensor",
     }
 )
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"})
 REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "var_mean"})
 COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",

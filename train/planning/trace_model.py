@@ -16,6 +16,7 @@ from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.plan.float8_rules import count_float8
 from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule
+from meshwright.parallel.planner.tracing.float8 import multiply_in_float8
 from meshwright.parallel.planner.tracing.trace import (
     MOST_TRACED_SEQUENCES,
     apply_as_single_tp_rank,
@@ -33,7 +34,8 @@ class _Case:
     """Everything that a module's workload depends on.
 
     `module`: tok_embeddings, head or BLOCK, in a model of one block; `styles`: as in TensorPlan; `frozen`:
-    names of its parameters that are not trained; the other fields are those of Plan and UnitPlan.
+    names of its parameters that are not trained; `float8`: patterns of the linears that multiply in float8;
+    the other fields are those of Plan and UnitPlan.
     `sequences`: 1, or 2 for every larger micro batch.
     """
 
@@ -54,6 +56,7 @@ class _Case:
     fused_projections: bool
     frozen: tuple[str, ...]
     document_mask: bool
+    float8: tuple[str, ...]
 
 
 def model_workload(
@@ -90,18 +93,32 @@ def model_workload(
         )
         if key not in traced:
             case = _make_case(config, plan, unit, kind, seq_len)
-            traced[key] = _trace(
-                dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK), folder
-            )
+            case = dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK)
+            traced[key] = _trace(case, folder)
+            if plan.float8.linears and kind == BLOCK and case.compiled:
+                in_float8 = _trace(dataclasses.replace(case, float8=plan.float8.linears), folder)
+                traced[key] = _with_memory_of(traced[key], in_float8)
         modules[name] = traced[key]
-    if in_float8 := count_float8(plan, block_linears(config)):
+    if parameters := count_float8(plan, block_linears(config)):
         blocks = {id(work): work for name, work in modules.items() if name.startswith(BLOCKS)}
-        multiplied = {key: dataclasses.replace(work, float8=in_float8) for key, work in blocks.items()}
+        multiplied = {key: dataclasses.replace(work, float8=parameters) for key, work in blocks.items()}
         modules = {name: multiplied.get(id(work), work) for name, work in modules.items()}
     if config.tie_embeddings:  # one weight; its gradient begins in the head
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
     tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
     return ModelWorkload(modules, {}, seq_len, "head", tables)
+
+
+def _with_memory_of(work: ModuleWorkload, other: ModuleWorkload) -> ModuleWorkload:
+    """Return a workload with the memory of another: of the same module with products in float8, whose time
+    the cost model derives from that in bfloat16."""
+    forward, backward = (
+        dataclasses.replace(phase, live_bytes=others.live_bytes)
+        for phase, others in ((work.forward, other.forward), (work.backward, other.backward))
+    )
+    return dataclasses.replace(
+        work, forward=forward, backward=backward, saved_bytes=other.saved_bytes, buffers=other.buffers
+    )
 
 
 def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> _Case:
@@ -125,6 +142,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         fused_projections=plan.fused_projections,
         frozen=(),
         document_mask=False,
+        float8=(),
     )
 
 
@@ -146,6 +164,7 @@ def _build(case: _Case, sequences: int) -> TracedModule:
         torch.set_default_dtype(torch.float32)
     model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
     apply_as_single_tp_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
+    multiply_in_float8(model, case.float8)
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.
     for name in case.frozen if case.module != "tok_embeddings" else ():

@@ -253,7 +253,7 @@ def _inner_code(node: Node) -> Callable[..., Any] | None:
 
 
 def _product_flops(node: Node) -> float:
-    left = node.all_input_nodes[-2].meta["val"]
+    left, _ = [x.meta["val"] for x in node.all_input_nodes if x.meta["val"].dim() > 1][-2:]  # not scales
     return 2.0 * _tensors(node.meta["val"])[0].numel() * left.shape[-1]
 
 
