@@ -88,7 +88,7 @@ class ModuleTensors:
 def _changes(buffers: Sequence[Buffer], sequences: int) -> tuple[list[_Change], list[_Change]]:
     timed = []
     for number, buffer in enumerate(buffers):
-        saved = buffer.begin < 0 <= buffer.end and buffer.role != "output_grad"
+        saved = buffer.begin < 0 <= buffer.end
         size = int(buffer.size.at(sequences))
         if buffer.role != "output_grad":  # the next module's backward has allocated it
             timed.append((buffer.begin, 0, number, _Change(number, buffer.role, size, True, saved)))
@@ -122,20 +122,20 @@ def _estimate_buffers(
     gradients = max(moment.fixed for moment in module.backward.live_bytes)
     weights = list(map(prod, module.weights)) or [1]
     # a module without parameters of its own, such as an embedding with tied weights, adds to a gradient
-    role, end = ("weight_grad", 3) if module.parameters else ("inner", 2)
+    role, end = ("weight_grad", 4) if module.parameters else ("inner", 3)
     return (
-        Buffer("input", given, -3, 1 if saves_input else -1),
-        *(Buffer("inner", size, -2, 1) for size in pieces(saved)),
+        Buffer("input", given, -3, 2 if saves_input else -1),
+        *(Buffer("inner", size, -2, 2) for size in pieces(saved)),
         Buffer("output", module.output, -2, -1),
         *(
             Buffer("inner", size, -1, -1)
             for size in peak(module.forward.live_bytes, given, saved, module.output)
         ),
-        Buffer("output_grad", module.output, -1, 2),
+        Buffer("output_grad", module.output, 0, 3),
         *(
-            Buffer("inner", size, 0, 0)
+            Buffer("inner", size, 1, 1)
             for size in peak(module.backward.live_bytes, module.saved_bytes, module.output)
         ),
-        *(Buffer(role, Linear(gradients * weight / sum(weights)), 2, end) for weight in weights),  # type: ignore[arg-type]
-        Buffer("input_grad", given, 2, 3),
+        *(Buffer(role, Linear(gradients * weight / sum(weights)), 3, end) for weight in weights),  # type: ignore[arg-type]
+        Buffer("input_grad", given, 3, 4),
     )

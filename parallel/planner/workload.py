@@ -62,18 +62,20 @@ class Phase:
     live_bytes: tuple[Linear, ...]
 
 
+Role = Literal["input", "output", "output_grad", "input_grad", "weight_grad", "inner"]
+
+
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor on the device and its lifetime.
+    """A tensor of a module and its lifetime.
 
     Args:
-        role: input and output are the module's; the next module's backward hands on output_grad, and this one
-            input_grad
-        begin, end: the first and the last kernel with the buffer, counted over the module's forward and then
-            its backward. A module's input begins before its first kernel
+        role: input, output and their gradients, which other modules use too; gradients of weights; the rest
+        begin, end: the first and the last kernel with the buffer; the forward's are numbered up to -1, the
+            backward's from 1, and 0 is the time between them
     """
 
-    role: Literal["input", "output", "output_grad", "input_grad", "weight_grad", "inner"]
+    role: Role
     size: Linear
     begin: int
     end: int
@@ -90,6 +92,7 @@ class ModuleWorkload:
         output: bytes of the output
         weights: (rows, values per row) of each parameter in module order; sharding distributes rows
         float8: number of parameters that are multiplied in float8
+        buffers: in the order in which they are allocated; empty if the module was run eagerly
     """
 
     parameters: int

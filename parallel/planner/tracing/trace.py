@@ -131,6 +131,7 @@ def _read(
         GraphInputs(weights_again, same_as, held=False, donated=donated, fixed=fixed),
         sequences,
     )
+    received = {backward_kernels.storage[node]: owner for node in same_as if (owner := storage[node.name])}
     saved_bytes = total(map(forward_kernels.size, {node for node in saved if node is not None}))
     result = forward_kernels.size(output) if output is not None else Linear()
     module = subject.module
@@ -141,16 +142,7 @@ def _read(
         saved_bytes,
         result,
         list_weights(module),
-        buffers=module_buffers(
-            forward_kernels,
-            backward_kernels,
-            {
-                backward_kernels.storage[node]: owner
-                for node in same_as
-                if (owner := storage[node.name]) is not None
-            },
-            weights,
-        ),
+        buffers=module_buffers(forward_kernels, backward_kernels, received, weights),
     )
 
 
