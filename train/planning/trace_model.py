@@ -15,8 +15,9 @@ from meshwright.models.llama import Llama, LlamaConfig, block_linears
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.plan.float8_rules import count_float8
 from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
+from meshwright.parallel.plan.selective_policy import MATMUL
 from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.float8 import multiply_in_float8
+from meshwright.parallel.planner.tracing.float8 import PRODUCT, multiply_in_float8
 from meshwright.parallel.planner.tracing.trace import (
     MOST_TRACED_SEQUENCES,
     apply_as_single_tp_rank,
@@ -170,7 +171,8 @@ def _build(case: _Case, sequences: int) -> TracedModule:
     for name in case.frozen if case.module != "tok_embeddings" else ():
         module.get_parameter(name).requires_grad_(False)
     if case.activation_checkpoint in ("full", "selective"):
-        recompute(module, case.saved_ops)
+        in_float8 = tuple(op.replace(MATMUL, PRODUCT) for op in case.saved_ops if case.float8 and MATMUL in op)
+        recompute(module, case.saved_ops + in_float8)
     ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
     tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
     # Not a leaf: autograd would keep a leaf alive, but in a run only the operators that need the input do.

@@ -42,4 +42,4 @@ def test_each_pool_counts(case: tuple[Prediction, int, int]) -> None:
     used = {stream: size for stream, size in predicted.memory.pools.items() if size}
     assert {"compute", "reduce_scatter"} <= used.keys()
     for stream, size in used.items():
-        assert predicted.allocator_bytes - size < reserved, f"without the pool of {stream}"
+        assert predicted.memory.pool_bytes - size < 0.99 * reserved, f"without the pool of {stream}"
