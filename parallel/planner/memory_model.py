@@ -12,6 +12,8 @@ other tensors on the compute stream.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from math import prod
 from operator import attrgetter
 
@@ -25,6 +27,7 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkl
 
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
 WORKSPACE_BYTES = 32 * 2**20
+EDGE = 2  # blocks at each end of a row of equal blocks whose tensors are logged one by one
 REDUCTION, COPIED_OUT, SUMS = "reduction", "copied out", "sums over replicas"  # groups of tensors
 
 
@@ -73,20 +76,59 @@ class _MemoryTimeline:
         self._grads = sum(map(self._accumulated, plan.units))
         self.log = AllocationLog()
         self._tensors = ModuleTensors(self.log, work, plan.micro_batch_size)
+        self._repeated = _repeated_blocks(plan, work)  # their tensors are logged in total
         self._log_state()
 
     def moments(self) -> Iterator[MemoryBreakdown]:
         """Yield the memory at every moment that can be the peak in total or of one kind."""
         for name in self._plan.modules:
+            self.log.muted = name in self._repeated
             yield from self._forward(name)
+            if self.log.muted:
+                self._log_repeated_forward(name)
         self._copied_out = 0
         self.log.drop(COPIED_OUT, PASSING)
         for name in reversed(self._plan.modules):
             if self._work.has_backward((name,)):
+                self.log.muted = name in self._repeated
                 yield from self._backward(name)
+                if self.log.muted:
+                    self._log_repeated_backward(name)
         self._reducing, self._all_reduced, self._passing = 0, 0, Linear()
         self.log.drop(REDUCTION, SUMS, PASSING)
         yield self._moment()  # the optimizer's
+
+    def _log_repeated_forward(self, name: str) -> None:
+        """Log what remains after the forward of a block that repeats others: its saved activations as one
+        tensor, and its weights if they stay gathered."""
+        log, unit = self.log, self._unit_of[name]
+        log.muted = False
+        self._pass_buffer(unit, self._repeated[name])
+        if previous := self._previous_offloaded.get(name):
+            self._tensors.release(previous)
+        if self._work.has_backward((name,)) and name not in self._previous_offloaded.values():
+            saved = self._work.modules[name].saved_bytes.at(self._plan.micro_batch_size)
+            log.hold("compute", (name, "saved"), saved)
+        for state in ("gathered", "kept"):
+            gathered = self._gathered.get(unit.name if state == "gathered" else f"{unit.name}, kept", 0)
+            log.hold("compute", (unit.name, state), gathered)
+
+    def _log_repeated_backward(self, name: str) -> None:
+        """Log what changes by the backward of a block that repeats others."""
+        log, unit = self.log, self._unit_of[name]
+        log.muted = False
+        self._pass_buffer(unit, -self._repeated[name])
+        log.drop(*((unit.name, state) for state in ("gathered", "kept", "saved")))
+        self._tensors.release(name)
+        if (previous := self._previous_offloaded.get(name)) and previous not in self._repeated:
+            self._tensors.restore(previous)
+        self._log_reduction(unit, *self._reduction(unit))
+
+    def _pass_buffer(self, unit: UnitPlan, distance: int) -> None:
+        """Let the unit at a distance have a unit's all-gather buffer, if the unit before has allocated it."""
+        units, position = self._plan.units, self._plan.units.index(unit) + distance
+        if 0 <= position < len(units):
+            self.log.move((unit.name, "buffer"), (units[position].name, "buffer"))
 
     def _log_state(self) -> None:
         """Log the tensors that exist before the last micro batch."""
@@ -206,18 +248,25 @@ class _MemoryTimeline:
         yield self._moment()
         full = self._full_grads.pop(unit.name)
         self.log.drop(f"{unit.name}, full gradients")
-        cast = reduced * self._stored_bytes if reduce_bytes != self._stored_bytes else 0
-        self._log_reduction(unit, reduced * reduce_bytes, cast)
+        result, cast = self._reduction(unit)
+        self._log_reduction(unit, result, cast)
         if shards == 1:  # no reduce-scatter: the division copies the buffer, and the result is copied again
             yield self._moment(copies=self._reducing + max(self._reducing, cast))
         else:
             weights = self._work.modules[unit.modules[-1]].weights
             last = prod(weights[-1]) * DTYPE_BYTES[unit.param_dtype] if weights else 0
-            yield self._moment(copies=min(last, full) + reduced * reduce_bytes + cast)
+            yield self._moment(copies=min(last, full) + result + cast)
         self._grads += reduced * self._stored_bytes - self._accumulated(unit)
         if cast and self._plan.mesh.dp_replicate > 1:
-            self._all_reduced += reduced * reduce_bytes
+            self._all_reduced += result
         yield self._moment()
+
+    def _reduction(self, unit: UnitPlan) -> tuple[int, int]:
+        """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a
+        cast."""
+        reduced, reduce_bytes = sum(map(self._trained_share, unit.modules)), DTYPE_BYTES[unit.reduce_dtype]
+        cast = reduced * self._stored_bytes if reduce_bytes != self._stored_bytes else 0
+        return reduced * reduce_bytes, cast
 
     def _log_reduction(self, unit: UnitPlan, result: int, cast: int) -> None:
         """Log the result of a unit's reduction, its cast to storage_dtype if there is one, and how both
@@ -314,6 +363,30 @@ class _MemoryTimeline:
     def _buffer(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
         return self._gathered_bytes(unit) if self._plan.mesh.dp_shard > 1 else 0
+
+
+def _repeated_blocks(plan: Plan, work: ModelWorkload) -> dict[str, int]:
+    """Return the blocks that repeat those before and after them, with their number in such a row, except EDGE
+    blocks at each end: the pools of a model of 126 equal blocks grow by the same bytes for each of them.
+
+    The buffers of all-gathers take turns, so the number is a multiple of the number of buffers.
+    """
+
+    def kind(unit: UnitPlan) -> tuple[object, ...]:
+        name = unit.modules[0]
+        return replace(unit, modules=unit.modules[1:]), id(work.modules[name]), work.trained.get(name, 1.0)
+
+    repeated: dict[str, int] = {}
+    for (settings, *_), row in groupby((unit for unit in plan.units if len(unit.modules) == 1), kind):
+        ahead = max(
+            prefetch if isinstance(prefetch, int) else len(plan.units)
+            for prefetch in (settings.forward_prefetch, settings.backward_prefetch)
+        )
+        names = [unit.name for unit in row]
+        inner = max(0, len(names) - 2 * (EDGE + ahead))
+        count = inner - inner % (ahead + 1)
+        repeated |= dict.fromkeys(names[EDGE + ahead : EDGE + ahead + count], count)
+    return repeated
 
 
 def allocator_bytes(memory: PredictedMemory, hardware: Hardware) -> int:

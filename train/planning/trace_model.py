@@ -171,7 +171,9 @@ def _build(case: _Case, sequences: int) -> TracedModule:
     for name in case.frozen if case.module != "tok_embeddings" else ():
         module.get_parameter(name).requires_grad_(False)
     if case.activation_checkpoint in ("full", "selective"):
-        in_float8 = tuple(op.replace(MATMUL, PRODUCT) for op in case.saved_ops if case.float8 and MATMUL in op)
+        in_float8 = tuple(
+            op.replace(MATMUL, PRODUCT) for op in case.saved_ops if case.float8 and MATMUL in op
+        )
         recompute(module, case.saved_ops + in_float8)
     ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
     tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PRODUCT = "aten._scaled_mm"  # what selective activation checkpointing sees; of torchao's product it sees aten.mm
+PRODUCT = (
+    "aten._scaled_mm"  # what selective activation checkpointing sees; of torchao's product it sees aten.mm
+)
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
