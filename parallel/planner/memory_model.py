@@ -126,9 +126,9 @@ class _MemoryTimeline:
 
     def _pass_buffer(self, unit: UnitPlan, distance: int) -> None:
         """Let the unit at a distance have a unit's all-gather buffer, if the unit before has allocated it."""
-        units, position = self._plan.units, self._plan.units.index(unit) + distance
-        if 0 <= position < len(units):
-            self.log.move((unit.name, "buffer"), (units[position].name, "buffer"))
+        position = self._position[unit.name] + distance  # of blocks, whose units have one module
+        if 0 <= position < len(self._plan.modules):
+            self.log.move((unit.name, "buffer"), (self._plan.modules[position], "buffer"))
 
     def _log_state(self) -> None:
         """Log the tensors that exist before the last micro batch."""
@@ -228,6 +228,8 @@ class _MemoryTimeline:
         """Log the allocation of a unit's gathered weights. A rank without others to gather from casts its
         weights one by one instead."""
         log, casts = self.log, DTYPE_BYTES[unit.param_dtype] != self._stored_bytes
+        if log.muted:
+            return
         log.drop(COPIED_OUT, (unit.name, "kept"))
         for size in self._gathered_weights(unit):
             if casts and self._plan.mesh.dp_shard == 1:
@@ -356,9 +358,10 @@ class _MemoryTimeline:
 
     def _gathered_weights(self, unit: UnitPlan) -> list[int]:
         """Return the bytes of each of a unit's gathered parameters."""
-        modules = (self._work.modules[name] for name in unit.modules)
+        modules, gathered = (self._work.modules[name] for name in unit.modules), self._gathered_bytes(unit)
         weights = [prod(weight) for module in modules for weight in module.weights] or [1]
-        return [self._gathered_bytes(unit) * weight // sum(weights) for weight in weights]
+        in_total = sum(weights)
+        return [gathered * weight // in_total for weight in weights]
 
     def _buffer(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
@@ -372,9 +375,9 @@ def _repeated_blocks(plan: Plan, work: ModelWorkload) -> dict[str, int]:
     The buffers of all-gathers take turns, so the number is a multiple of the number of buffers.
     """
 
-    def kind(unit: UnitPlan) -> tuple[object, ...]:
+    def kind(unit: UnitPlan) -> tuple[UnitPlan, int, float]:
         name = unit.modules[0]
-        return replace(unit, modules=unit.modules[1:]), id(work.modules[name]), work.trained.get(name, 1.0)
+        return replace(unit, modules=()), id(work.modules[name]), work.trained.get(name, 1.0)
 
     repeated: dict[str, int] = {}
     for (settings, *_), row in groupby((unit for unit in plan.units if len(unit.modules) == 1), kind):

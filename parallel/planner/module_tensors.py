@@ -34,6 +34,8 @@ class ModuleTensors:
     def forward(self, name: str) -> None:
         """Run a module's forward. Without a backward it keeps no tensor but its result."""
         log = self._log
+        if log.muted:
+            return
         for change in self._changes_of(name)[0]:
             group = (name, change.number)
             if change.role == "input":
@@ -60,6 +62,8 @@ class ModuleTensors:
     def backward(self, name: str, weight_gradients: str) -> None:
         """Run a module's backward. `weight_gradients`: the group of the gradients of its weights."""
         log = self._log
+        if log.muted:
+            return
         groups = {"weight_grad": weight_gradients, "input_grad": RESULT, "output_grad": PASSING}
         for change in self._changes_of(name)[1]:
             group = groups.get(change.role, (name, change.number))

@@ -308,7 +308,10 @@ class _Search:
             return with_blocks(least) if least < blocks else None
         count = blocks
         if fits(blocks - 1):
-            spare = self.machines.available_bytes - needed[blocks - 1]
+            # the allocator reserves a share in addition to what is saved
+            spare = (self.machines.available_bytes - needed[blocks - 1]) / (
+                1 + self.machines.hardware.reserved_share
+            )
             keeping = (*_without_gathering({**candidate.choices, "activation_checkpoint": "none"}), 0)
             saved = max(
                 1, (self.bounds[keeping].needed_bytes - self.bounds[*key, blocks].needed_bytes) / blocks
