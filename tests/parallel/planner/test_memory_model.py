@@ -399,6 +399,36 @@ def test_the_pools_hold_the_peak_and_at_most_what_is_live_at_any_time(keys: dict
     assert memory.peak_bytes <= memory.pool_bytes < 1.6 * memory.memory.total
 
 
+@pytest.mark.usefixtures("exact_pools")
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"forward_prefetch": 2, "backward_prefetch": 3},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"cpu_offload": True},
+        {"dp_replicate": 2, "global_batch": 24},
+        {"dp_replicate": 2, **STORED},
+        {"activation_checkpoint": "offload"},
+        {"activation_checkpoint": "full", "activation_checkpoint_blocks": 20},
+        {"strategy": "ddp"},
+    ],
+    ids=str,
+)
+def test_the_pools_of_40_equal_blocks_are_those_of_all_their_tensors(
+    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of blocks at both ends of the row are logged one by one."""
+    work = make_work(n_blocks=40, dtype_bytes=2 if "storage_dtype" in keys else 4)
+    predicted = predict(4, 3, n_blocks=40, work=work, **keys)
+    monkeypatch.setattr(memory_model, "EDGE", 40)
+    every_tensor = predict(4, 3, n_blocks=40, work=work, **keys)
+    assert predicted.memory == every_tensor.memory
+    for stream, size in every_tensor.pools.items():
+        assert predicted.pools[stream] == pytest.approx(size, rel=0.02), stream
+
+
 def test_what_is_reserved_is_the_pools_or_on_a_cpu_the_peak_and_what_allocator_and_process_add() -> None:
     pools = {"compute": 7 * GIB, "all_gather": GIB}
     memory = PredictedMemory(MemoryBreakdown(), MemoryBreakdown(params=4 * GIB), pools)
