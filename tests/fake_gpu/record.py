@@ -35,7 +35,7 @@ from meshwright.tools.plan.report import Target
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 from tests.fake_gpu.commands import install_for_tests
-from tests.fake_gpu.plans import CASES, WORLD
+from tests.fake_gpu.plans import CASES
 
 PATH = Path(__file__).with_name("record.json")
 LIMIT_S = 400
@@ -52,7 +52,7 @@ def run_steps(
     scratch: Path,
     arguments: Sequence[str],
     root: Path = ROOT,
-    world_size: int = WORLD,
+    world_size: int = 8,
     **env: str,
 ) -> Any:
     """Run the steps of rank 0 in a separate process; its plan, log and caches are written to

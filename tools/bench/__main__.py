@@ -15,14 +15,27 @@ from meshwright.tools.bench.harness import (
     make_document,
     write_record,
 )
-from meshwright.tools.bench.planner import memory, predictions, published, scaling
+from meshwright.tools.bench.planner import dryrun, memory, predictions, published, scaling
 from meshwright.tools.bench.ranks import command as ranks
 from meshwright.tools.bench.speed import attention, cpu, data
 from meshwright.tools.bench.train_run import PROG
 from meshwright.tools.cli import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
-MODULES = (gpu, cpu, train_run, attention, data, calibrate, predictions, memory, published, scaling, ranks)
+MODULES = (
+    gpu,
+    cpu,
+    train_run,
+    attention,
+    data,
+    calibrate,
+    predictions,
+    memory,
+    dryrun,
+    published,
+    scaling,
+    ranks,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -226,9 +226,9 @@ def as_json(run: DryRun, report: PlanReport) -> dict[str, Any]:
 
 
 def predicted_reserved(report: PlanReport) -> int:
-    """Return the predicted memory that the allocator reserves, with what the process needs beside it."""
+    """Return the predicted bytes that the allocator reserves."""
     assert report.prediction is not None, "a dry run is planned for H100s"
-    return report.prediction.reserved_bytes
+    return report.prediction.allocator_bytes
 
 
 def as_text(run: DryRun, report: PlanReport, first: int | None) -> str:
