@@ -20,6 +20,9 @@ from tests.fake_gpu.record import PATH, figures_of, plan_on_h100, run_steps
 from tests.support.simulated import simulated
 
 pytestmark = pytest.mark.slow
+# in torch's default configuration for an H100 (255 registers x 8 warps), outside of the loop over unmasked
+# blocks; docs/tried.md has the alternatives
+SPILLS = "triton_tem_fused_flex_attention_backward"
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,12 @@ def test_nothing_is_called_that_the_fake_has_not_or_that_a_gpu_refuses(run: Run)
     assert log.devices(run.calls) == {0}
 
 
-def test_no_kernel_spills(run: Run) -> None:
+def test_no_kernel_spills_but_flex_attentions_backward(run: Run) -> None:
     kernels = log.loaded_kernels(run.calls)
     assert len(kernels) > 10
-    assert {kernel.name for kernel in kernels if kernel.stack_bytes} == set()
+    spilling = {kernel.name for kernel in kernels if kernel.stack_bytes}
+    assert all(name.startswith(SPILLS) for name in spilling), spilling
+    assert bool(spilling) == ("--data.document_mask=true" in run.case.arguments)
 
 
 def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run: Run) -> None:

@@ -17,11 +17,11 @@ from meshwright.parallel.planner.workload import ModelWorkload
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys, read_table
 from meshwright.tools.cli import format_table
 from meshwright.tools.dryrun.__main__ import DEFAULT_CACHE, GPU, show
-from meshwright.tools.dryrun.install import install
+from meshwright.tools.dryrun.install import FakeGpu, install
 from meshwright.tools.dryrun.launches import LaunchedGraph
 from meshwright.tools.dryrun.program import run_program
-from meshwright.tools.dryrun.report import DryRun, predicted_reserved, read_dry_run
-from meshwright.tools.plan.report import PlanReport, Target, make_report
+from meshwright.tools.dryrun.report import predicted_reserved, read_dry_run
+from meshwright.tools.plan.report import Target, make_report
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.predict import run_workload
@@ -95,19 +95,18 @@ def compare_dry_runs(options: argparse.Namespace, overrides: Sequence[str]) -> B
     for plan in plans.values():
         if not options.only or plan.name in options.only:
             print(f"{plan.name} ...", file=sys.stderr, flush=True)
-            arguments = [*plan.arguments, *overrides]
-            report = make_report(
-                parse_config(arguments).job,
-                Target(plan.gpus, min(plan.gpus, GPUS_PER_NODE), load_hardware()[GPU]),
-            )
-            with tempfile.TemporaryDirectory(prefix="dryrun-") as scratch:
-                run_program(gpu, Path(scratch), report.plan, arguments, lambda line: None)
-                rows.append(compare(plan, report, read_dry_run(Path(scratch))))
+            rows.append(compare_dry_run(gpu, plan, overrides))
     return BenchResult(None, {"rows": [dataclasses.asdict(row) for row in rows]}, as_text(rows))
 
 
-def compare(plan: DryRunPlan, report: PlanReport, run: DryRun) -> DryRunComparison:
-    """Compare a plan's prediction with its run."""
+def compare_dry_run(gpu: FakeGpu, plan: DryRunPlan, overrides: Sequence[str] = ()) -> DryRunComparison:
+    """Run one plan and compare."""
+    arguments = [*plan.arguments, *overrides]
+    target = Target(plan.gpus, min(plan.gpus, GPUS_PER_NODE), load_hardware()[GPU])
+    report = make_report(parse_config(arguments).job, target)
+    with tempfile.TemporaryDirectory(prefix="dryrun-") as name:
+        run_program(gpu, Path(name), report.plan, arguments, lambda line: None)
+        run = read_dry_run(Path(name))
     work = run_workload(report.job, report.plan)
     return DryRunComparison(
         plan,
