@@ -42,6 +42,7 @@ def apply_fsdp(
                 mp_policy=_precision(unit),
                 offload_policy=offload,
             )
+            _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
     fully_shard(model, mesh=mesh, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -13,7 +13,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_float8
 from meshwright.parallel.plan.mistakes import Mistake, key_line
 from meshwright.parallel.plan.rules import nearest, split_styles
-from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan
+from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan, only_look_up
 from meshwright.parallel.plan.selective_policy import blocks_of_every, policy_mistakes, saved_ops
 from meshwright.parallel.plan.strategy import resolve_strategy
 from meshwright.parallel.plan.validate import validate
@@ -207,6 +207,7 @@ def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> t
                 # The last unit of the forward is the first of the backward: resharding it in between would
                 # gather it twice in a row.
                 reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
+                unshard_in_backward=not only_look_up(modules, model),
                 forward_prefetch=_resolve(config.forward_prefetch, 1),
                 backward_prefetch=_resolve(config.backward_prefetch, 1),
                 activation_checkpoint=unit_mode,

@@ -95,6 +95,8 @@ class UnitPlan:
     """One FSDP unit: the modules whose parameters are gathered together, and its settings.
 
     Args:
+        unshard_in_backward: false if the backward of the modules does not read their weights, as of an
+            embedding: they are then not gathered for it
         forward_prefetch, backward_prefetch: units whose all-gathers this unit starts early: the number of
             next units, or a list of names
         saved_ops: for activation_checkpoint=selective
@@ -104,6 +106,7 @@ class UnitPlan:
 
     modules: tuple[str, ...]
     reshard_after_forward: bool | Integer
+    unshard_in_backward: bool
     forward_prefetch: Integer | tuple[str, ...]
     backward_prefetch: Integer | tuple[str, ...]
     activation_checkpoint: str
@@ -168,7 +171,7 @@ def prefetch_schedule(plan: Plan, phase: str) -> dict[str, list[UnitPlan]]:
     which the phase needs them.
 
     `phase`: "forward" or "backward". A number stands for the next units in the order of that phase; in the
-    backward, units that stay gathered are skipped.
+    backward, units that it does not gather are skipped.
     """
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     by_name = {unit.name: unit for unit in order}
@@ -185,7 +188,14 @@ def prefetch_schedule(plan: Plan, phase: str) -> dict[str, list[UnitPlan]]:
 
 def regathered(unit: UnitPlan) -> bool:
     """Whether the backward must gather the unit again."""
-    return unit.reshard_after_forward is not False
+    return unit.unshard_in_backward and unit.reshard_after_forward is not False
+
+
+def only_look_up(modules: Sequence[str], model: ModelUnits) -> bool:
+    """Whether all modules are embeddings by the model's styles. The gradient of an embedding needs the token
+    ids only, not the weight."""
+    patterns = [p for table in model.styles.values() for p, style in table.items() if style == "vocab"]
+    return all(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in modules)
 
 
 def find_style(plan: TensorPlan, module: str) -> str:

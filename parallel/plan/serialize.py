@@ -156,6 +156,7 @@ def _read_units(entry: Any, place: str) -> list[UnitPlan]:
         )
     names = _names(name, place)
     settings = {key: value for key, value in entry.items() if key != "unit"}
+    settings.setdefault("unshard_in_backward", True)  # older plan files do not have the key
     first = structure(UnitPlan, {"modules": [], **settings}, f"{place}: unit {name}")
     return [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
 

@@ -19,6 +19,7 @@ from meshwright.parallel.plan.schema import (
     Plan,
     UnitPlan,
     find_style,
+    only_look_up,
     regathered,
 )
 from meshwright.parallel.plan.selective_policy import is_op
@@ -134,6 +135,11 @@ def _all_units_mistakes(plan: Plan, model: ModelUnits) -> list[Mistake]:
 
 def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mistake]:
     yield from rules.reshard_mistakes(unit.reshard_after_forward, plan.mesh)
+    if not unit.unshard_in_backward and not only_look_up(unit.modules, model):
+        yield Mistake(
+            "units.unshard_in_backward",
+            "=false is for units of embeddings: the backward of other modules reads their weights: use true",
+        )
     yield from rules.dtype_mistakes("units.param_dtype", unit.param_dtype)
     yield from rules.dtype_mistakes("units.reduce_dtype", unit.reduce_dtype)
     if unit.output_dtype != "same":
@@ -197,10 +203,12 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mista
             nothing = "there is nothing to gather, use 0"
             wrong.append(f"names {name}, which dp_shard=1 leaves unsharded: {nothing}")
         elif phase == "backward" and not regathered(by_name[name]):
-            wrong.append(
-                f"names {name}, which stays gathered after its forward (reshard_after_forward=false): there "
-                "is nothing to gather, remove it"
+            reason = (
+                "stays gathered after its forward (reshard_after_forward=false)"
+                if by_name[name].unshard_in_backward
+                else "the backward does not need gathered (unshard_in_backward=false)"
             )
+            wrong.append(f"names {name}, which {reason}: there is nothing to gather, remove it")
         if times > 1:
             wrong.append(f"names {name} twice: list it once")
     yield from (Mistake(field, f" {message}") for message in wrong)

@@ -275,6 +275,7 @@ def _unit_kind(unit: UnitPlan, work: ModelWorkload) -> tuple[object, ...]:
         unit.reduce_dtype,
         type(unit.reshard_after_forward),
         unit.reshard_after_forward,
+        unit.unshard_in_backward,
         work.has_backward(unit.modules),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule, regathered
+from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.stream_simulator import (
     COMPUTE,
@@ -101,7 +101,7 @@ class _FsdpLaunchOrder:
                 self._gather(unit, "forward")
             self._compute(module, "forward")
             self._send(module)
-            if module == modules[-1] and regathered(unit):
+            if module == modules[-1] and unit.reshard_after_forward is not False:
                 self._gathered.discard(unit.name)
                 self._resharded.add(unit.name)
         self._release_deferred()
@@ -129,9 +129,14 @@ class _FsdpLaunchOrder:
             self._unshard(prefetched, phase)
 
     def _unshard(self, unit: UnitPlan, phase: str) -> None:
-        """Start the all-gather unless the unit is gathered or being gathered. On the compute stream the
-        all-gather stream waits only for copies out of its buffers, which it would otherwise overwrite."""
+        """Start the all-gather unless the unit is gathered, being gathered, or not needed by the backward.
+
+        On the compute stream the all-gather stream waits only for copies out of its buffers, which it would
+        otherwise overwrite.
+        """
         if unit.name in self._in_flight or unit.name in self._gathered:
+            return
+        if phase == "backward" and not unit.unshard_in_backward:
             return
         again = unit.name in self._resharded
         unit_times = self._times.units[unit.name]

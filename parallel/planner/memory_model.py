@@ -18,7 +18,7 @@ from math import prod
 from operator import attrgetter
 
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory
-from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule, regathered
+from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
 from meshwright.parallel.planner.allocator import KEPT, AllocationLog
 from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
 from meshwright.parallel.planner.hardware import Hardware
@@ -155,7 +155,7 @@ class _MemoryTimeline:
         if previous := self._previous_offloaded.get(name):
             self._add_saved(self._work.modules[previous].saved_bytes.times(-1))
             self._tensors.release(previous)
-        if name in self._last and regathered(unit):
+        if name in self._last and unit.reshard_after_forward is not False:
             del self._gathered[unit.name]
             self.log.drop((unit.name, "gathered"))
             if type(reshard := unit.reshard_after_forward) is int:
@@ -181,8 +181,9 @@ class _MemoryTimeline:
         trained = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
         self._full_grads[unit.name] = self._full_grads.get(unit.name, 0) + trained
         if name in self._first_backward:
-            del self._gathered[unit.name]
-            self.log.drop((unit.name, "gathered"))
+            for gathered in (unit.name, f"{unit.name}, kept"):
+                self._gathered.pop(gathered, None)
+            self.log.drop((unit.name, "gathered"), (unit.name, "kept"))
             yield from self._reduce(unit)
 
     def _add_saved(self, more: Linear) -> None:
@@ -191,9 +192,10 @@ class _MemoryTimeline:
         self._saved = total((self._saved, more))
 
     def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a unit's all-gather unless it is gathered: its buffer is filled, copied out,
-        then kept (forward) or freed (backward). Then start the prefetched all-gathers."""
-        if unit.name not in self._gathered:
+        """Yield the moments of a unit's all-gather unless it is gathered or not needed by the backward: its
+        buffer is filled, copied out, then kept (forward) or freed (backward). Then start the prefetched
+        all-gathers."""
+        if unit.name not in self._gathered and (phase == "forward" or unit.unshard_in_backward):
             self._start_gather(unit)
             yield self._moment()
             self._copied_out = 0

@@ -187,13 +187,13 @@ def test_nothing_is_kept_for_a_backward_that_an_evaluation_does_not_make(trainer
     assert evaluate(model, batches, group)[0].item() == plain, "the z-loss does not count"
     hook.remove()
     assert losses[0].requires_grad
-    with pytest.raises(RuntimeError, match=r"without_backward.*no activations"):
-        losses[0].backward()
-    model.zero_grad()
     loss = model(batches[0].tokens, batches[0].targets)
     loss.backward()
     assert (loss.item() > plain) == bool(z_loss)
     assert all(p.grad is not None for p in model.parameters())
+    # last, because FSDP2 (2.11 to 2.13) does not reduce all gradients after a backward that has failed
+    with pytest.raises(RuntimeError, match=r"without_backward.*no activations"):
+        losses[0].backward()
 
 
 def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_batch(trainer):

@@ -18,7 +18,8 @@ SECTIONS = {
     "compile": CompileConfig,
     "units": UnitPlan,
 }
-NO_KEYS = {"modules", "units.output_dtype"}  # from the model; only for edits by hand
+# from the model; only for edits by hand
+NO_KEYS = {"modules", "units.unshard_in_backward", "units.output_dtype"}
 
 
 def names(cls: Any) -> set[str]:

@@ -43,8 +43,8 @@ def test_forward_takes_the_next_units(ahead: int, expected: dict[str, str]) -> N
     ("ahead", "expected"),
     [
         (0, {"h": "", "3": "", "2": "", "1": "", "0": "", "e": ""}),
-        (1, {"h": "3", "3": "2", "2": "1", "1": "0", "0": "e", "e": ""}),
-        (2, {"h": "32", "3": "21", "2": "10", "1": "0e", "0": "e", "e": ""}),
+        (1, {"h": "3", "3": "2", "2": "1", "1": "0", "0": "", "e": ""}),
+        (2, {"h": "32", "3": "21", "2": "10", "1": "0", "0": "", "e": ""}),
     ],
 )
 def test_backward_takes_the_units_before(ahead: int, expected: dict[str, str]) -> None:
@@ -69,7 +69,7 @@ def test_backward_starts_nothing_that_stays_gathered() -> None:
     plan = plan_of(reshard_after_forward=False, backward_prefetch=3)
     assert set(map(tuple, names_ahead(plan, "backward").values())) == {()}
     plan = change(plan_of(backward_prefetch=2), 3, reshard_after_forward=False)
-    expected = {"h": "31", "3": "10", "2": "10", "1": "0e", "0": "e", "e": ""}
+    expected = {"h": "31", "3": "10", "2": "10", "1": "0", "0": "", "e": ""}
     assert names_ahead(plan, "backward") == {name: list(units) for name, units in expected.items()}
     assert names_ahead(plan, "forward")["1"] == ["2"], "the forward gathers it like any other unit"
 
@@ -77,6 +77,12 @@ def test_backward_starts_nothing_that_stays_gathered() -> None:
 @pytest.mark.parametrize(("reshard", "again"), [(True, True), (False, False), (1, True), (2, True)])
 def test_a_smaller_group_is_gathered_again(reshard: bool | int, again: bool) -> None:
     assert regathered(change(plan_of(), 1, reshard_after_forward=reshard).units[1]) is again
+
+
+def test_only_an_embedding_with_its_own_weight_is_not_gathered_again() -> None:
+    assert [unit.name for unit in plan_of().units if not regathered(unit)] == ["embed", "head"]
+    assert not plan_of().units[0].unshard_in_backward
+    assert all(unit.unshard_in_backward for unit in plan_of(model=TIED).units)
 
 
 def test_a_list_is_taken_as_it_is() -> None:

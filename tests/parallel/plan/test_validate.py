@@ -303,8 +303,8 @@ LISTS = [
     ("backward_prefetch", ("layers.2",), ["names the unit itself"]),
     (
         "backward_prefetch",
-        ("embed", "layers.1"),
-        ["=['embed', 'layers.1']", "the backward needs them: use layers.1, embed"],
+        ("layers.0", "layers.1"),
+        ["=['layers.0', 'layers.1']", "the backward needs them: use layers.1, layers.0"],
     ),
     ("backward_prefetch", ("layers.1", "layers.7"), ["names layers.7", "not a unit of this plan"]),
 ]
@@ -321,9 +321,9 @@ def test_a_prefetch_list_names_units_to_come_in_order_once(
 
 def test_a_right_list_is_accepted() -> None:
     plan = change(
-        plan_of(), 1, forward_prefetch=("layers.1", "layers.3", "head"), backward_prefetch=("embed",)
+        plan_of(), 2, forward_prefetch=("layers.2", "layers.3", "head"), backward_prefetch=("layers.0",)
     )
-    check(change(plan, 5, backward_prefetch=("layers.3", "layers.2", "embed"), forward_prefetch=()))
+    check(change(plan, 5, backward_prefetch=("layers.3", "layers.2", "layers.0"), forward_prefetch=()))
 
 
 def test_a_unit_that_stays_gathered_is_not_prefetched_in_backward() -> None:
@@ -333,6 +333,21 @@ def test_a_unit_that_stays_gathered_is_not_prefetched_in_backward() -> None:
         "unit layers.2: backward_prefetch names layers.1, which stays gathered after its forward"
     )
     check(change(plan, 1, forward_prefetch=("layers.1",)))
+
+
+def test_only_embeddings_may_stay_sharded_in_the_backward() -> None:
+    check(change(plan_of(), 0, unshard_in_backward=True))
+    report = refusal(change(plan_of(), 2, unshard_in_backward=False))
+    assert report.startswith("unit layers.1: unshard_in_backward=false is for units of embeddings")
+    assert "use true" in report
+    report = refusal(change(plan_of(model=TIED), 4, unshard_in_backward=False), model=TIED)
+    assert report.startswith("unit embed+head: unshard_in_backward=false")
+
+
+def test_a_unit_that_the_backward_does_not_gather_is_not_prefetched_there() -> None:
+    report = refusal(change(plan_of(), 1, backward_prefetch=("embed",)))
+    for word in ("unit layers.0: backward_prefetch names embed", "unshard_in_backward=false", "remove it"):
+        assert word in report
 
 
 def test_an_unsharded_unit_is_not_prefetched() -> None:

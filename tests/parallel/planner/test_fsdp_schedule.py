@@ -15,8 +15,11 @@ from tests.support.streams import bars, exposed_by_unit, times_of
 ONE_BLOCK, THREE_BLOCKS = make_model(1), make_model(3)
 
 
-def three_units(ahead: int = 1, **keys: Any) -> Plan:
-    return plan_of(model=ONE_BLOCK, forward_prefetch=ahead, backward_prefetch=ahead, **keys)
+def three_units(ahead: int = 1, global_batch: int = -1, **keys: Any) -> Plan:
+    """A plan whose backward gathers the embedding like any other unit."""
+    keys |= {"forward_prefetch": ahead, "backward_prefetch": ahead}
+    plan = plan_of(global_batch=global_batch, model=ONE_BLOCK, **keys)
+    return change(plan, 0, unshard_in_backward=True)
 
 
 def simple(plan: Plan, **keys: Any) -> StepTimes:
@@ -235,8 +238,18 @@ def test_a_unit_gathered_again_in_the_forward_is_there_in_the_backward():
 
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 def test_every_micro_batch_gathers_and_reduces_again(accumulation):
-    plan = plan_of(8, 1, 8 * accumulation, model=ONE_BLOCK)
+    plan = three_units(global_batch=8 * accumulation)
     step = simulate_step(plan, simple(plan))
     assert step.step_s == 28 * accumulation
     assert step.exposed_by_lane == {"all_gather": 2 * accumulation, "reduce_scatter": 2 * accumulation}
     assert len(bars(step, "all_gather")) == 5 * accumulation
+
+
+@pytest.mark.parametrize("reshard", [True, False, 4])
+def test_a_unit_whose_backward_does_not_read_its_weights_is_gathered_for_the_forward_only(reshard):
+    plan = change(three_units(0), 0, unshard_in_backward=False, reshard_after_forward=reshard)
+    step = simulate_step(plan, simple(plan, copy_out_s=1))
+    assert bars(step, "all_gather", "forward")[0] == ("e", 0, 2)
+    assert [unit for unit, _, _ in bars(step, "all_gather", "backward")] == ["0"]
+    copies = [event.unit for event in step.events if event.work == "copy_out" and event.phase == "backward"]
+    assert copies == ["layers.0"]

@@ -38,9 +38,9 @@ def of_axis(collectives, *axes: str) -> list[Collective]:
 @pytest.mark.parametrize(
     ("k", "forward", "backward"),
     [
-        (0, "tok ~tok 0 ~0 1 ~1 2 ~2 head ~head", "~head -head 2 ~2 -2 1 ~1 -1 0 ~0 -0 tok ~tok -tok"),
-        (1, "tok 0 ~tok 1 ~0 2 ~1 head ~2 ~head", "2 ~head -head 1 ~2 -2 0 ~1 -1 tok ~0 -0 ~tok -tok"),
-        (2, "tok 0 1 ~tok 2 ~0 head ~1 ~2 ~head", "2 1 ~head -head 0 ~2 -2 tok ~1 -1 ~0 -0 ~tok -tok"),
+        (0, "tok ~tok 0 ~0 1 ~1 2 ~2 head ~head", "~head -head 2 ~2 -2 1 ~1 -1 0 ~0 -0 ~tok -tok"),
+        (1, "tok 0 ~tok 1 ~0 2 ~1 head ~2 ~head", "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 ~tok -tok"),
+        (2, "tok 0 1 ~tok 2 ~0 head ~1 ~2 ~head", "2 1 ~head -head 0 ~2 -2 ~1 -1 ~0 -0 ~tok -tok"),
     ],
 )
 def test_units_are_gathered_as_far_ahead_as_the_plan_says(k, forward, backward):
@@ -51,7 +51,7 @@ def test_units_are_gathered_as_far_ahead_as_the_plan_says(k, forward, backward):
 
 def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
     collectives = simulated(4, *TINY).collectives
-    assert describe_collective(collectives) == "tok 0 1 2 head 2 -head 1 -2 0 -1 tok -0 -tok"
+    assert describe_collective(collectives) == "tok 0 1 2 head 2 -head 1 -2 0 -1 -0 -tok"
     assert {c.axis for c in collectives if c.unit} == {"dp_shard"}
     outside = [(c.op, c.axis, c.phase, c.bytes) for c in collectives if not c.unit]
     one_float = ("all_reduce", "world")  # tokens of the batch; norm of the gradient; loss
@@ -90,7 +90,7 @@ def test_editing_one_units_prefetch_in_a_plan_file_moves_its_gathers(tmp_path):
     edited_file.write_text(yaml.safe_dump(edited, sort_keys=False))
     after = simulated(4, *model, f"--parallel.plan={edited_file}").collectives
     assert describe_collective(after, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
-    assert describe_collective(after, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 tok ~tok -tok"
+    assert describe_collective(after, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 ~tok -tok"
 
 
 def test_what_stays_gathered_is_not_gathered_again():
@@ -108,8 +108,8 @@ def test_resharding_to_a_smaller_group_gathers_as_often_and_as_much():
 
 def test_hsdp_all_reduces_once_per_step_and_reduce_scatters_every_micro_batch():
     collectives = simulated(4, *TINY, *HSDP3, *prefetch(0)).collectives
-    forward, reduced = "tok 0 1 2 head ", "-head 2 -2 1 -1 0 -0 tok -tok"
-    last = "-head =head 2 -2 =2 1 -1 =1 0 -0 =0 tok -tok =tok"
+    forward, reduced = "tok 0 1 2 head ", "-head 2 -2 1 -1 0 -0 -tok"
+    last = "-head =head 2 -2 =2 1 -1 =1 0 -0 =0 -tok =tok"
     assert describe_collective(collectives) == " ".join(
         [forward + reduced, forward + reduced, forward + last]
     )
@@ -173,7 +173,7 @@ def test_bytes_of_sharding_at_8b(replicate, tp):
     ).collectives
     # A tp rank has its share of the matrices and all of the norms.
     parameters = per_unit(MATRICES // tp + NORMS, EMBEDDING // tp, EMBEDDING // tp + DIM)
-    gathered = {unit: [BF16 * n] * (1 if unit == "head" else 2) for unit, n in parameters.items()}
+    gathered = {unit: [BF16 * n] * (2 if "layers" in unit else 1) for unit, n in parameters.items()}
     assert sizes(got, op="all_gather", axis="dp_shard") == gathered
     assert sizes(got, op="reduce_scatter", axis="dp_shard") == {
         unit: [FP32 * n] for unit, n in parameters.items()

@@ -82,7 +82,7 @@ def test_shares_of_a_real_step_sum_to_one_and_the_plan_is_compared(
         assert step["shares"]["overlapped"] > 0, "gathers are launched a unit ahead"
     counts = {(c["collective"], c["axis"]): c["count"] for c in found["communication"]}
     assert counts == {
-        ("all_gather", "dp_shard"): 15,
+        ("all_gather", "dp_shard"): 14,
         ("reduce_scatter", "dp_shard"): 8,
         ("all_reduce", ""): 3,
     }
