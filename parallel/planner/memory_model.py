@@ -14,7 +14,7 @@ other tensors on the compute stream.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
-from math import prod
+from math import lcm, prod
 from operator import attrgetter
 
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory
@@ -374,7 +374,7 @@ def _repeated_blocks(plan: Plan, work: ModelWorkload) -> dict[str, int]:
     """Return the blocks that repeat those before and after them, with their number in such a row, except EDGE
     blocks at each end: the pools of a model of 126 equal blocks grow by the same bytes for each of them.
 
-    The buffers of all-gathers take turns, so the number is a multiple of the number of buffers.
+    All-gathers use their buffers in turn, so the number is a multiple of the number of buffers.
     """
 
     def kind(unit: UnitPlan) -> tuple[UnitPlan, int, float]:
@@ -383,14 +383,14 @@ def _repeated_blocks(plan: Plan, work: ModelWorkload) -> dict[str, int]:
 
     repeated: dict[str, int] = {}
     for (settings, *_), row in groupby((unit for unit in plan.units if len(unit.modules) == 1), kind):
-        ahead = max(
+        forward, backward = (
             prefetch if isinstance(prefetch, int) else len(plan.units)
             for prefetch in (settings.forward_prefetch, settings.backward_prefetch)
         )
-        names = [unit.name for unit in row]
-        inner = max(0, len(names) - 2 * (EDGE + ahead))
-        count = inner - inner % (ahead + 1)
-        repeated |= dict.fromkeys(names[EDGE + ahead : EDGE + ahead + count], count)
+        names, edge = [unit.name for unit in row], EDGE + max(forward, backward)
+        inner = max(0, len(names) - 2 * edge)
+        count = inner - inner % lcm(forward + 1, max(1, backward))
+        repeated |= dict.fromkeys(names[edge : edge + count], count)
     return repeated
 
 

@@ -36,6 +36,12 @@ def test_the_smallest_sufficient_gap_is_taken_and_the_one_at_the_end_last() -> N
     assert pool.reserved_bytes == reserved
 
 
+def test_the_gap_at_the_end_comes_last_also_if_it_is_the_smallest() -> None:
+    pool, (first, *_) = filled(8 * MIB, MIB, 8 * MIB)
+    pool.free(first)
+    assert pool.allocate(2 * MIB) == first, "not the 3 MiB at the end"
+
+
 def test_gaps_that_touch_become_one() -> None:
     pool, addresses = filled(*[5 * MIB] * 4)
     for at in (0, 2, 1):  # the last is between two gaps

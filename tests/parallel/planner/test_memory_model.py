@@ -421,6 +421,8 @@ def test_the_pools_of_40_equal_blocks_are_those_of_all_their_tensors(
 ) -> None:
     """Only those of blocks at both ends of the row are logged one by one."""
     work = make_work(n_blocks=40, dtype_bytes=2 if "storage_dtype" in keys else 4)
+    alike = {f"layers.{i}": work.modules["layers.0"] for i in range(40)}
+    work = dataclasses.replace(work, modules={**work.modules, **alike})
     predicted = predict(4, 3, n_blocks=40, work=work, **keys)
     monkeypatch.setattr(memory_model, "EDGE", 40)
     every_tensor = predict(4, 3, n_blocks=40, work=work, **keys)
