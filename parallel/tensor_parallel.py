@@ -141,8 +141,9 @@ def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    stacked = x.unflatten(dim, (axis.degree, -1)).movedim(dim, 0).flatten(0, 1)  # likewise
-    return _wait(_c10d.reduce_scatter_tensor(stacked.contiguous(), "sum", axis.degree, axis.group_name))
+    # likewise
+    stacked = x.unflatten(dim, (axis.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
+    return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
 
 
 def _local_chunk(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
