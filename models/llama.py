@@ -167,7 +167,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens[B, T] -> logits[B, T, V]; with targets[B, T] -> the summed loss in nats, a float32 scalar.
+    """tokens[B, T] -> logits[B, T, V]; with targets[B, T] -> the summed loss in nats, a float32 scalar,
+    divided by `divisor` (a scalar on the device; None: 1).
+
+    The caller passes the divisor instead of dividing the loss, because the chunked loss computes gradients
+    in the forward: dividing them afterwards would read and write the head's entire weight gradient again.
 
     With first[B, T], the position in its sequence at which each token's document begins, attention does not
     cross documents, and positions count from the start of the document. Can be built on any device, including
@@ -197,7 +201,11 @@ class Llama(nn.Module):
         self.head.loss.chunk_tokens = loss_chunk_tokens
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, first_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        first_BT: Tensor | None = None,
+        divisor: Tensor | None = None,
     ) -> Tensor:
         x = self.tok_embeddings(tokens_BT)
         seq_len = tokens_BT.shape[1]
@@ -207,7 +215,9 @@ class Llama(nn.Module):
             cos, sin, documents = cos[positions_BT], sin[positions_BT], document_mask(first_BT)
         for block in self.layers:
             x = block(x, cos, sin, documents)
-        return self.head(x, targets_BT)
+        if targets_BT is not None and divisor is None:
+            divisor = torch.ones((), device=x.device)  # not None, which would compile another graph
+        return self.head(x, targets_BT, divisor)
 
 
 def tp_divides(config: LlamaConfig) -> dict[str, dict[str, int]]:

@@ -28,16 +28,15 @@ def cross_entropy_sum(
     return loss + learning * (z_loss * (logits.logsumexp(1).square() * (targets != IGNORE_INDEX)).sum())
 
 
-def join_rows(rows_3n: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and target logit of every row over all ranks, by two small all-reduces: the largest
-    logit of each token, then the sum of exponentials together with the target's logit."""
-    own_largest, exp_sum, target = rows_3n.unbind()
+def join_rows(rows_3n: Tensor, group_name: str) -> Tensor:
+    """Return the rows over all ranks: largest logit, sum of exp(logit - largest), target's logit. Two small
+    all-reduces: the largest logit of each token, then the two sums together."""
     if not group_name:
-        return own_largest + exp_sum.log(), target
+        return rows_3n
+    own_largest, exp_sum, target = rows_3n.unbind()
     largest = _all_reduce(own_largest, "max", group_name)
-    exp_sum = exp_sum * (own_largest - largest).exp()
-    exp_sum, target = _all_reduce(torch.stack((exp_sum, target)), "sum", group_name).unbind()
-    return largest + exp_sum.log(), target
+    sums = torch.stack((exp_sum * (own_largest - largest).exp(), target))
+    return torch.cat((largest[None], _all_reduce(sums, "sum", group_name)))
 
 
 class SplitCrossEntropySum(torch.autograd.Function):
@@ -60,7 +59,8 @@ class SplitCrossEntropySum(torch.autograd.Function):
         largest = values.amax(1)
         exp_sum = (values - largest[:, None]).exp().sum(1)
         target = values.gather(1, ids[:, None])[:, 0].where(is_local, 0.0)
-        log_sum, target = join_rows(torch.stack((largest, exp_sum, target)), group_name)
+        largest, exp_sum, target = join_rows(torch.stack((largest, exp_sum, target)), group_name).unbind()
+        log_sum = largest + exp_sum.log()
         ctx.save_for_backward(logits, ids, is_local, log_sum, counts)
         ctx.z_loss = z_loss
         loss = log_sum - target

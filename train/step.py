@@ -48,7 +48,7 @@ def train_step(
     loss = torch.zeros_like(global_tokens)
     for i, batch in enumerate(micro_batches):
         set_last_micro_batch(model, last=i == len(micro_batches) - 1)
-        micro_loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
+        micro_loss = model(batch.tokens, batch.targets, batch.first, global_tokens)
         micro_loss.backward()
         loss += micro_loss.detach()
     synchronize_replicated_gradients(model.parameters())

@@ -8,20 +8,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.models.loss import IGNORE_INDEX
+
 BLOCK = 4096  # logits that a program loads at a time
 WARPS = 16
 FUSE = True  # fused multiply-add: Triton's default up to 3.9, which warns that 3.10 changes it
 
 
-def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
+def read_rows(logits_nv: Tensor, targets_n: Tensor, first_id: int) -> Tensor:
     """Compute `cross_entropy.plain_rows` by online log-sum-exp (arXiv 1805.02867), one read per logit."""
-    rows_3n = torch.empty(3, len(ids_n), device=ids_n.device)
-    _read[(len(ids_n),)](
+    rows_3n = torch.empty(3, len(targets_n), device=targets_n.device)
+    _read[(len(targets_n),)](
         logits_nv,
         logits_nv.stride(0),
-        ids_n,
+        targets_n,
+        first_id,
         rows_3n,
-        len(ids_n),
+        len(targets_n),
         logits_nv.shape[1],
         BLOCK=BLOCK,
         num_warps=WARPS,
@@ -30,18 +33,32 @@ def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
     return rows_3n
 
 
-def write_gradient(
-    logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
+def write_losses(
+    logits_nv: Tensor,
+    targets_n: Tensor,
+    first_id: int,
+    rows_3n: Tensor,
+    z_loss: float,
+    divisor: Tensor,
+    losses_n: Tensor,
+    with_gradient: bool,
 ) -> None:
-    """Overwrite the logits with their gradient on the GPU, as `cross_entropy.plain_gradient` does."""
-    _write[(len(ids_n),)](
+    """Write losses, and overwrite the logits with their gradient, as `cross_entropy.plain_losses` does."""
+    assert rows_3n.is_contiguous()
+    assert losses_n.is_contiguous()
+    _write[(len(targets_n),)](
         logits_nv,
         logits_nv.stride(0),
-        ids_n,
-        log_sum_n,
-        scale_n,
-        weight_n,
+        targets_n,
+        first_id,
+        rows_3n,
+        divisor,
+        losses_n,
+        len(targets_n),
+        z_loss,
         logits_nv.shape[1],
+        IGNORED=IGNORE_INDEX,
+        GRADIENT=with_gradient,
         BLOCK=BLOCK,
         num_warps=WARPS,
         enable_fp_fusion=FUSE,
@@ -49,7 +66,7 @@ def write_gradient(
 
 
 @triton.jit
-def _read(logits, row_stride, ids, rows, n, v: tl.constexpr, BLOCK: tl.constexpr):
+def _read(logits, row_stride, targets, first_id, rows, n, v: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     highest = -float("inf")
@@ -60,7 +77,7 @@ def _read(logits, row_stride, ids, rows, n, v: tl.constexpr, BLOCK: tl.constexpr
         higher = tl.maximum(highest, tl.max(values, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
         highest = higher
-    target = tl.load(ids + row)
+    target = tl.load(targets + row) - first_id
     is_local = (target >= 0) & (target < v)
     tl.store(rows + row, highest)
     tl.store(rows + n + row, total)
@@ -68,16 +85,35 @@ def _read(logits, row_stride, ids, rows, n, v: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _write(logits, row_stride, ids, log_sum, scale, weight, v: tl.constexpr, BLOCK: tl.constexpr):
+def _write(
+    logits,
+    row_stride,
+    targets,
+    first_id,
+    rows,
+    divisor,
+    losses,
+    n,
+    z_loss,
+    v: tl.constexpr,
+    IGNORED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    target = tl.load(ids + row)
-    shift = tl.load(log_sum + row)
-    factor = tl.load(scale + row)
-    counted = tl.load(weight + row)
-    for first in range(0, v, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        values = tl.load(logits + columns, mask=columns < v, other=0.0).to(tl.float32)
-        gradient = tl.exp(values - shift) * factor
-        gradient = counted * tl.where(columns == target, gradient - 1.0, gradient)
-        tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < v)
+    target = tl.load(targets + row)
+    log_sum = tl.load(rows + row) + tl.log(tl.load(rows + n + row))
+    loss = log_sum - tl.load(rows + 2 * n + row) + z_loss * log_sum * log_sum
+    counted = tl.where(target == IGNORED, 0.0, 1.0)
+    tl.store(losses + row, counted * loss)
+    if GRADIENT:
+        factor = 1.0 + 2.0 * z_loss * log_sum
+        counted = tl.math.div_rn(counted, tl.load(divisor))
+        target -= first_id
+        for first in range(0, v, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            values = tl.load(logits + columns, mask=columns < v, other=0.0).to(tl.float32)
+            gradient = tl.exp(values - log_sum) * factor
+            gradient = counted * tl.where(columns == target, gradient - 1.0, gradient)
+            tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < v)

@@ -74,13 +74,9 @@ def compile_adamw(cache: Path, kernels: ModuleType, parameter: torch.dtype, mome
 def compile_loss(cache: Path, kernels: ModuleType, dtype: torch.dtype) -> list[Launch]:
     """Compile the two kernels of the loss, for rows of the full vocabulary."""
     with offline_triton(cache) as launches:
-        logits, ids, vector = (
-            torch.zeros(2, VOCABULARY, dtype=dtype),
-            torch.zeros(2, dtype=torch.int64),
-            torch.ones(2),
-        )
-        kernels.read_rows(logits, ids)
-        kernels.write_gradient(logits, ids, vector, vector, vector)
+        logits, targets = torch.zeros(2, VOCABULARY, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+        rows = kernels.read_rows(logits, targets, 0)
+        kernels.write_losses(logits, targets, 0, rows, 0.0, torch.ones(()), torch.empty(2), True)
     return launches
 
 

@@ -65,6 +65,11 @@ def fused_multiply_add(x: ndarray, y: ndarray, z: ndarray) -> ndarray:
     return odd.view(np.float64).astype(np.float32)
 
 
+def flush(x: ndarray) -> ndarray:
+    """Return x with 0 in place of subnormal values, with their sign."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
 def divide_integers(x: ndarray, y: ndarray) -> ndarray:
     """Return the quotient, rounded towards zero."""
     return np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))
@@ -96,7 +101,10 @@ FLOAT_OPERATIONS: dict[str, Callable[..., ndarray]] = {
     "div.rn": np.divide,
     "sqrt.rn": np.sqrt,
     "fma.rn": fused_multiply_add,
+    "fma.rn.ftz": lambda x, y, z: flush(fused_multiply_add(flush(x), flush(y), flush(z))),
     "neg": np.negative,
+    "setp.eq": np.equal,
+    "setp.lt": np.less,
     "max": np.fmax,  # of a NaN and a number, the number
     "ex2.approx": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
 }
@@ -123,6 +131,7 @@ CONVERSIONS: dict[str, Callable[..., ndarray]] = {  # except those between integ
     "cvt.f32.bf16": from_bfloat16,
     "cvt.rn.bf16.f32": to_bfloat16,
     "cvt.rn.bf16x2.f32": pack_bfloat16,
+    "cvt.rn.f32.s32": lambda x: x.astype(np.float32),
     "cvt.rzi.s64.f32": lambda x: x.astype(np.int64),
 }
 
@@ -386,7 +395,7 @@ class Grid:
                 *(self._read(operand, double) for operand in operands[2:]),
             ]
         result = operation(*values)
-        if dtype is np.float32:
+        if result.dtype == np.float32:
             result = np.where(np.isnan(result), NAN, result)
         self._write(register, result, threads)
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="needs Triton, which is for Linux only")
 from triton import knobs
 from triton.runtime.driver import driver
 
-from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows
+from meshwright.models.kernels.cross_entropy import plain_losses, plain_rows
 from meshwright.train.optim import adamw_kernel
 from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 from tests.fake_gpu.cubins import TOOLS, disassemble, read_cubin
@@ -249,7 +249,7 @@ def test_fused_operations_are_seen_in_the_opcodes_and_in_the_result(
 
 
 def make_rows(rows: int, vocabulary: int, dtype: torch.dtype, between: int = 0) -> tuple[Tensor, Tensor]:
-    """Return logits with `between` elements between their rows, and ids; the ids of the first and third row
+    """Return logits with `between` elements between their rows, and targets; those of the first and third row
     belong to another rank."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocabulary + between, generator=generator) * 5).to(dtype)[:, :vocabulary]
@@ -265,17 +265,18 @@ def test_cross_entropy_does_what_its_reference_does(
 ) -> None:
     """Sums of float32 in another order differ by at most 1e-5; a gradient by one rounding of its dtype, or of
     1."""
-    kernels, (logits, ids) = load_copy(LOSS), make_rows(rows, vocabulary, dtype, between)
-    actual, expected = kernels.read_rows(logits, ids), plain_rows(logits, ids)
+    kernels, (logits, targets) = load_copy(LOSS), make_rows(rows, vocabulary, dtype, between)
+    actual, expected = kernels.read_rows(logits, targets, 0), plain_rows(logits, targets, 0)
     execute(launches[-1])
     assert torch.equal(actual[[0, 2]], expected[[0, 2]])
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=0.0)
-    log_sum, scale, weight = expected[0] + expected[1].log(), torch.rand(rows) + 0.5, torch.rand(rows)
+    rest, losses = (expected, 0.01, torch.tensor(2.0)), torch.zeros(2, rows)
     padded = logits.as_strided((rows, vocabulary + between), (vocabulary + between, 1)) if between else logits
     untouched, expected = padded[:, vocabulary:].clone(), logits.clone()
-    kernels.write_gradient(logits, ids, log_sum, scale, weight)
+    kernels.write_losses(logits, targets, 0, *rest, losses[0], True)
     execute(launches[-1])
-    plain_gradient(expected, ids, log_sum, scale, weight)
+    plain_losses(expected, targets, 0, *rest, losses[1], True)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0.0)
     tolerance = 1e-6 if dtype is F32 else 2**-8
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(padded[:, vocabulary:], untouched)
@@ -290,7 +291,7 @@ def test_a_vector_load_from_a_misaligned_address_is_refused(
     logits = torch.zeros(2 * VOCABULARY + 1)[1:].view(2, VOCABULARY)
     with pytest.raises(AccessError, match=r"16 bytes at \w+ are misaligned"):
         execute(replace(aligned, arguments=(logits, *aligned.arguments[1:])))
-    load_copy(LOSS).read_rows(logits, torch.zeros(2, dtype=torch.int64))
+    load_copy(LOSS).read_rows(logits, torch.zeros(2, dtype=torch.int64), 0)
     execute(launches[0])
 
 
@@ -315,13 +316,13 @@ MASKS = {
 def test_a_missing_mask_is_noticed(name: str, tmp_path: Path, launches: list[Launch]) -> None:
     source, old, new = MASKS[name]
     kernels = changed(tmp_path, source, (old, new))
-    slices, (logits, ids), each = make_slices(F32, F32), make_rows(3, 5000, F32), torch.ones(3)
+    slices, (logits, targets) = make_slices(F32, F32), make_rows(3, 5000, F32)
     if source is ADAMW:
         kernels.update(slices, make_step())
     elif "store" in name:
-        kernels.write_gradient(logits, ids, each, each, each)
+        kernels.write_losses(logits, targets, 0, torch.ones(3, 3), 0.0, torch.ones(()), torch.zeros(3), True)
     else:
-        kernels.read_rows(logits, ids)
+        kernels.read_rows(logits, targets, 0)
     with pytest.raises(AccessError, match="outside every buffer"):
         execute(launches[0], tensors_of(slices))
 
@@ -351,7 +352,7 @@ def test_an_instruction_that_is_not_known_is_refused(tmp_path: Path) -> None:
     for line in (
         "tanh.approx.f32 %r2, %r1;",
         "add.ftz.f32 %r2, %r1, %r1;",
-        "setp.lt.f32 %p1, %r1, %r1;",
+        "setp.gt.f32 %p1, %r1, %r1;",
         "neg.f64 %r2, %r1;",
         "cvt.rni.s32.f32 %r2, %r1;",
         "ld.global.nc.b32 %r2, [%r1];",

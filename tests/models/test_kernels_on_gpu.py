@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models.attention import KERNELS, CausalAttention
-from meshwright.models.kernels.cross_entropy import read_rows, write_gradient
-from tests.models.test_loss import ROW_CASES, check_rows, make_rows
+from meshwright.models.kernels.cross_entropy import read_rows, write_losses
+from tests.models.test_loss import ROW_CASES, check_rows, make_rows, run_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.values]
 LLAMA_3 = [(7, 128_256, torch.bfloat16), (3, 128_256, torch.float32)]  # rows of the full vocabulary
@@ -14,11 +14,11 @@ ON_GPU = [name for name, devices in KERNELS.items() if "cuda" in devices and nam
 
 
 @pytest.mark.parametrize("case", [*ROW_CASES, *LLAMA_3], ids=str)
-def test_the_cross_entropy_reads_rows_and_writes_their_gradient(case: tuple[int, int, torch.dtype]) -> None:
-    logits, *others = (tensor.cuda() for tensor in make_rows(*case))
-    rows = read_rows(logits, others[0])
-    write_gradient(logits, *others)
-    check_rows(case, rows.cpu(), logits.cpu())
+def test_the_cross_entropy_reads_rows_and_writes_losses_and_gradient(
+    case: tuple[int, int, torch.dtype],
+) -> None:
+    results = run_kernels(read_rows, write_losses, *(tensor.cuda() for tensor in make_rows(*case)))
+    check_rows(case, *(tensor.cpu() for tensor in results))
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])

@@ -1,6 +1,8 @@
 """The chunked loss compared with float64, and the Triton kernels in Triton's interpreter."""
 
 import multiprocessing
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ from torch import Tensor, nn
 from meshwright.models import chunked_loss
 from meshwright.models.chunked_loss import linear_cross_entropy
 from meshwright.models.head import Head
-from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows, write_gradient
+from meshwright.models.kernels.cross_entropy import plain_losses, plain_rows, write_losses
 from meshwright.models.loss import IGNORE_INDEX, cross_entropy_sum
 from meshwright.parallel.compile.stats import count_compiled_graphs
+
+# dynamo itself instantiates a function that it compiles
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 BLOCK = 4096  # of models.kernels.cross_entropy_triton
 DIM, VOCABULARY = 32, 301
@@ -27,64 +32,62 @@ ROW_CASES = [
 ]
 
 
-def make_rows(n: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return logits[n, v] with padding between rows, ids, of which the first two belong to another rank (with
-    more than two rows), and the inputs of the gradient."""
+Z_LOSS, DIVISOR, FIRST_ID = 0.01, torch.tensor(77.0), 5
+
+
+def make_rows(n: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return logits[n, v] of the ids from FIRST_ID on, with padding between rows, and targets: with more than
+    two rows, the first two are of other ranks and the third is ignored."""
     generator = torch.Generator().manual_seed(n * v)
     logits = (torch.randn(n, v + 3, generator=generator) * 5).to(dtype)[:, :v]
-    ids = torch.randint(0, v, (n,), generator=generator)
-    ids[: min(2, n - 1)] = torch.tensor([-7, v])[: min(2, n - 1)]
-    log_sum = logits.float().logsumexp(1) + 0.5
-    scale, weight = torch.rand(2, n, generator=generator)
-    return logits, ids, log_sum, scale, weight
+    targets = torch.randint(FIRST_ID, FIRST_ID + v, (n,), generator=generator)
+    if n > 2:
+        targets[:3] = torch.tensor([FIRST_ID - 1, FIRST_ID + v, IGNORE_INDEX])
+    return logits, targets
 
 
-def exact_rows(logits: Tensor, ids: Tensor) -> Tensor:
-    values = logits.double()
-    largest = values.amax(1)
-    is_local = (ids >= 0) & (ids < logits.shape[1])
+def run_kernels(
+    read: Callable[..., Tensor], write: Callable[..., None], logits: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows, the losses and the gradient by these two functions, which overwrites the logits."""
+    rows, losses = read(logits, targets, FIRST_ID), torch.empty(len(logits), device=logits.device)
+    for with_gradient in (False, True):
+        divisor = DIVISOR.to(logits.device)
+        write(logits, targets, FIRST_ID, rows, Z_LOSS, divisor, losses, with_gradient)
+    return rows, losses, logits
+
+
+def check_rows(case: tuple[int, int, torch.dtype], rows: Tensor, losses: Tensor, gradient: Tensor) -> None:
+    """Compare with the textbook formulas in float64."""
+    logits, targets = make_rows(*case)
+    values, ids, counted = logits.double(), targets - FIRST_ID, targets != IGNORE_INDEX
+    is_local = (ids >= 0) & (ids < values.shape[1])
     target = values.gather(1, ids.where(is_local, 0)[:, None])[:, 0].where(is_local, 0.0)
-    return torch.stack((largest, (values - largest[:, None]).exp().sum(1), target))
-
-
-def exact_gradient(logits: Tensor, ids: Tensor, log_sum: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    p = (logits.double() - log_sum[:, None].double()).exp() * scale[:, None]
-    one_hot = torch.arange(logits.shape[1]) == ids[:, None]
-    return (p - one_hot.double()) * weight[:, None]
-
-
-def check_rows(case: tuple[int, int, torch.dtype], rows: Tensor, gradient: Tensor) -> None:
-    logits, *others = make_rows(*case)
+    largest, log_sum = values.amax(1), values.logsumexp(1)
+    exact = torch.stack((largest, (values - largest[:, None]).exp().sum(1), target))
+    one_hot = (torch.arange(values.shape[1]) == ids[:, None]).double()
+    p = values.softmax(1) * (1 + 2 * Z_LOSS * log_sum)[:, None]
     tolerance = 1e-6 if case[2] is torch.float32 else 2**-8
-    assert rows.dtype is torch.float32
-    torch.testing.assert_close(rows.double(), exact_rows(logits, others[0]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        gradient.double(), exact_gradient(logits, *others), rtol=tolerance, atol=tolerance
-    )
+    assert rows.dtype is losses.dtype is torch.float32
+    torch.testing.assert_close(rows.double(), exact, rtol=1e-5, atol=1e-5)
+    expected = (log_sum - target + Z_LOSS * log_sum.square()).where(counted, 0.0)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    expected = ((p - one_hot) * counted[:, None]) / DIVISOR
+    torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance / DIVISOR)
 
 
 @pytest.mark.parametrize("case", ROW_CASES, ids=str)
-def test_plain_torch_reads_rows_and_writes_their_gradient(case: tuple[int, int, torch.dtype]) -> None:
-    logits, *others = make_rows(*case)
-    rows = plain_rows(logits, others[0])
-    plain_gradient(logits, *others)
-    check_rows(case, rows, logits)
+def test_plain_torch_reads_rows_and_writes_losses_and_gradient(case: tuple[int, int, torch.dtype]) -> None:
+    check_rows(case, *run_kernels(plain_rows, plain_losses, *make_rows(*case)))
 
 
-def run_triton_kernels() -> list[tuple[Tensor, Tensor]]:
-    """Return rows and gradients of the cases, by Triton's interpreter (enabled by an environment
-    variable)."""
+def run_triton_kernels() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return the results of the cases by Triton's interpreter (enabled by an environment variable)."""
     from meshwright.models.kernels.cross_entropy_triton import BLOCK as BLOCK_OF_KERNEL
-    from meshwright.models.kernels.cross_entropy_triton import read_rows, write_gradient
+    from meshwright.models.kernels.cross_entropy_triton import read_rows, write_losses
 
     assert BLOCK_OF_KERNEL == BLOCK
-    results = []
-    for case in ROW_CASES:
-        logits, ids, log_sum, scale, weight = make_rows(*case)
-        rows = read_rows(logits, ids)
-        write_gradient(logits, ids, log_sum, scale, weight)
-        results.append((rows, logits))
-    return results
+    return [run_kernels(read_rows, write_losses, *make_rows(*case)) for case in ROW_CASES]
 
 
 def test_triton_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +95,8 @@ def test_triton_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when triton is imported, so in a new process
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # ends its process even if that hangs
         results = pool.apply_async(run_triton_kernels).get(timeout=240)
-    for case, (rows, gradient) in zip(ROW_CASES, results, strict=True):
-        check_rows(case, rows, gradient)
+    for case, result in zip(ROW_CASES, results, strict=True):
+        check_rows(case, *result)
 
 
 def build_head(chunk: int, z_loss: float = 0.0, dtype: torch.dtype = torch.float32) -> Head:
@@ -169,8 +172,13 @@ def test_an_evaluation_makes_no_gradients_and_counts_no_z_loss_by_the_graph_of_t
     torch._dynamo.reset()
     head, (x, targets) = build_head(chunk, z_loss=0.1), make_batch()
     plain = build_head(chunk)(x, targets).item()
-    made = []
-    monkeypatch.setattr(chunked_loss, "write_gradient", lambda *args: made.append(write_gradient(*args)))
+    made: list[bool] = []  # an entry for each chunk with a gradient
+
+    def watched(*args: Any) -> None:
+        made.extend([args[-1]] * args[-1])
+        write_losses(*args)
+
+    monkeypatch.setattr(chunked_loss, "write_losses", watched)
     head.compile(fullgraph=True, backend="aot_eager")
     trained = head(x, targets).item()
     assert (trained > 1.1 * plain, bool(made)) == (True, bool(chunk))
@@ -183,6 +191,32 @@ def test_an_evaluation_makes_no_gradients_and_counts_no_z_loss_by_the_graph_of_t
     assert head(x, targets).item() == trained
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_the_loss_may_be_divided_before_or_after(chunk, compiled) -> None:
+    """By the divisor, or by the caller: both give the same gradients, to rounding."""
+    results = []
+    for divisor, factor in ((77.0, 1.0), (1.0, 1 / 77), (38.5, 0.5)):
+        head, (x, targets) = build_head(chunk, z_loss=0.01), make_batch()
+        if compiled:
+            torch._dynamo.reset()
+            head.compile(fullgraph=True, backend="aot_eager")
+        loss = head(x, targets, torch.tensor(divisor)) * factor
+        loss.backward()
+        results.append([loss.detach(), x.grad, *(p.grad for p in head.parameters())])
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-8)
+
+
+def test_gradients_that_were_scaled_in_place_are_not_used_again() -> None:
+    head, (x, targets) = build_head(64), make_batch()
+    loss = head(x, targets)
+    (2 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_batch_that_counts_for_nothing_has_no_loss() -> None:
     head, (x, targets) = build_head(64), make_batch()
     loss = head(x, torch.full_like(targets, IGNORE_INDEX))
@@ -193,10 +227,10 @@ def test_a_batch_that_counts_for_nothing_has_no_loss() -> None:
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 def test_the_operator_keeps_torchs_contract(wanted) -> None:
-    """torch's own checks of schema, fake tensors, autograd and dispatch under compilation."""
+    """torch's own checks of schema, fake tensors and dispatch under compilation."""
     generator = torch.Generator().manual_seed(0)
     h, weight = (torch.randn(n, DIM, generator=generator) for n in (70, 41))
-    h.requires_grad_(wanted[0])
-    weight.requires_grad_(wanted[1])
-    targets = torch.randint(0, 41, (70,), generator=generator)
-    torch.library.opcheck(linear_cross_entropy, (h, weight, targets, 0, "", 64, 0.0, torch.ones(()), *wanted))
+    targets, divisor = torch.randint(0, 41, (70,), generator=generator), torch.tensor(3.0)
+    torch.library.opcheck(
+        linear_cross_entropy, (h, weight, targets, 0, "", 64, 0.0, torch.ones(()), divisor, *wanted)
+    )

@@ -57,7 +57,7 @@ def first_bad_value(
         for i, batch in enumerate(micro_batches):
             set_last_micro_batch(model, last=i == len(micro_batches) - 1)
             watch.micro_batch, watch.in_forward = i, True
-            loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
+            loss = model(batch.tokens, batch.targets, batch.first, global_tokens)
             watch.check("the loss", [loss])
             watch.in_forward = False
             loss.backward()
