@@ -69,6 +69,8 @@ class ModuleTensors:
             group = groups.get(change.role, (name, change.number))
             if change.allocates:
                 log.hold("compute", group, change.size)
+            elif change.saved and change.role in groups:  # a gradient that the forward has computed
+                log.move((name, change.number), group)
             elif group not in (weight_gradients, RESULT):
                 log.drop(group)
         log.drop(PASSING)

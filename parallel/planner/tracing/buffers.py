@@ -22,13 +22,14 @@ def module_buffers(
     end_of = {
         storage: end + 1 for node, (_, end) in _lifetimes(backward).items() if (storage := saved.get(node))
     }
-    buffers = []
-    for node, (begin, end) in _lifetimes(forward).items():
-        role: Role = "input" if begin < 0 else "output" if node is output else "inner"
-        last = end_of.get(node, min(start + end, -1))
-        buffers.append(Buffer(role, forward.size(node), start + begin, last))
     gradients: list[Role] = ["weight_grad" if weight else "input_grad" for weight in weights]
     roles = dict(zip(backward.returned(), gradients, strict=True))
+    role_of = {saved[node]: role for node, role in roles.items() if node and node in saved}
+    buffers = []
+    for node, (begin, end) in _lifetimes(forward).items():
+        role: Role = "input" if begin < 0 else "output" if node is output else role_of.get(node, "inner")
+        last = end_of.get(node, min(start + end, -1))
+        buffers.append(Buffer(role, forward.size(node), start + begin, last))
     for node, (begin, end) in _lifetimes(backward).items():
         if node not in saved:
             role = "output_grad" if begin < 0 else roles.get(node, "inner")

@@ -114,7 +114,11 @@ class KernelGraph:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         if source is None:
             return self._inputs.same_as.get(node, node)
-        is_view = _name(node) in VIEWS or (_name(node) == "getitem" and _name(source) in VIEWS)
+        if bases := node.kwargs.get("_all_bases"):  # an operator that writes into its argument
+            return self.storage[bases[0]]  # type: ignore[index]
+        is_view = _name(node) in VIEWS or (
+            _name(node) == "getitem" and (_name(source) in VIEWS or "_all_bases" in source.kwargs)
+        )
         return self.storage[source] if is_view else node
 
     def _sources(self, node: Node) -> list[Node]:

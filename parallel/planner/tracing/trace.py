@@ -63,7 +63,8 @@ def _trace_compiled(subject: TracedModule, sequences: int, budget: float) -> Mod
     graphs: dict[str, GraphModule] = {}
     weights: list[bool] = []
     with _quiet_compiler(), functorch.patch(activation_memory_budget=budget):
-        subject.module.compile(fullgraph=True, backend=_keep_graphs(graphs, weights))
+        # all of it: some modules compile only a part of themselves
+        nn.Module.compile(subject.module, fullgraph=True, backend=_keep_graphs(graphs, weights))
         result = subject.call()
         result.backward(torch.empty_like(result))
     return _read(graphs["forward"].graph, graphs["backward"].graph, weights, subject, sequences)
