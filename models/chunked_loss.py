@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.models.kernels.cross_entropy import read_rows, write_losses
-from meshwright.models.kernels.multiply import multiply_in_place
+from meshwright.models.kernels.multiply import multiply_unless_one
 from meshwright.models.loss import join_rows
 
 
@@ -59,9 +59,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         dh, dweight = ctx.saved_tensors
         of_h, of_weight, *others = ctx.needs_input_grad
         if of_h:
-            multiply_in_place(dh, grad)
+            multiply_unless_one(dh, grad)
         if of_weight:
-            multiply_in_place(dweight, grad)
+            multiply_unless_one(dweight, grad)
         return dh if of_h else None, dweight if of_weight else None, *[None] * len(others)
 
 

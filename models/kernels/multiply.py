@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("meshwright::multiply_in_place_kernel", mutates_args=("x",))
-def multiply_in_place(x: Tensor, factor: Tensor) -> None:
+@torch.library.custom_op("meshwright::multiply_unless_one_kernel", mutates_args=("x",))
+def multiply_unless_one(x: Tensor, factor: Tensor) -> None:
     """Multiply a contiguous x by a float32 scalar. A GPU reads the scalar itself: the host does not wait."""
     if x.is_cuda:
-        from meshwright.models.kernels.multiply_triton import multiply_in_place as on_gpu
+        from meshwright.models.kernels.multiply_triton import multiply_unless_one as on_gpu
 
         on_gpu(x, factor)
     elif factor != 1:
         x.copy_(x.float() * factor)
 
 
-@multiply_in_place.register_fake
+@multiply_unless_one.register_fake
 def _(x: Tensor, factor: Tensor) -> None:
     return None

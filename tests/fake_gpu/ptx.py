@@ -122,6 +122,8 @@ INTEGER_OPERATIONS: dict[str, Callable[..., ndarray]] = {
     "setp.ne": np.not_equal,
     "setp.lt": np.less,
     "setp.le": np.less_equal,
+    "setp.gt": np.greater,
+    "setp.ge": np.greater_equal,
 }
 WIDE_OPERATIONS: dict[str, Callable[..., ndarray]] = {  # the factors are sign- or zero-extended first
     "mul.wide": np.multiply,

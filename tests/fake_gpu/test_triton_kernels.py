@@ -29,6 +29,7 @@ from tests.fake_gpu.instruction_bound import bound_of
 from tests.fake_gpu.kernel_table import (
     ADAMW,
     LOSS,
+    MULTIPLY,
     PAIRS,
     VOCABULARY,
     Compiled,
@@ -293,6 +294,27 @@ def test_a_vector_load_from_a_misaligned_address_is_refused(
         execute(replace(aligned, arguments=(logits, *aligned.arguments[1:])))
     load_copy(LOSS).read_rows(logits, torch.zeros(2, dtype=torch.int64), 0)
     execute(launches[0])
+
+
+# The gradients of the loss, multiplied by that of the loss
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_gradients_are_multiplied_in_place_unless_the_factor_is_1(
+    dtype: torch.dtype, tmp_path: Path, launches: list[Launch]
+) -> None:
+    """With 1 the kernel accesses no gradient: it is executed with another tensor, of one element."""
+    kernels = changed(tmp_path, MULTIPLY, ("PROGRAMS = 1024", "PROGRAMS = 2"))
+    gradient, factor = torch.randn(3 * 4096 + 7).to(dtype), torch.tensor(0.3)
+    expected = (gradient.float() * factor).to(dtype)
+    kernels.multiply_unless_one(gradient, factor)
+    execute(launches[-1])
+    assert torch.equal(gradient, expected)
+    launch = replace(launches[-1], arguments=(gradient[:1].clone(), *launches[-1].arguments[1:]))
+    with pytest.raises(AccessError, match="outside every buffer"):
+        execute(launch)
+    factor.fill_(1)
+    execute(launch)
 
 
 # Masks

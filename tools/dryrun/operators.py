@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 OVERWRITE = frozenset({"aten::fill_", "aten::zero_", "aten::copy_", "aten::_foreach_copy_"})
 # They read as much of their first argument as they write.
 READ_PARTLY = frozenset({"aten::gather", "aten::index_select", "aten::embedding"})
+# In a training step it multiplies by 1, and reads and writes no tensor.
+NOTHING = frozenset({"meshwright::multiply_unless_one_kernel"})
 # How much they read or write depends on the values, or on their algorithm.
 BY_VALUES = re.compile(r"embedding_dense_backward|scatter|index|sort|unique|nonzero|masked|topk")
 
@@ -34,6 +36,8 @@ def moved_bytes(operator: Mapping[str, Any]) -> int | None:
     """Return the bytes that an operator reads and writes, each tensor once; None if they do not follow from
     its arguments."""
     name, schema = operator["name"], _attribute(operator, "op_schema")
+    if name in NOTHING:
+        return 0
     if not schema or BY_VALUES.search(name):
         return None
     arguments, results = (

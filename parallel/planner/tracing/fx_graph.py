@@ -1,9 +1,8 @@
 """Convert the compiler's graph of a forward or backward to kernels, with their operations, memory traffic and
 live memory.
 
-Fusion approximates inductor's: connected elementwise operations and reductions with no matmul, attention or
-collective in between are one kernel, which reads its external inputs once and writes its external outputs
-once. The Python body of a custom operator is traced instead of the operator, with two micro batches.
+fusion.py says which values share a kernel. The Python body of a custom operator is traced instead of the
+operator, with two micro batches.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
