@@ -192,6 +192,11 @@ def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     assert sum(o.flops.at(1) for o in chunked.forward.operations) == pytest.approx(
         3 * 2 * 8192 * 4096 * 128_256
     )
+    # The backward only hands on the gradient of the output's weight, and moves what the norm needs.
+    output_bytes = 128_256 * 4096 * 2
+    handed_on = [b for b in chunked.buffers if b.role == "weight_grad" and b.begin < 0 < b.end]
+    assert [b.size.at(1) for b in handed_on] == [output_bytes]
+    assert sum(o.bytes.at(1) for o in chunked.backward.operations) < output_bytes / 4
     # A second sequence adds chunks of the same size.
     assert fullest(chunked.forward, 2) - fullest(chunked.forward, 1) < 0.3 * GIB
 
