@@ -9,6 +9,7 @@ from meshwright.parallel.planner.workload import Buffer, Linear, ModelWorkload, 
 
 PASSING = "passing"  # the group of the hidden states between two modules, or of their gradient
 RESULT = "result"  # the group of what becomes PASSING at the module's end
+MOST_PIECES = 256  # of the activations of a module that was traced eagerly
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def _estimate_buffers(
     """
 
     def pieces(size: Linear) -> list[Linear]:
-        count, rest = divmod(max(0.0, size.per_sequence * sequences), piece or 1.0)
-        return [Linear(part) for part in (max(0.0, size.fixed), *[piece] * int(count), rest) if part]
+        amount = max(0.0, size.per_sequence * sequences)
+        each = max(piece, amount / MOST_PIECES, 1.0)
+        count, rest = divmod(amount, each)
+        return [Linear(part) for part in (max(0.0, size.fixed), *[each] * int(count), rest) if part]
 
     def peak(moments: Sequence[Linear], *others: Linear) -> list[Linear]:
         largest = max(moments, key=lambda moment: moment.at(sequences))
