@@ -42,6 +42,7 @@ VIEWS = frozenset(
         "as_strided",
         "unbind",
         "wait_tensor",
+        "multiply_unless_one_kernel",  # in place, by the gradient of the loss, which is 1 in a training step
     }
 )
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"})

@@ -197,6 +197,8 @@ def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     handed_on = [b for b in chunked.buffers if b.role == "weight_grad" and b.begin < 0 < b.end]
     assert [b.size.at(1) for b in handed_on] == [output_bytes]
     assert sum(o.bytes.at(1) for o in chunked.backward.operations) < output_bytes / 4
+    eager, _ = head_of("--parallel.compile.enabled=false")
+    assert "multiply_unless_one_kernel" not in {o.name for o in eager.backward.operations}
     # A second sequence adds chunks of the same size.
     assert fullest(chunked.forward, 2) - fullest(chunked.forward, 1) < 0.3 * GIB
 
