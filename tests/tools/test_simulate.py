@@ -150,4 +150,5 @@ def test_8b_on_any_number_of_ranks_fits_a_laptop(ranks: int, keys: list[str]) ->
         c["unit"] for c in document["collectives"] if c["op"] == "all_gather" and c["axis"] == "dp_shard"
     ]
     assert gathered[:2] == ["tok_embeddings", "layers.0"]
-    assert len(gathered) == 34 + 33
+    # In the forward all 34 units, in the backward the 32 blocks: the head stays, the embedding is not needed.
+    assert len(gathered) == 34 + 32
