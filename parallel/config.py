@@ -73,6 +73,11 @@ class ParallelConfig:
             first
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again for
             its backward; an int reshards over groups of that many processes; auto is true
+        reshard_after_backward: free a unit's gathered parameters after the backward of every micro batch;
+            false keeps them until the last micro batch of a step; auto is true
+        reduce_gradients: every_micro_batch reduces gradients into this rank's shard after each backward;
+            last_micro_batch sums whole gradients on every rank, in reduce_dtype, and reduces them once per
+            step; auto is every_micro_batch
         forward_prefetch: number of units whose all-gathers a unit's forward starts ahead; auto is 1
         backward_prefetch: number of units ahead in the backward; auto is 1
         activation_checkpoint: none saves a block's activations; full recomputes each block in its backward;
@@ -115,6 +120,8 @@ class ParallelConfig:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: Auto | bool | int = "auto"
+    reshard_after_backward: Auto | bool = "auto"
+    reduce_gradients: Literal["auto", "every_micro_batch", "last_micro_batch"] = "auto"
     forward_prefetch: Auto | int = "auto"
     backward_prefetch: Auto | int = "auto"
     activation_checkpoint: Literal["auto", "none", "full", "selective", "budget", "offload"] = "auto"

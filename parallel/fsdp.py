@@ -1,6 +1,6 @@
 """FSDP2: units, precision, resharding, gradient reduction and the prefetch schedule."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -111,14 +111,19 @@ def _fsdp_module(model: nn.Module, unit: UnitPlan) -> FSDPModule:
     return module
 
 
-def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Set before a backward whether it is the last before the optimizer step.
+def set_last_micro_batch(model: nn.Module, units: Sequence[UnitPlan], last: bool) -> None:
+    """Set before the backward of a micro batch whether it is the last before the optimizer step.
 
-    The gradients of every micro batch are reduce-scattered, so no rank keeps full gradients; the all-reduce
-    of HSDP runs in the last micro batch only.
+    In the last one every unit reduces its gradients, all-reduces them over replicas and frees its gathered
+    parameters, which the optimizer step changes. In the others it does what the plan says: gradients are
+    reduced or kept whole, parameters are freed or stay gathered, and nothing is all-reduced.
     """
-    assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(last)
+    for unit in units:
+        module = _fsdp_module(model, unit)
+        reduces = last or unit.reduce_gradients == "every_micro_batch"
+        module.set_requires_gradient_sync(reduces, recurse=False)
+        module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(last or unit.reshard_after_backward, recurse=False)
 
 
 def copy_shard(parameter: Tensor, value: Tensor) -> None:

@@ -115,7 +115,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         # one document per sequence, which has the most attention blocks
         first = tokens.clone() if job.document_mask else None
         batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
-        train_step(model, optimizer, batches, 1.0, group)
+        train_step(model, plan.units, optimizer, batches, 1.0, group)
 
     def build(plan: Plan, mesh: Any) -> Any:
         return shard_model(job.model, plan, mesh, job.freeze, job.z_loss)

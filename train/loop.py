@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Literal
 
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import Config
@@ -19,6 +20,7 @@ from meshwright.train.step import train_step
 
 def train_loop(
     config: Config,
+    plan: Plan,
     state: TrainState,
     data: TrainingData,
     saver: CheckpointSaver,
@@ -55,7 +57,9 @@ def train_loop(
             reporting.before_step(step, reported)
             batch, lr = loader.next(), learning_rate(config.optim, step, data.total_steps)
             set_learning_rate(optimizer, lr)
-            result = train_step(model, optimizer, batch.micro_batches, config.train.grad_clip, data.group)
+            result = train_step(
+                model, plan.units, optimizer, batch.micro_batches, config.train.grad_clip, data.group
+            )
             supervision.after_step(step, position.samples, batch, result)
             reporting.after_step(step, batch)
             position = data.advance(position)

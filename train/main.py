@@ -121,7 +121,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
                 supervision.training(config.train, plan, model, data),
                 reporting,
             ):
-                reached = train_loop(config, state, data, saver, supervision, reporting)
+                reached = train_loop(config, plan, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
             reporting.finish()
             supervision.finish(reached.step, stopped)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.fsdp import set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
+from meshwright.parallel.plan.schema import UnitPlan
 from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
 from meshwright.train.data.batch import Batch
 
@@ -32,6 +33,7 @@ class StepResult:
 
 def train_step(
     model: nn.Module,
+    units: Sequence[UnitPlan],
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[Batch],
     grad_clip: float,
@@ -41,13 +43,14 @@ def train_step(
     loss or the gradient norm is not finite.
 
     The loss of each micro batch is divided by the number of tokens of the global batch, so the result does
-    not depend on how sequences and padding are divided into micro batches and ranks.
+    not depend on how sequences and padding are divided into micro batches and ranks. `units`: those of the
+    plan that was applied to the model.
     """
     # clamp: a batch of empty documents has no targets
     global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)
     loss = torch.zeros_like(global_tokens)
     for i, batch in enumerate(micro_batches):
-        set_last_micro_batch(model, last=i == len(micro_batches) - 1)
+        set_last_micro_batch(model, units, last=i == len(micro_batches) - 1)
         micro_loss = model(batch.tokens, batch.targets, batch.first, global_tokens)
         micro_loss.backward()
         loss += micro_loss.detach()

@@ -208,6 +208,8 @@ def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> t
                 # gather it twice in a row.
                 reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
                 unshard_in_backward=not only_look_up(modules, model),
+                reshard_after_backward=_resolve(config.reshard_after_backward, True),
+                reduce_gradients=_resolve(config.reduce_gradients, "every_micro_batch"),
                 forward_prefetch=_resolve(config.forward_prefetch, 1),
                 backward_prefetch=_resolve(config.backward_prefetch, 1),
                 activation_checkpoint=unit_mode,

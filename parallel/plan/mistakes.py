@@ -13,7 +13,8 @@ _PLAN_FIELDS = (
     *(f"compile.{field.name}" for field in dataclasses.fields(CompileConfig)),
 )
 _UNIT_FIELDS = (
-    *("reshard_after_forward", "forward_prefetch", "backward_prefetch", "activation_checkpoint"),
+    *("reshard_after_forward", "reshard_after_backward", "reduce_gradients"),
+    *("forward_prefetch", "backward_prefetch", "activation_checkpoint"),
     *("activation_budget", "param_dtype", "reduce_dtype"),
 )
 # The config key that decides each field of a plan.

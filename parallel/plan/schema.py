@@ -10,6 +10,7 @@ from meshwright.parallel.structure import Count, Integer
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES = ("float32", "bfloat16")
+REDUCE_GRADIENTS = ("every_micro_batch", "last_micro_batch")
 ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget", "offload")
 
 
@@ -97,6 +98,10 @@ class UnitPlan:
     Args:
         unshard_in_backward: false if the backward of the modules does not read their weights, as of an
             embedding: they are then not gathered for it
+        reshard_after_backward: false keeps the gathered parameters from one micro batch to the next, until
+            the last of a step
+        reduce_gradients: every_micro_batch, or last_micro_batch: whole gradients are summed on every rank
+            until then
         forward_prefetch, backward_prefetch: units whose all-gathers this unit starts early: the number of
             next units, or a list of names
         saved_ops: for activation_checkpoint=selective
@@ -107,6 +112,8 @@ class UnitPlan:
     modules: tuple[str, ...]
     reshard_after_forward: bool | Integer
     unshard_in_backward: bool
+    reshard_after_backward: bool
+    reduce_gradients: str
     forward_prefetch: Integer | tuple[str, ...]
     backward_prefetch: Integer | tuple[str, ...]
     activation_checkpoint: str

@@ -18,6 +18,12 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
+# what plan files without these keys, which are newer, did
+OLD_PLANS = {
+    "unshard_in_backward": True,
+    "reshard_after_backward": True,
+    "reduce_gradients": "every_micro_batch",
+}
 MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama has 126
 
 
@@ -156,7 +162,7 @@ def _read_units(entry: Any, place: str) -> list[UnitPlan]:
         )
     names = _names(name, place)
     settings = {key: value for key, value in entry.items() if key != "unit"}
-    settings.setdefault("unshard_in_backward", True)  # older plan files do not have the key
+    settings = OLD_PLANS | settings
     first = structure(UnitPlan, {"modules": [], **settings}, f"{place}: unit {name}")
     return [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
 

@@ -14,6 +14,7 @@ from meshwright.parallel.plan.rules import nearest, split_styles
 from meshwright.parallel.plan.schema import (
     ACTIVATION_CHECKPOINTS,
     DTYPES,
+    REDUCE_GRADIENTS,
     MeshPlan,
     ModelUnits,
     Plan,
@@ -140,6 +141,7 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
             "units.unshard_in_backward",
             "=false is for units of embeddings: the backward of other modules reads their weights: use true",
         )
+    yield from rules.choice_mistakes("units.reduce_gradients", unit.reduce_gradients, REDUCE_GRADIENTS)
     yield from rules.dtype_mistakes("units.param_dtype", unit.param_dtype)
     yield from rules.dtype_mistakes("units.reduce_dtype", unit.reduce_dtype)
     if unit.output_dtype != "same":

@@ -73,7 +73,7 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
     shape = run.shape
     own = tokens.chunk(shape.data_parallel)[shape.data_rank]
     batch = Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous())
-    result = train_step(model, run.optimizer, [batch], 0.0, run.group)
+    result = train_step(model, run.plan.units, run.optimizer, [batch], 0.0, run.group)
     return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": full}
 
 

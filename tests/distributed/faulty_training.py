@@ -119,7 +119,7 @@ def train(case: Case) -> dict[str, Any]:
     )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
     loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
-    guard = NonFiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
+    guard = NonFiniteGuard(config.train.max_skipped_steps, model, run.plan.units, order, shape, group)
     now: Now = {"step": 0}
     FAULTS[fault](model, now)
     hooks = count_hooks(model)
@@ -131,7 +131,9 @@ def train(case: Case) -> dict[str, Any]:
             seen["tokens"] = torch.cat([batch.tokens for batch in data.micro_batches]).tolist()
             damaged = fault == "nan_parameter" and step == FAULTY_STEP  # the fault itself changes the weight
             before = bits(model, optimizer)
-            result = train_step(model, optimizer, data.micro_batches, config.train.grad_clip, group)
+            result = train_step(
+                model, run.plan.units, optimizer, data.micro_batches, config.train.grad_clip, group
+            )
             after = bits(model, optimizer)
             changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) - (
                 damaged and faulty(now)

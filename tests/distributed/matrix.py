@@ -46,7 +46,9 @@ FACTORS: dict[str, list[Any]] = {
     "sequence_parallel": [True, False],
     "forward_prefetch": [1, 0, 2],
     "backward_prefetch": [1, 0, 2],
-    "accumulation": [1, 2],
+    "accumulation": [1, 2, 4],
+    "reduce": ["every", "last"],
+    "keep": [False, True],
     "documents": [False, True],
     "loss_chunk": [0, 64],
 }
@@ -64,6 +66,14 @@ RULES = [
         ("reshard", "dp_shard", "tp"),
         lambda reshard, shard, tp: isinstance(reshard, bool) or (shard > reshard and tp == 1),
     ),
+    # at least one sequence per micro batch
+    Rule(
+        ("accumulation", "dp_shard", "dp_replicate"),
+        lambda micro_batches, *degrees: micro_batches * degrees[0] * degrees[1] <= 16,
+    ),
+    # With one micro batch these have no effect.
+    Rule(("accumulation", "reduce"), lambda micro_batches, reduce: micro_batches > 1 or reduce == "every"),
+    Rule(("accumulation", "keep"), lambda micro_batches, keep: micro_batches > 1 or not keep),
     # Without tensor parallelism these have no effect; without a split head loss_parallel has none.
     Rule(("tp", "parts"), lambda tp, parts: tp > 1 or parts == "all"),
     Rule(("tp", "sequence_parallel"), lambda tp, on: tp > 1 or on),
@@ -93,6 +103,7 @@ FAST = [
     case(1, (1, 1, 1), "aot_eager", "none"),
     case(2, (1, 2, 1), "inductor", "budget", documents=True, loss_chunk=64),
     case(2, (1, 2, 1), "eager", "every:2", forward_prefetch=2, backward_prefetch=2, accumulation=2),
+    case(2, (1, 2, 1), "eager", "full", accumulation=4, reduce="last", keep=True, documents=True),
     case(
         2,
         (1, 1, 2),
@@ -103,11 +114,11 @@ FAST = [
         reshard=False,
         loss_chunk=64,
     ),
-    case(4, (1, 2, 2), "aot_eager", "full", accumulation=2, documents=True, loss_chunk=64),
+    case(4, (1, 2, 2), "aot_eager", "full", accumulation=4, reduce="last", documents=True, loss_chunk=64),
     case(4, (1, 2, 2), "eager", "none", loss_parallel=False, parts="ffn+head", forward_prefetch=0),
     case(4, (1, 4, 1), "eager", "full", reshard=2, backward_prefetch=2),
     case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2, documents=True),
-    case(4, (2, 2, 1), "eager", "every:2", tied=True, backward_prefetch=0, accumulation=2),
+    case(4, (2, 2, 1), "eager", "every:2", tied=True, backward_prefetch=0, accumulation=4, keep=True),
     case(8, (2, 2, 2), "eager", "none", loss_chunk=64),
 ]
 SLOW = cover_pairs(FACTORS, RULES, FAST)
@@ -139,6 +150,7 @@ def name(case: Case) -> str:
         f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}",
         f"accumulate:{case['accumulation']}",
     ]
+    labels += ["reduce_last"] * (case["reduce"] == "last") + ["keep"] * case["keep"]
     labels += ["chunked"] * bool(case["loss_chunk"])
     labels += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
     labels += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
@@ -162,7 +174,8 @@ def arguments(case: Case) -> list[str]:
         "backward_prefetch",
     )
     chosen |= {key: case[key] for key in keys}
-    chosen |= {"reshard_after_forward": case["reshard"], "loss_chunk_tokens": case["loss_chunk"]}
+    chosen |= {"reshard_after_forward": case["reshard"], "reshard_after_backward": not case["keep"]}
+    chosen |= {"reduce_gradients": f"{case['reduce']}_micro_batch", "loss_chunk_tokens": case["loss_chunk"]}
     chosen |= {"tp_modules": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}
     if backend != "eager":
         partitions = recompute == "budget" and backend == "aot_eager"

@@ -50,7 +50,7 @@ def train_case(arguments: Sequence[str]) -> dict[str, Any]:
     batches = random_batches(run)
     seen: dict[str, list[Any]] = {"losses": [], "norms": [], "graphs": [], "sent": [], "held": []}
     for _ in range(STEPS):
-        result = train_step(run.model, run.optimizer, batches, 1.0, run.group)
+        result = train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group)
         offload = getattr(run.model, "activation_offload", None)
         seen["losses"].append(result.loss.item())
         seen["norms"].append(result.grad_norm.item())

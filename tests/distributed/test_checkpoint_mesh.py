@@ -80,7 +80,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
     run = build_sharded(arguments)
     model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
     for step, asynchronous in ((1, False), (2, True)):
-        train_step(model, optimizer, batches, 1.0, run.group)
+        train_step(model, run.plan.units, optimizer, batches, 1.0, run.group)
         saver = CheckpointSaver(
             CheckpointConfig(asynchronous=asynchronous),
             folder,
@@ -96,7 +96,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
                 name: full_tensor(tensor).clone()
                 for name, tensor in training_tensors(model, optimizer).items()
             }
-            train_step(model, optimizer, batches, 1.0, run.group)
+            train_step(model, run.plan.units, optimizer, batches, 1.0, run.group)
         saver.wait()
         (news,) = saver.poll()
         assert (news.error, news.path) == ("", folder / f"step-{step:08d}")

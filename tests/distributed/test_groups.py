@@ -41,7 +41,7 @@ def groups_and_losses(layers: int, reshard: str) -> tuple[int, list[float]]:
         ]
     )
     losses = [
-        train_step(run.model, run.optimizer, random_batches(run), 1.0, run.group).loss.item()
+        train_step(run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group).loss.item()
         for _ in range(2)
     ]
     evaluate(run.model, random_batches(run), run.group)

@@ -58,9 +58,11 @@ def profiled_step(arguments: Sequence[str]) -> list[Event]:
     rank's trace."""
     run = build_sharded(arguments)
     batches = random_batches(run)[:1]
-    train_step(run.model, run.optimizer, batches, 1.0, run.group)  # FSDP2 initializes in the first step
+    train_step(
+        run.model, run.plan.units, run.optimizer, batches, 1.0, run.group
+    )  # FSDP2 initializes in the first step
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        train_step(run.model, run.optimizer, batches, 1.0, run.group)
+        train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group)
     return events_of(trace)
 
 

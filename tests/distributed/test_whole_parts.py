@@ -24,7 +24,7 @@ def train_with_other_roundings(arguments: list[str]) -> list[str]:
                 lambda _module, _inputs, out: out.register_hook(lambda grad: grad * off) and None
             )
     for _ in range(3):
-        train_step(run.model, run.optimizer, random_batches(run), 1.0, run.group)
+        train_step(run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group)
     replicated = {
         name: p.to_local() for name, p in run.model.named_parameters() if p.placements[-1].is_replicate()
     }

@@ -72,7 +72,7 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
         seen.append(torch.cat([batch.tokens for batch in batches]))
         if step == steps:
             batches = [Batch(b.tokens, pad_unevenly(b.tokens, b.targets), b.first) for b in batches]
-        result = train_step(model, optimizer, batches, config.train.grad_clip, group)
+        result = train_step(model, run.plan.units, optimizer, batches, config.train.grad_clip, group)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         if step == EVALUATE_AFTER:

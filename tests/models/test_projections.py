@@ -104,7 +104,7 @@ def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused:
     assert run.plan.fused_projections == fused
     tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
     with Products() as products:
-        train_step(run.model, run.optimizer, [Batch(tokens_BT, tokens_BT)], 1.0, run.group)
+        train_step(run.model, run.plan.units, run.optimizer, [Batch(tokens_BT, tokens_BT)], 1.0, run.group)
     assert products.count == run.config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
     assert set(dict(run.model.named_parameters())) == set(dict(Llama(run.config.model).named_parameters())), (
         "fused projections changed parameter names"

@@ -56,7 +56,7 @@ class Rank:
 
     def __init__(self, folder: Path, config: Config) -> None:
         ranks = read_rank_info()
-        plan = plan_run(config.job, ranks.world_size, ranks.local_world_size)
+        self.plan = plan = plan_run(config.job, ranks.world_size, ranks.local_world_size)
         self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
         self.model: nn.Module = build_model(
             config.model, config.train, plan, self.mesh, torch.device("cpu"), config.run.seed
@@ -179,7 +179,7 @@ def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
     for step in range(1, WARM_UP_STEPS + (rounds + 1) * STEPS_BETWEEN + 1):
         saving = step % STEPS_BETWEEN == 0
         start_s = time.perf_counter()
-        train_step(rank.model, rank.optimizer, [batch], 1.0, group)
+        train_step(rank.model, rank.plan.units, rank.optimizer, [batch], 1.0, group)
         if saving:
             saver.save(rank.position(step))
         took_s = time.perf_counter() - start_s

@@ -78,7 +78,8 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     data_parallel = data_parallel_group(mesh)
 
     def step(batch: Batch) -> None:
-        train_step(model, optimizer, [batch] * plan.accumulation, config.train.grad_clip, data_parallel)
+        micro_batches = [batch] * plan.accumulation
+        train_step(model, plan.units, optimizer, micro_batches, config.train.grad_clip, data_parallel)
 
     for number in range(STEPS):
         report(f"step {number + 1} of {STEPS}" + (", which compiles" if number == 0 else ""))

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part, set_last_micro_batch
+from meshwright.parallel.plan.schema import UnitPlan
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
@@ -43,7 +44,10 @@ class BadValue:
 
 
 def first_bad_value(
-    model: nn.Module, micro_batches: Sequence[Batch], data_parallel: dist.ProcessGroup
+    model: nn.Module,
+    units: Sequence[UnitPlan],
+    micro_batches: Sequence[Batch],
+    data_parallel: dist.ProcessGroup,
 ) -> BadValue | None:
     """Repeat a step's forward and backward without compilation; return the first value on this rank that is
     not finite, or None.
@@ -55,7 +59,7 @@ def first_bad_value(
     watch = _Watch()
     with _eager(model), watch.modules(model):
         for i, batch in enumerate(micro_batches):
-            set_last_micro_batch(model, last=i == len(micro_batches) - 1)
+            set_last_micro_batch(model, units, last=i == len(micro_batches) - 1)
             watch.micro_batch, watch.in_forward = i, True
             loss = model(batch.tokens, batch.targets, batch.first, global_tokens)
             watch.check("the loss", [loss])
@@ -206,16 +210,17 @@ class NonFiniteGuard:
         self,
         max_skipped: int,
         model: nn.Module,
+        units: Sequence[UnitPlan],
         order: SampleOrder,
         shape: BatchShape,
         data_parallel: dist.ProcessGroup,
     ) -> None:
         """`max_skipped` steps may be skipped. The other arguments serve to repeat the first step above that
-        limit and to name its sequences: model, order and shape of the training loop, and the group of
-        train_step."""
+        limit and to name its sequences: model, units and group of train_step, order and shape of the training
+        loop."""
         self.skipped = 0
-        self._max_skipped, self._model, self._order, self._shape = max_skipped, model, order, shape
-        self._data_parallel = data_parallel
+        self._max_skipped, self._order, self._shape = max_skipped, order, shape
+        self._model, self._units, self._data_parallel = model, units, data_parallel
         self._steps: deque[_Step] = deque()
 
     def step_done(self, step: int, first_sample: int, data: StepData, result: StepResult) -> list[str]:
@@ -254,7 +259,7 @@ class NonFiniteGuard:
         damaged = tuple(name for name, p in self._model.named_parameters() if not all_finite([p]))
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
-            first = first_bad_value(self._model, done.micro_batches, self._data_parallel)
+            first = first_bad_value(self._model, self._units, done.micro_batches, self._data_parallel)
         # possibly on this rank only, so no collective may follow
         except torch.OutOfMemoryError:
             alone = NonFiniteFinding(

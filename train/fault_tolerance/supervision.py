@@ -95,7 +95,9 @@ class Supervision:
         requests an agreed stop."""
         self._plan, self._garbage = plan, GarbageCollector(config.gc_every_steps)
         self._recompiles = RecompileGuard(plan.compile)
-        self._nonfinite = NonFiniteGuard(config.max_skipped_steps, model, data.order, data.batch, data.group)
+        self._nonfinite = NonFiniteGuard(
+            config.max_skipped_steps, model, plan.units, data.order, data.batch, data.group
+        )
         self._shutdown.begin()
         try:
             yield

@@ -53,7 +53,7 @@ def eager() -> Iterator[Any]:
 def build(*arguments: str) -> Iterator[Any]:
     torch._dynamo.reset()
     with sharded_alone([*TINY, *arguments]) as run:
-        yield run.model, run.optimizer, run.group
+        yield run.model, run.plan.units, run.optimizer, run.group
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -61,8 +61,8 @@ def make_batches(count: int) -> list[Batch]:
     return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
 
 
-def open_guard(model: Any, group: Any, max_skipped: int) -> NonFiniteGuard:
-    return NonFiniteGuard(max_skipped, model, Order(), BatchShape(2, 2, 0, 1), group)  # type: ignore[arg-type]
+def open_guard(model: Any, units: Any, group: Any, max_skipped: int) -> NonFiniteGuard:
+    return NonFiniteGuard(max_skipped, model, units, Order(), BatchShape(2, 2, 0, 1), group)  # type: ignore[arg-type]
 
 
 def result_of(skipped: bool, device: str = "cpu") -> StepResult:
@@ -71,9 +71,9 @@ def result_of(skipped: bool, device: str = "cpu") -> StepResult:
 
 
 def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager):
-    model, _, group = eager
+    model, units, _, group = eager
     for allowed in (0, 1, 3):
-        guard, data = open_guard(model, group, allowed), StepData(make_batches(2), 0, 0.0)
+        guard, data = open_guard(model, units, group, allowed), StepData(make_batches(2), 0, 0.0)
         for n in range(1, allowed + 1):
             assert guard.step_done(2 * n, 0, data, result_of(True)) == [
                 f"warning: step {2 * n} was skipped: its loss or gradient is not finite ({n} of at most "
@@ -91,8 +91,8 @@ def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager):
 @pytest.mark.gpu
 @pytest.mark.values
 def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
-    model, _, group = eager
-    guard, data = open_guard(model, group, 5), StepData([], 0, 0.0)
+    model, units, _, group = eager
+    guard, data = open_guard(model, units, group, 5), StepData([], 0, 0.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         assert guard.step_done(1, 0, data, result_of(True, "cuda")) == []
@@ -107,15 +107,15 @@ def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
 # by torch, while it compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_left_as_it_was(trainer):
-    model, optimizer, group = trainer
+    model, units, optimizer, group = trainer
     batches = make_batches(2)
-    train_step(model, optimizer, batches, 1.0, group)
+    train_step(model, units, optimizer, batches, 1.0, group)
     compiled = [module._compiled_call_impl for module in model.modules()]
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}
-    assert first_bad_value(model, batches, group) is None
+    assert first_bad_value(model, units, batches, group) is None
     with torch.no_grad():
         model.layers[1].feed_forward.w1.weight.to_local()[3, 4] = math.inf
-    found = first_bad_value(model, batches, group)
+    found = first_bad_value(model, units, batches, group)
     assert found is not None
     assert (found.what, found.micro_batch) == ("the output of layers.1.feed_forward.w1", 0)
     assert [module._compiled_call_impl for module in model.modules()] == compiled
@@ -129,11 +129,11 @@ def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_l
 
 
 def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_named(eager):
-    model, optimizer, group = eager
+    model, units, optimizer, group = eager
     calls = itertools.count()
     model.layers[0].ffn_norm.register_forward_hook(lambda _m, _i, x: x * math.nan if next(calls) % 2 else x)
-    guard, batches = open_guard(model, group, 0), make_batches(2)
-    result = train_step(model, optimizer, batches, 1.0, group)
+    guard, batches = open_guard(model, units, group, 0), make_batches(2)
+    result = train_step(model, units, optimizer, batches, 1.0, group)
     with pytest.raises(NonFiniteError) as error:
         guard.step_done(1, 40, StepData(batches, 0, 0.0), result)
     finding = (
@@ -151,7 +151,7 @@ def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("meshwright.train.fault_tolerance.nonfinite.first_bad_value", full)
-    guard = open_guard(eager[0], eager[2], 0)
+    guard = open_guard(eager[0], eager[1], eager[3], 0)
     with pytest.raises(NonFiniteError, match=r"rank 0: .*memory to repeat") as error:
         guard.step_done(1, 0, StepData([], 0, 0.0), result_of(True))
     assert "not reproduced" not in str(error.value)

@@ -54,7 +54,7 @@ def take_step(keys: list[str]) -> dict[str, Any]:
     run.optimizer.register_step_pre_hook(gather)
     norms = GradientNorms(run.model, run.plan, run.optimizer)
     norms.request(True)
-    result = train_step(run.model, run.optimizer, random_batches(run), 0.01, run.group)
+    result = train_step(run.model, run.plan.units, run.optimizer, random_batches(run), 0.01, run.group)
     measured = norms.take()
     return {
         "grad_norm": result.grad_norm.item(),
@@ -92,7 +92,7 @@ def operations_of(trainer: Sharded, metrics: Metrics, reported: bool) -> int:
     batches = random_batches(trainer)
     metrics.before_step(reported)
     with Count("aten.", "c10d.") as counted:
-        train_step(trainer.model, trainer.optimizer, batches, 1.0, trainer.group)
+        train_step(trainer.model, trainer.plan.units, trainer.optimizer, batches, 1.0, trainer.group)
     return counted.count
 
 

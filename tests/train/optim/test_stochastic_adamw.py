@@ -315,7 +315,7 @@ def test_ranks_without_a_row_count_their_steps_too() -> None:
 @pytest.fixture
 def trainer():
     with sharded_alone([*TINY, *EAGER, *BFLOAT16]) as run:
-        yield run.model, run.optimizer, run.group
+        yield run.model, run.plan.units, run.optimizer, run.group
 
 
 def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> None:
@@ -329,17 +329,17 @@ def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> 
 
 
 def test_a_step_reads_nothing_back_and_a_skipped_one_changes_no_bit(trainer) -> None:
-    model, optimizer, group = trainer
-    train_step(model, optimizer, make_batches(2), 1.0, group)
+    model, units, optimizer, group = trainer
+    train_step(model, units, optimizer, make_batches(2), 1.0, group)
     before = bits(model, optimizer)
     with Count(*READS) as reads:
-        result = train_step(model, optimizer, make_batches(2), 0.01, group)
+        result = train_step(model, units, optimizer, make_batches(2), 0.01, group)
         assert reads.count == 0
     assert result.skipped.item() == 0
     after = bits(model, optimizer)
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * math.nan)
-    assert train_step(model, optimizer, make_batches(2), 1.0, group).skipped.item() == 1
+    assert train_step(model, units, optimizer, make_batches(2), 1.0, group).skipped.item() == 1
     assert all(torch.equal(a, b) for a, b in zip(after, bits(model, optimizer), strict=True))
 
 
