@@ -13,7 +13,7 @@ class MemoryBreakdown:
 
     Args:
         params: this rank's shard of the parameters
-        grads: its shard of the gradients
+        grads: its shard of the gradients, and whole gradients that are summed over micro batches
         optimizer: its shard of the optimizer state
         unsharded: gathered parameters and the buffers of their all-gathers
         activations: all other tensors of forward and backward, saved or temporary

@@ -173,6 +173,42 @@ class Plan:
         return sorted(self.units, key=lambda unit: min(place[module] for module in unit.modules))
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """The place of a micro batch in its optimizer step."""
+
+    first: bool
+    last: bool
+
+
+def micro_batch_kinds(plan: Plan) -> list[tuple[MicroBatch, int]]:
+    """Return the kinds of micro batches of a step in order, each with its number: the first, those in
+    between, which are alike, and the last."""
+    if plan.accumulation == 1:
+        return [(MicroBatch(first=True, last=True), 1)]
+    kinds = [
+        (MicroBatch(first=True, last=False), 1),
+        (MicroBatch(first=False, last=False), plan.accumulation - 2),
+        (MicroBatch(first=False, last=True), 1),
+    ]
+    return [(kind, count) for kind, count in kinds if count]
+
+
+def sums_whole_gradients(unit: UnitPlan, plan: Plan) -> bool:
+    """Whether every rank sums the unit's whole gradients over the micro batches of a step."""
+    return plan.accumulation > 1 and unit.reduce_gradients == "last_micro_batch"
+
+
+def keeps_parameters(unit: UnitPlan, plan: Plan) -> bool:
+    """Whether the unit's gathered parameters are kept from one micro batch to the next. If its forward
+    reshards them, that is only so after a backward that gathers them again."""
+    return (
+        plan.accumulation > 1
+        and not unit.reshard_after_backward
+        and (unit.unshard_in_backward or unit.reshard_after_forward is False)
+    )
+
+
 def prefetch_schedule(plan: Plan, phase: str) -> dict[str, list[UnitPlan]]:
     """Return, for every unit by name, the units whose all-gathers it starts early in a phase, in the order in
     which the phase needs them.

@@ -27,6 +27,9 @@ class UnitTimes:
         copy_in_s: copy into the reduce-scatter's buffer
         scatter_s: reduce-scatter
         all_reduce_s: all-reduce over dp_replicate
+        first_sum_s: begin the sums of whole gradients: a cast to reduce_dtype
+        sum_s: add the gradients of another micro batch
+        sums_copy_in_s: copy the sums into the reduce-scatter's buffer
     """
 
     gather_s: float
@@ -35,6 +38,9 @@ class UnitTimes:
     copy_in_s: float
     scatter_s: float
     all_reduce_s: float
+    first_sum_s: float = 0.0
+    sum_s: float = 0.0
+    sums_copy_in_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -306,6 +312,7 @@ def _unit_times(
         else strided_group(size, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size), plan.mesh.world_size)
     )
     alone = shard.size == 1
+    given = trained * DTYPE_BYTES[unit.param_dtype]
     regather_s = collective_s("all_gather", gathered, regroup, hardware) + (
         cast_s if regroup == shard and not alone else 0.0
     )
@@ -313,9 +320,12 @@ def _unit_times(
         gather_s=0.0 if alone else collective_s("all_gather", gathered, shard, hardware) + cast_s,
         regather_s=regather_s if again else 0.0,
         copy_out_s=traffic_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
-        copy_in_s=traffic_s(trained * DTYPE_BYTES[unit.param_dtype] + reduced, hardware),
+        copy_in_s=traffic_s(given + reduced, hardware),
         scatter_s=collective_s("reduce_scatter", reduced, shard, hardware),
         all_reduce_s=collective_s("all_reduce", reduced / shard.size, replicate, hardware),
+        first_sum_s=traffic_s(given + reduced, hardware) if unit.param_dtype != unit.reduce_dtype else 0.0,
+        sum_s=traffic_s(given + 2 * reduced, hardware),
+        sums_copy_in_s=traffic_s(2 * reduced, hardware),
     )
 
 

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
+from meshwright.parallel.plan.schema import (
+    MicroBatch,
+    Plan,
+    UnitPlan,
+    keeps_parameters,
+    micro_batch_kinds,
+    prefetch_schedule,
+    sums_whole_gradients,
+)
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.stream_simulator import (
     COMPUTE,
@@ -27,18 +35,28 @@ def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     """Simulate one optimizer step of one rank under FSDP2 (its rules are in `_FsdpLaunchOrder`).
 
     At the end of every backward FSDP2 waits for all collectives in flight, and the next forward's first
-    all-gather starts after that. Micro batches are therefore independent, and two kinds are simulated: the
-    last one, with the all-reduces of HSDP, and the others.
+    all-gather starts after that. Micro batches therefore share nothing but the parameters that stay gathered,
+    and one of each kind is simulated.
     """
-    ahead = start_ahead(plan)
-    last = _simulate_round(plan, times, ahead, all_reduce=True)
+    ahead, kept = start_ahead(plan), frozenset[str]()
+    rounds = list[tuple[MicroBatchTimeline, int]]()
+    simulated: dict[tuple[MicroBatch, frozenset[str]], tuple[MicroBatchTimeline, frozenset[str]]] = {}
+    for micro_batch, count in micro_batch_kinds(plan):
+        key = _same_tasks(micro_batch, plan, times), kept
+        if key not in simulated:
+            simulated[key] = _simulate_round(plan, times, ahead, *key)
+        timeline, kept = simulated[key]
+        rounds.append((timeline, count))
+    return _join([*rounds, (_optimizer(times.optimizer_s), 1)])
+
+
+def _same_tasks(micro_batch: MicroBatch, plan: Plan, times: StepTimes) -> MicroBatch:
+    """Return a micro batch with the same tasks; one for all micro batches if every one does the same."""
+    if any(sums_whole_gradients(unit, plan) for unit in plan.units):
+        return micro_batch
     replicated = any(unit.all_reduce_s for unit in times.units.values())
-    earlier = (
-        _simulate_round(plan, times, ahead, all_reduce=False)
-        if plan.accumulation > 1 and replicated
-        else last
-    )
-    return _join([(earlier, plan.accumulation - 1), (last, 1), (_optimizer(times.optimizer_s), 1)])
+    kept = any(keeps_parameters(unit, plan) for unit in plan.units)
+    return MicroBatch(first=False, last=micro_batch.last if replicated or kept else True)
 
 
 def start_ahead(plan: Plan) -> Ahead:
@@ -47,13 +65,13 @@ def start_ahead(plan: Plan) -> Ahead:
     return {(name, phase): units for phase, schedule in schedules.items() for name, units in schedule.items()}
 
 
-def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead, all_reduces: Sequence[bool]) -> list[Task]:
-    """Return the tasks that the CPU launches for consecutive micro batches. `all_reduces` has one item per
-    micro batch: whether it all-reduces its gradients."""
-    launches = _FsdpLaunchOrder(plan, times, ahead)
-    for all_reduce in all_reduces:
-        launches.launch_forward()
-        launches.launch_backward(all_reduce)
+def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead) -> list[Task]:
+    """Return the tasks that the CPU launches for all micro batches of a step."""
+    launches = _FsdpLaunchOrder(plan, times, ahead, frozenset())
+    for micro_batch, count in micro_batch_kinds(plan):
+        for _ in range(count):
+            launches.launch_forward()
+            launches.launch_backward(micro_batch)
     return launches.tasks
 
 
@@ -68,10 +86,12 @@ class _FsdpLaunchOrder:
       used). Without backward prefetching, a unit is therefore gathered only after the previous unit's
       reduction.
     - Copies to host memory: `_send`; from host memory: `_fetch` (parallel/activation_offload.py).
-    - A unit's parameters are freed after its backward, so every micro batch gathers them again.
+    - A unit's parameters are freed after its backward, so the next micro batch gathers them again, unless the
+      plan keeps them; then they are freed after the backward of the last one.
     """
 
-    def __init__(self, plan: Plan, times: StepTimes, ahead: Ahead) -> None:
+    def __init__(self, plan: Plan, times: StepTimes, ahead: Ahead, kept: frozenset[str]) -> None:
+        """`kept`: units that are gathered before the first micro batch to launch."""
         self.tasks: list[Task] = []
         self._plan, self._times = plan, times
         self._owner = {module: unit for unit in plan.units for module in unit.modules}
@@ -88,7 +108,7 @@ class _FsdpLaunchOrder:
         self._deferred: int | None = None  # forward: the copy-out to wait for one unit later
         # unit whose all-gather has started -> its task, if it takes time
         self._in_flight: dict[str, int | None] = {}
-        self._gathered: set[str] = set()
+        self._gathered: set[str] = set(kept)
         self._resharded: set[str] = set()  # after their forward
         self._scatter: int | None = None  # the latest reduce-scatter, which still holds its input buffer
 
@@ -106,9 +126,14 @@ class _FsdpLaunchOrder:
                 self._resharded.add(unit.name)
         self._release_deferred()
 
-    def launch_backward(self, all_reduce: bool) -> None:
-        """Launch all modules in reverse order: gather each unit before its last module, reduce its gradients
-        after its first module, and wait at the end."""
+    @property
+    def kept(self) -> frozenset[str]:
+        """The units that are gathered now."""
+        return frozenset(self._gathered)
+
+    def launch_backward(self, micro_batch: MicroBatch) -> None:
+        """Launch all modules in reverse order: gather each unit before its last module, sum or reduce its
+        gradients after its first module, and wait at the end."""
         for module in reversed(self._plan.modules):
             unit = self._owner[module]
             modules = self._modules[unit.name]
@@ -117,8 +142,8 @@ class _FsdpLaunchOrder:
             self._fetch(module)
             self._compute(module, "backward")
             if module == modules[0]:
-                self._reduce(unit, all_reduce)
-        self._finish()
+                self._end_backward(unit, micro_batch)
+        self._finish(micro_batch)
 
     def _gather(self, unit: UnitPlan, phase: str) -> None:
         """Before the unit's compute: start its all-gather unless it was prefetched, wait, copy out, and
@@ -173,16 +198,33 @@ class _FsdpLaunchOrder:
             self._gather_after.append(self._deferred)
         self._deferred = None
 
-    def _reduce(self, unit: UnitPlan, all_reduce: bool) -> None:
-        """After the unit's backward: free its parameters, wait for the previous reduce-scatter (there is one
-        input buffer), copy into that buffer on the compute stream, reduce-scatter, and all-reduce on a
-        separate stream and communicator."""
+    def _end_backward(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """After the unit's backward: add its gradients to the sums of whole gradients, if the plan has them,
+        free its parameters, and reduce its gradients or, in the last micro batch, the sums."""
+        unit_times, copy_in_s = self._times.units[unit.name], self._times.units[unit.name].copy_in_s
+        if sums := sums_whole_gradients(unit, self._plan):
+            sum_s = unit_times.first_sum_s if micro_batch.first else unit_times.sum_s
+            self._on_compute("sum", unit.name, "", "backward", sum_s)
+            copy_in_s = unit_times.sums_copy_in_s
+        if micro_batch.last or not self._keeps(unit):
+            self._gathered.discard(unit.name)
+        if micro_batch.last or not sums:
+            self._reduce(unit, copy_in_s, micro_batch.last)
+
+    def _keeps(self, unit: UnitPlan) -> bool:
+        """Whether the unit stays gathered until the next micro batch. Without a backward only a forward that
+        does not reshard it keeps it."""
+        has_backward = any(self._times.modules[name].backward_s for name in unit.modules)
+        return keeps_parameters(unit, self._plan) and (has_backward or unit.reshard_after_forward is False)
+
+    def _reduce(self, unit: UnitPlan, copy_in_s: float, all_reduce: bool) -> None:
+        """Wait for the previous reduce-scatter (there is one input buffer), copy into that buffer on the
+        compute stream, reduce-scatter, and all-reduce on a separate stream and communicator."""
         unit_times = self._times.units[unit.name]
-        self._gathered.discard(unit.name)
         if self._scatter is not None:
             self._waits.append(self._scatter)
             self._scatter = None
-        reduced = self._on_compute("copy_in", unit.name, "", "backward", unit_times.copy_in_s)
+        reduced = self._on_compute("copy_in", unit.name, "", "backward", copy_in_s)
         if unit_times.scatter_s:
             reduced = self._collective(
                 "reduce_scatter", unit, "backward", unit_times.scatter_s, [reduced], SHARD_CHANNEL
@@ -213,12 +255,14 @@ class _FsdpLaunchOrder:
         unit, alone_s = self._owner[module].name, self._times.host_s[module]
         self._copies[module] = self._add(OFFLOAD, work, unit, module, phase, alone_s, after)
 
-    def _finish(self) -> None:
+    def _finish(self, micro_batch: MicroBatch) -> None:
         """End a backward: the compute stream waits for all streams, and the next forward's all-gathers wait
         for the compute stream."""
         self._waits += self._last.values()
         self._gather_after = [self._on_compute("", "", "", "backward", 0.0)]
-        self._in_flight, self._gathered, self._resharded, self._scatter = {}, set(), set(), None
+        if micro_batch.last:
+            self._gathered = set()
+        self._in_flight, self._resharded, self._scatter = {}, set(), None
 
     def _compute(self, module: str, phase: str) -> None:
         unit, module_times = self._owner[module].name, self._times.modules[module]
@@ -263,9 +307,15 @@ class _FsdpLaunchOrder:
         return index
 
 
-def _simulate_round(plan: Plan, times: StepTimes, ahead: Ahead, all_reduce: bool) -> MicroBatchTimeline:
-    """Simulate one micro batch, from second 0."""
-    tasks = launch_tasks(plan, times, ahead, [all_reduce])
+def _simulate_round(
+    plan: Plan, times: StepTimes, ahead: Ahead, micro_batch: MicroBatch, kept: frozenset[str]
+) -> tuple[MicroBatchTimeline, frozenset[str]]:
+    """Simulate one micro batch, from second 0. Return it and the units that are gathered at its end; `kept`:
+    those at its begin."""
+    launches = _FsdpLaunchOrder(plan, times, ahead, kept)
+    launches.launch_forward()
+    launches.launch_backward(micro_batch)
+    tasks = launches.tasks
     spans = run_tasks(tasks, times.slowdown)
     events = [
         _event(task, task.lane, task.work, span.start_s, span.end_s)
@@ -275,9 +325,10 @@ def _simulate_round(plan: Plan, times: StepTimes, ahead: Ahead, all_reduce: bool
         task = tasks[wait.task]
         events.append(_event(task, EXPOSED, task.lane, wait.start_s, wait.end_s))
     events = [event for event in events if event.end_s > event.start_s]
-    return MicroBatchTimeline(
+    timeline = MicroBatchTimeline(
         0.0, max(span.end_s for span in spans), tuple(sorted(events, key=lambda event: event.start_s))
     )
+    return timeline, launches.kept
 
 
 def _event(task: Task, lane: str, work: str, start_s: float, end_s: float) -> TimelineEvent:

@@ -18,7 +18,15 @@ from math import lcm, prod
 from operator import attrgetter
 
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory
-from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
+from meshwright.parallel.plan.schema import (
+    MicroBatch,
+    Plan,
+    UnitPlan,
+    keeps_parameters,
+    micro_batch_kinds,
+    prefetch_schedule,
+    sums_whole_gradients,
+)
 from meshwright.parallel.planner.allocator import KEPT, AllocationLog
 from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
 from meshwright.parallel.planner.hardware import Hardware
@@ -43,8 +51,8 @@ def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
 
 
 class _MemoryTimeline:
-    """A walk through a step; with gradient accumulation through the last micro batch, when all gradients
-    exist."""
+    """A walk through a step: through its last micro batch, when all gradients exist; if whole gradients or
+    gathered parameters are kept between micro batches, through one of each kind."""
 
     def __init__(self, plan: Plan, work: ModelWorkload) -> None:
         self._plan, self._work = plan, work
@@ -73,7 +81,13 @@ class _MemoryTimeline:
         trained = sum(map(self._trained_share, plan.modules))
         self._params = sum(map(self._share, plan.modules)) * self._stored_bytes
         self._moments = 2 * trained * work.moment_bytes
-        self._grads = sum(map(self._accumulated, plan.units))
+        kept = any(sums_whole_gradients(unit, plan) or keeps_parameters(unit, plan) for unit in plan.units)
+        kinds = [kind for kind, _ in micro_batch_kinds(plan)]
+        self._micro_batches = kinds if kept else kinds[-1:]
+        # Bytes of the sums of earlier micro batches, by unit: of this rank's shard, or whole.
+        begun = not self._micro_batches[0].first
+        self._shard_grads = {unit.name: begun * self._accumulated(unit) for unit in plan.units}
+        self._whole_grads = dict.fromkeys(self._shard_grads, 0)
         self.log = AllocationLog()
         self._tensors = ModuleTensors(self.log, work, plan.micro_batch_size)
         self._repeated = _repeated_blocks(plan, work)  # their tensors are logged in total
@@ -81,6 +95,12 @@ class _MemoryTimeline:
 
     def moments(self) -> Iterator[MemoryBreakdown]:
         """Yield the memory at every moment that can be the peak in total or of one kind."""
+        for micro_batch in self._micro_batches:
+            yield from self._micro_batch(micro_batch)
+        yield self._moment()  # the optimizer's
+
+    def _micro_batch(self, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
+        """Yield the moments of a forward and its backward."""
         for name in self._plan.modules:
             self.log.muted = name in self._repeated
             yield from self._forward(name)
@@ -91,12 +111,26 @@ class _MemoryTimeline:
         for name in reversed(self._plan.modules):
             if self._work.has_backward((name,)):
                 self.log.muted = name in self._repeated
-                yield from self._backward(name)
+                yield from self._backward(name, micro_batch)
                 if self.log.muted:
-                    self._log_repeated_backward(name)
+                    self._log_repeated_backward(name, micro_batch)
         self._reducing, self._all_reduced, self._passing = 0, 0, Linear()
         self.log.drop(REDUCTION, SUMS, PASSING)
-        yield self._moment()  # the optimizer's
+        self._end_prefetched(micro_batch)
+
+    def _end_prefetched(self, micro_batch: MicroBatch) -> None:
+        """Free what FSDP2 frees at the end of a backward: prefetched all-gathers that no backward has used,
+        and parameters of units without a backward."""
+        for name in self._in_flight:
+            self.log.drop((name, "buffer"))
+        self._in_flight.clear()
+        for unit in self._plan.units:
+            if not self._work.has_backward(unit.modules) and not (
+                keeps_parameters(unit, self._plan) and not micro_batch.last
+            ):
+                for name in (unit.name, f"{unit.name}, kept"):
+                    self._gathered.pop(name, None)
+                self.log.drop((unit.name, "gathered"), (unit.name, "kept"))
 
     def _log_repeated_forward(self, name: str) -> None:
         """Log what remains after the forward of a block that repeats others: its saved activations as one
@@ -111,18 +145,26 @@ class _MemoryTimeline:
             log.hold("compute", (name, "saved"), saved)
         for state in ("gathered", "kept"):
             gathered = self._gathered.get(unit.name if state == "gathered" else f"{unit.name}, kept", 0)
+            log.drop((unit.name, state))
             log.hold("compute", (unit.name, state), gathered)
 
-    def _log_repeated_backward(self, name: str) -> None:
+    def _log_repeated_backward(self, name: str, micro_batch: MicroBatch) -> None:
         """Log what changes by the backward of a block that repeats others."""
         log, unit = self.log, self._unit_of[name]
         log.muted = False
         self._pass_buffer(unit, -self._repeated[name])
         log.drop(*((unit.name, state) for state in ("gathered", "kept", "saved")))
+        log.hold("compute", (unit.name, "gathered"), self._gathered.get(unit.name, 0))
         self._tensors.release(name)
         if (previous := self._previous_offloaded.get(name)) and previous not in self._repeated:
             self._tensors.restore(previous)
-        self._log_reduction(unit, *self._reduction(unit))
+        if sums := sums_whole_gradients(unit, self._plan):
+            full = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
+            log.hold("compute", f"{unit.name}, full gradients", full)
+            self._log_sums(unit, micro_batch)
+            log.drop(f"{unit.name}, full gradients")  # the sums too, if they are reduced
+        if micro_batch.last or not sums:
+            self._log_reduction(unit, micro_batch)
 
     def _pass_buffer(self, unit: UnitPlan, distance: int) -> None:
         """Let the unit at a distance have a unit's all-gather buffer, if the unit before has allocated it."""
@@ -137,7 +179,7 @@ class _MemoryTimeline:
         if not self._plan.cpu_offload:
             log.hold("compute", KEPT, self._params, self._moments)
             for unit in reversed(self._plan.units):
-                log.hold("reduce_scatter", (unit.name, "sharded gradients"), self._accumulated(unit))
+                log.hold("reduce_scatter", (unit.name, "sharded gradients"), self._shard_grads[unit.name])
 
     def _forward(self, name: str) -> Iterator[MemoryBreakdown]:
         """Yield the moments of a module's forward."""
@@ -156,15 +198,17 @@ class _MemoryTimeline:
             self._add_saved(self._work.modules[previous].saved_bytes.times(-1))
             self._tensors.release(previous)
         if name in self._last and unit.reshard_after_forward is not False:
-            del self._gathered[unit.name]
-            self.log.drop((unit.name, "gathered"))
-            if type(reshard := unit.reshard_after_forward) is int:
-                self._gathered[f"{unit.name}, kept"] = self._gathered_bytes(unit) // reshard
-                kept = (size // reshard for size in self._gathered_weights(unit))
+            if type(reshard := unit.reshard_after_forward) is int:  # copied weight by weight
+                kept = [size // reshard for size in self._by_weight(unit, self._gathered_bytes(unit))]
+                self._gathered[f"{unit.name}, kept"] = kept[0]
+                yield self._moment()
+                self._gathered[f"{unit.name}, kept"] = sum(kept)
                 self.log.hold("compute", (unit.name, "kept"), *kept)
+            self._gathered.pop(unit.name)
+            self.log.drop((unit.name, "gathered"))
 
-    def _backward(self, name: str) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a module's backward, and of its unit's reduction."""
+    def _backward(self, name: str, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
+        """Yield the moments of a module's backward, and of the end of its unit's."""
         unit, module = self._unit_of[name], self._work.modules[name]
         if name in self._last:
             yield from self._gather(unit, "backward")
@@ -181,10 +225,50 @@ class _MemoryTimeline:
         trained = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
         self._full_grads[unit.name] = self._full_grads.get(unit.name, 0) + trained
         if name in self._first_backward:
-            for gathered in (unit.name, f"{unit.name}, kept"):
-                self._gathered.pop(gathered, None)
-            self.log.drop((unit.name, "gathered"), (unit.name, "kept"))
-            yield from self._reduce(unit)
+            yield from self._end_backward(unit, micro_batch)
+
+    def _end_backward(self, unit: UnitPlan, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
+        """Yield the moments of the end of a unit's backward: free its gathered parameters unless they are
+        kept, and sum or reduce its gradients."""
+        sums = sums_whole_gradients(unit, self._plan)
+        if sums and not micro_batch.first:
+            yield from self._sum(unit, micro_batch)
+        self._gathered.pop(f"{unit.name}, kept", None)
+        self.log.drop((unit.name, "kept"))
+        if micro_batch.last or not keeps_parameters(unit, self._plan):
+            self._gathered.pop(unit.name, None)
+            self.log.drop((unit.name, "gathered"))
+        if sums and micro_batch.first:
+            yield from self._sum(unit, micro_batch)
+        if micro_batch.last or not sums:
+            yield from self._reduce(unit, micro_batch)
+
+    def _sum(self, unit: UnitPlan, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
+        """Yield the moment in which a unit's full gradients become, or are added to, its sums in
+        reduce_dtype; a cast holds the last weight's gradient in both dtypes."""
+        full = self._full_grads.pop(unit.name)
+        if micro_batch.first:
+            self._whole_grads[unit.name] = (
+                full // DTYPE_BYTES[unit.param_dtype] * DTYPE_BYTES[unit.reduce_dtype]
+            )
+            casts = unit.param_dtype != unit.reduce_dtype
+            last = self._last_weight(unit) * DTYPE_BYTES[unit.param_dtype]
+            yield self._moment(copies=min(last, full) if casts else 0)
+        else:
+            yield self._moment(copies=full)
+        self._log_sums(unit, micro_batch)
+
+    def _log_sums(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """Log the sums of a unit's whole gradients, which the first micro batch casts one weight at a time
+        and the last one reduces."""
+        log, sums, full = self.log, (unit.name, "whole gradients"), f"{unit.name}, full gradients"
+        if micro_batch.first and unit.param_dtype == unit.reduce_dtype:
+            log.move(full, sums)
+        elif micro_batch.first:
+            log.hold("compute", sums, *self._by_weight(unit, self._whole_grads[unit.name]))
+        log.drop(full)
+        if micro_batch.last:
+            log.move(sums, full)
 
     def _add_saved(self, more: Linear) -> None:
         """Add to the saved activations on the device. A block's offloaded activations stay there until the
@@ -233,59 +317,67 @@ class _MemoryTimeline:
         if log.muted:
             return
         log.drop(COPIED_OUT, (unit.name, "kept"))
-        for size in self._gathered_weights(unit):
+        for size in self._by_weight(unit, self._gathered_bytes(unit)):
             if casts and self._plan.mesh.dp_shard == 1:
                 log.hold("compute", (unit.name, "cast"), size)
             log.hold("compute", (unit.name, "gathered"), size)
             log.drop((unit.name, "cast"))
         log.move((unit.name, "buffer"), COPIED_OUT)
 
-    def _reduce(self, unit: UnitPlan) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a unit's reduction: the unsharded gradient and the buffer that it is copied
-        into, which lives until the next reduction; then the result in reduce_dtype and in storage_dtype, and
-        the gradient of the last weight, which torch's loop still holds."""
+    def _reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
+        """Yield the moments of a unit's reduction: the unsharded gradient, or the sums, and the buffer that
+        it is copied into, which lives until the next reduction; then the result in reduce_dtype and in
+        storage_dtype, and the gradient of the last weight, which torch's loop still holds."""
         shards, reduce_bytes = self._plan.mesh.dp_shard, DTYPE_BYTES[unit.reduce_dtype]
         reduced = sum(map(self._trained_share, unit.modules))
         self._reducing = reduced * shards * reduce_bytes
         self.log.drop(REDUCTION)
         self.log.hold("compute", REDUCTION, self._reducing)
         yield self._moment()
-        full = self._full_grads.pop(unit.name)
+        if sums := sums_whole_gradients(unit, self._plan):
+            full, dtype = self._whole_grads[unit.name], unit.reduce_dtype
+            self._whole_grads[unit.name] = 0
+        else:
+            full, dtype = self._full_grads.pop(unit.name), unit.param_dtype
         self.log.drop(f"{unit.name}, full gradients")
-        result, cast = self._reduction(unit)
-        self._log_reduction(unit, result, cast)
+        result, cast = self._reduction(unit, micro_batch)
+        self._log_reduction(unit, micro_batch)
         if shards == 1:  # no reduce-scatter: the division copies the buffer, and the result is copied again
             yield self._moment(copies=self._reducing + max(self._reducing, cast))
         else:
-            weights = self._work.modules[unit.modules[-1]].weights
-            last = prod(weights[-1]) * DTYPE_BYTES[unit.param_dtype] if weights else 0
-            yield self._moment(copies=min(last, full) + result + cast)
-        self._grads += reduced * self._stored_bytes - self._accumulated(unit)
+            last = min(full, self._last_weight(unit) * DTYPE_BYTES[dtype])
+            self._whole_grads[unit.name] = last if sums else 0
+            yield self._moment(copies=result + cast + (0 if sums else last))
+            self._whole_grads[unit.name] = 0
+        self._shard_grads[unit.name] = (
+            reduced * self._stored_bytes if micro_batch.last else self._accumulated(unit)
+        )
         if cast and self._plan.mesh.dp_replicate > 1:
             self._all_reduced += result
         yield self._moment()
 
-    def _reduction(self, unit: UnitPlan) -> tuple[int, int]:
+    def _reduction(self, unit: UnitPlan, micro_batch: MicroBatch) -> tuple[int, int]:
         """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a
-        cast."""
+        cast, as before the last micro batch over replicas."""
         reduced, reduce_bytes = sum(map(self._trained_share, unit.modules)), DTYPE_BYTES[unit.reduce_dtype]
-        cast = reduced * self._stored_bytes if reduce_bytes != self._stored_bytes else 0
-        return reduced * reduce_bytes, cast
+        casts = reduce_bytes != self._stored_bytes and (micro_batch.last or self._plan.mesh.dp_replicate == 1)
+        return reduced * reduce_bytes, reduced * self._stored_bytes if casts else 0
 
-    def _log_reduction(self, unit: UnitPlan, result: int, cast: int) -> None:
+    def _log_reduction(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
         """Log the result of a unit's reduction, its cast to storage_dtype if there is one, and how both
         become the sharded gradients.
 
         Over replicas the sum of the earlier micro batches is added to the result before, and the result of a
         cast lives until the backward's end; without replicas the result is added to that sum and freed.
         """
-        log, mesh = self.log, self._plan.mesh
+        log, mesh, (result, cast) = self.log, self._plan.mesh, self._reduction(unit, micro_batch)
         reduced, gradients = (unit.name, "reduced"), (unit.name, "sharded gradients")
+        added = not micro_batch.first and not sums_whole_gradients(unit, self._plan)
         log.hold("reduce_scatter", reduced, result)
         if mesh.dp_shard == 1:  # divided
             log.hold("reduce_scatter", (unit.name, "copy"), result)
             log.drop((unit.name, "copy"))
-        if mesh.dp_replicate > 1:
+        if mesh.dp_replicate > 1 and micro_batch.last:
             log.drop(gradients)
         if cast:
             log.hold("all_reduce" if mesh.dp_replicate > 1 else "reduce_scatter", (unit.name, "cast"), cast)
@@ -293,15 +385,18 @@ class _MemoryTimeline:
                 log.move(reduced, SUMS)
             log.drop(reduced)
             log.move((unit.name, "cast"), reduced)
-        if self._plan.cpu_offload or (mesh.dp_replicate == 1 and self._plan.accumulation > 1):
+        if self._plan.cpu_offload or (added and not (mesh.dp_replicate > 1 and micro_batch.last)):
             log.drop(reduced)
         log.move(reduced, gradients)
 
     def _accumulated(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's gradient from the micro batches before the last: in storage_dtype, or
-        in reduce_dtype if an all-reduce over replicas is still to come."""
+        """Return the bytes of a unit's sharded gradient from the micro batches before the last: in
+        storage_dtype, or in reduce_dtype if an all-reduce over replicas is still to come; 0 if it is summed
+        whole."""
+        if sums_whole_gradients(unit, self._plan):
+            return 0
         kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self._stored_bytes
-        return sum(map(self._trained_share, unit.modules)) * kept if self._plan.accumulation > 1 else 0
+        return sum(map(self._trained_share, unit.modules)) * kept
 
     def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryBreakdown:
         """Return the memory now.
@@ -318,15 +413,19 @@ class _MemoryTimeline:
         logits = 0
         if live and name == self._work.logits:
             logits = max(0, int(live.per_sequence - self._input(name).per_sequence) * sequences)
-        on_device = not self._plan.cpu_offload
+        on_device, whole = not self._plan.cpu_offload, sum(self._whole_grads.values())
         return MemoryBreakdown(
             params=self._params * on_device,
-            grads=self._grads * on_device,
+            grads=(sum(self._shard_grads.values()) + whole) * on_device,
             optimizer=self._moments * on_device,
             unsharded=sum(self._gathered.values()) + sum(self._in_flight.values()) + self._copied_out,
             activations=activations - logits,
             logits=logits,
-            buffers=self._work.tables + copies + reductions + int(live.fixed if live else 0),
+            buffers=self._work.tables
+            + copies
+            + reductions
+            + int(live.fixed if live else 0)
+            + whole * (not on_device),
         )
 
     def _input(self, name: str) -> Linear:
@@ -358,12 +457,19 @@ class _MemoryTimeline:
         parameters = sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard
         return parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
 
-    def _gathered_weights(self, unit: UnitPlan) -> list[int]:
-        """Return the bytes of each of a unit's gathered parameters."""
-        modules, gathered = (self._work.modules[name] for name in unit.modules), self._gathered_bytes(unit)
+    def _last_weight(self, unit: UnitPlan) -> int:
+        """Return the number of values of a unit's last weight."""
+        weights = self._work.modules[unit.modules[-1]].weights
+        return prod(weights[-1]) if weights else 0
+
+    def _by_weight(self, unit: UnitPlan, size: int) -> list[int]:
+        """Divide the bytes of a unit among its weights; of a block that repeats others, in one piece."""
+        modules = [self._work.modules[name] for name in unit.modules]
         weights = [prod(weight) for module in modules for weight in module.weights] or [1]
+        if unit.name in self._repeated:
+            return [size]
         in_total = sum(weights)
-        return [gathered * weight // in_total for weight in weights]
+        return [size * weight // in_total for weight in weights]
 
     def _buffer(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
@@ -405,6 +511,15 @@ def reserved_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
     """Return the memory that a process takes from the device: that of the allocator and that of the process
     itself."""
     return allocator_bytes(memory, hardware) + round(hardware.reserved_gib * GIB)
+
+
+def whole_gradient_bytes(plan: Plan, work: ModelWorkload) -> int:
+    """Return the bytes of the whole gradients that a rank keeps from one micro batch to the next."""
+    return sum(
+        int(trained_parameters(unit.modules, work)) * DTYPE_BYTES[unit.reduce_dtype]
+        for unit in plan.units
+        if sums_whole_gradients(unit, plan)
+    )
 
 
 def least_bytes(plan: Plan, work: ModelWorkload) -> int:

@@ -20,7 +20,12 @@ from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import host_bytes, step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import least_bytes, predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.memory_model import (
+    least_bytes,
+    predict_step_memory,
+    reserved_bytes,
+    whole_gradient_bytes,
+)
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
     CHOICES,
@@ -56,7 +61,7 @@ class Candidate:
     Args:
         choices: value by key: tp, dp_replicate, dp_shard, activation_checkpoint,
             activation_checkpoint_blocks (number of blocks; 0 with none), reshard_after_forward,
-            prefetch, micro_batch_size
+            reduce_gradients, reshard_after_backward, prefetch, micro_batch_size
         plan: the complete plan
         lower_bound_s: seconds of a step in which all FSDP communication is hidden
         needed_bytes: memory per rank including allocator overhead; if `memory` is None, a lower bound without
@@ -138,6 +143,8 @@ def least_memory(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[
         "dp_replicate": 1,
         "activation_checkpoint": "full",
         "reshard_after_forward": True,
+        "reduce_gradients": "every_micro_batch",
+        "reshard_after_backward": True,
         "forward_prefetch": 1,
         "backward_prefetch": 1,
     }
@@ -162,7 +169,7 @@ class _Search:
     ranked: list[Candidate] = field(default_factory=list)
     does_not_fit: list[Candidate] = field(default_factory=list)
     pruned: list[Candidate] = field(default_factory=list)
-    # by all choices except resharding and prefetching, which do not change the bounds
+    # by all choices except resharding, reducing and prefetching, which do not change the bounds
     bounds: dict[tuple[Any, ...], Bounds] = field(default_factory=dict)
     # fewest blocks that fit, by the same choices without the number of blocks; the first resharding and
     # prefetching tried decides
@@ -170,6 +177,8 @@ class _Search:
     # choices with which the plan fits without activation checkpointing
     fits_with_none: set[tuple[Any, ...]] = field(default_factory=set)
     best_rate: float = 0.0
+    # choices with which the simplest way to accumulate is as fast as its bound
+    all_hidden: set[tuple[Any, ...]] = field(default_factory=set)
 
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
@@ -196,12 +205,14 @@ class _Search:
         Candidates must come in the order of their bounds, the fastest first."""
         if not candidate.at_least and candidate.needed_bytes > self.machines.available_bytes:
             self.does_not_fit.append(candidate)
-        elif self._is_slower(candidate):
+        elif self._is_slower(candidate) or _without_accumulation(candidate.choices) in self.all_hidden:
             self.pruned.append(candidate)
         elif not candidate.at_least:
             evaluated = self.evaluate(candidate)
             (self.ranked if evaluated.timeline else self.does_not_fit).append(evaluated)
             self.best_rate = max(self.best_rate, evaluated.rate() if evaluated.timeline else 0.0)
+            if evaluated.timeline and evaluated.rate() > candidate.rate() * (1 - EQUAL):
+                self.all_hidden.add(_without_accumulation(candidate.choices))
             if evaluated.timeline and candidate.choices["activation_checkpoint"] == "none":
                 self.fits_with_none.add(_without_checkpointing(candidate.choices))
         elif _without_checkpointing(candidate.choices) not in self.fits_with_none and (
@@ -248,7 +259,8 @@ class _Search:
     def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
         bounds = self._bounds_of(choices, plan)
         in_order = {name: choices[name] for name in CHOICES}
-        return Candidate(in_order, plan, bounds.lower_bound_s, bounds.needed_bytes, bounds.host_bytes)
+        needed = bounds.needed_bytes + whole_gradient_bytes(plan, self.trace(plan))
+        return Candidate(in_order, plan, bounds.lower_bound_s, needed, bounds.host_bytes)
 
     def _bounds_of(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
         key = (*_without_gathering(choices), choices["activation_checkpoint_blocks"])
@@ -275,7 +287,8 @@ class _Search:
         kept = self.bounds.get((*_without_gathering(keeping), 0)) or self._bounds_of(
             keeping, self._plan(keeping)
         )
-        excess = kept.needed_bytes - self.machines.available_bytes
+        available = self.machines.available_bytes - whole_gradient_bytes(plan, self.trace(plan))
+        excess = kept.needed_bytes - available
         share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / blocks)
         if (count := math.ceil(share * blocks)) >= blocks:
             return None
@@ -347,7 +360,14 @@ def _without(choices: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:
 
 
 def _without_gathering(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    return _without(choices, "reshard_after_forward", "prefetch")
+    return _without(
+        choices, "reshard_after_forward", "reduce_gradients", "reshard_after_backward", "prefetch"
+    )
+
+
+def _without_accumulation(choices: Mapping[str, Any]) -> tuple[Any, ...]:
+    kept = _without(choices, "reduce_gradients", "reshard_after_backward")
+    return (*kept, choices["activation_checkpoint_blocks"])
 
 
 def _without_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -377,6 +397,8 @@ def _complexity(candidate: Candidate) -> tuple[Any, ...]:
         CHECKPOINTING.index(mode) if mode in CHECKPOINTING else len(CHECKPOINTING),
         len(kinds),
         c["reshard_after_forward"] is not True,
+        c["reduce_gradients"] != "every_micro_batch",
+        c["reshard_after_backward"] is not True,
         str(c["prefetch"]),
         c["tp"],
         c["dp_replicate"],

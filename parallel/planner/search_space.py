@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.plan.make import RunShape
+from meshwright.parallel.plan.schema import REDUCE_GRADIENTS
 from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
 from meshwright.parallel.planner.cost_model import StepTimes
 
@@ -19,6 +20,8 @@ CHOICES = (
     "activation_checkpoint",
     "activation_checkpoint_blocks",
     "reshard_after_forward",
+    "reduce_gradients",
+    "reshard_after_backward",
     "prefetch",
     "micro_batch_size",
 )
@@ -58,15 +61,22 @@ def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) ->
             for checkpointing, reshard, prefetch, micro in itertools.product(
                 modes, reshards, prefetches, sizes
             ):
-                yield {
-                    "tp": tp,
-                    "dp_replicate": replicate,
-                    "dp_shard": shard,
-                    "activation_checkpoint": checkpointing,
-                    "reshard_after_forward": reshard,
-                    "prefetch": prefetch,
-                    "micro_batch_size": micro,
-                }
+                many = shard > 1 and shape.global_batch_size > micro * replicate * shard
+                for reduce, free in itertools.product(
+                    _options(config.reduce_gradients, REDUCE_GRADIENTS if many else REDUCE_GRADIENTS[:1]),
+                    _options(config.reshard_after_backward, (True, False) if many else (True,)),
+                ):
+                    yield {
+                        "tp": tp,
+                        "dp_replicate": replicate,
+                        "dp_shard": shard,
+                        "activation_checkpoint": checkpointing,
+                        "reshard_after_forward": reshard,
+                        "reduce_gradients": reduce,
+                        "reshard_after_backward": free,
+                        "prefetch": prefetch,
+                        "micro_batch_size": micro,
+                    }
 
 
 def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:

@@ -26,8 +26,8 @@ class TimelineEvent:
     Args:
         lane: compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed: the compute stream
             waits
-        work: in compute forward, backward, copy_out, copy_in or optimizer; in exposed the awaited lane; in
-            offload send or fetch; elsewhere the lane
+        work: in compute forward, backward, copy_out, copy_in, sum (of whole gradients) or optimizer; in
+            exposed the awaited lane; in offload send or fetch; elsewhere the lane
         unit: the FSDP unit of the event; "" for the optimizer
         module: the module; "" for an event of the entire unit
         phase: forward, backward, optimizer

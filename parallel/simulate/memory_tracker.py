@@ -12,10 +12,13 @@ from torch.utils._pytree import tree_leaves
 from meshwright.parallel.activation_offload import SEND_LABEL
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.memory_breakdown import MemoryBreakdown
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
 from meshwright.parallel.simulate.module_tracker import OPTIMIZER_LABEL, ModuleTracker
 
 REDUCE_LABEL = "FSDP::post_backward_reduce"
+RESHARD_LABEL = "FSDP::post_backward_reshard"  # in which FSDP2 casts whole gradients that it keeps
+PRE_FORWARD_LABEL = "FSDP::pre_forward"
+BACKWARD_END = "FSDP::root_post_backward_callback"
 BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)
 UNSHARDED_LABELS = (
     "FSDP::all_gather",
@@ -60,6 +63,11 @@ class StorageTracker:
         self._output_module, self._loss_module = logits
         self._logits_widths: set[int] = set()
         self._live: dict[int, _TrackedStorage] = {}
+        # kept gradients of full size are always on the device
+        self._kept_kind = "buffers" if "grads" in on_host else "grads"
+        self._micro_batch = 0
+        self._gathered: dict[str, list[nn.Parameter]] = {}  # a unit's parameters of full size
+        self._plan, self._units = plan, {unit.name: unit for unit in plan.units}
         self._params = list(model.parameters())
         self._unit_params = {
             u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units
@@ -92,6 +100,15 @@ class StorageTracker:
     def follow_label(self, closed: str) -> None:
         """Update kinds and sizes after a label was opened, or `closed` was closed ("" if none)."""
         self._remeasure()
+        opened = "" if closed else self._position.label
+        if closed.startswith(PRE_FORWARD_LABEL):
+            unit = self._units[self._position.unit_in(closed)]
+            modules = [self._modules[name] for name in unit.modules]
+            self._gathered[unit.name] = [p for module in modules for p in module.parameters()]
+        elif closed == BACKWARD_END:
+            self._micro_batch += 1
+        elif opened.startswith(RESHARD_LABEL):
+            self._mark_kept(self._units[self._position.unit_in(opened)])
         if closed == "FSDP::root_pre_forward":
             # the first forward copies uneven shards into padded storages
             self.mark("params", self._params)
@@ -103,6 +120,8 @@ class StorageTracker:
         position = self._position
         if position.label.startswith(UNSHARDED_LABELS):
             return "unsharded"
+        if position.label.startswith(RESHARD_LABEL):
+            return self._kept_kind
         if position.label.startswith(BUFFER_LABELS) or position.phase == "optimizer":
             return "buffers"
         if (module := position.module) not in (self._output_module, self._loss_module):
@@ -111,6 +130,13 @@ class StorageTracker:
         if module == self._output_module and not position.in_backward:
             self._logits_widths.add(width)
         return "logits" if module == self._loss_module or width in self._logits_widths else "activations"
+
+    def _mark_kept(self, unit: UnitPlan) -> None:
+        """Mark the gradients that a unit keeps as they are until its reduction in a later micro batch; others
+        are cast."""
+        sums = sums_whole_gradients(unit, self._plan) and self._micro_batch < self._plan.accumulation - 1
+        if sums and unit.param_dtype == unit.reduce_dtype:
+            self.mark(self._kept_kind, (p.grad for p in self._gathered[unit.name]))
 
     def _mark_reduced(self, params: Sequence[Tensor]) -> None:
         """Mark the gradients that a unit's reduction has produced."""

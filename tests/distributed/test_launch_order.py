@@ -84,7 +84,7 @@ def planned(plan: Plan) -> list[Event]:
         dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
     )
     events: list[Event] = []
-    for task in launch_tasks(plan, times, start_ahead(plan), [True]):
+    for task in launch_tasks(plan, times, start_ahead(plan)):
         event = _event(task)
         if event and events[-1:] != [event]:
             events.append(event)

@@ -350,7 +350,11 @@ def test_what_must_be_there(imports: Importer) -> None:
     ],
 )
 def test_dynamo_backends(imports: Importer, backend: str, expected: dict[str, Any]) -> None:
-    for spelling in (f"dynamo_config: {{dynamo_backend: {backend}}}\n", f"dynamo_backend: {backend}\n"):
+    for spelling in (
+        f"dynamo_config: {{dynamo_backend: {backend}}}\n",
+        f"dynamo_config.dynamo_backend: {backend}\n",
+        f"dynamo_backend: {backend}\n",
+    ):
         assert imports(accelerate(top=spelling))["config"]["parallel"]["compile"] == expected
 
 
@@ -386,6 +390,92 @@ def test_distributed_data_parallel(plans: Callable[..., Plan], imports: Importer
 def test_accumulation_is_kept(plans: Callable[..., Plan]) -> None:
     plan = plans(accelerate(version=2, top="gradient_accumulation_steps: 4\n" + sizes(dp_shard=4, tp=2)))
     assert (plan.accumulation, plan.global_batch_size) == (4, 16)
+
+
+SYNC = (
+    "sync_each_batch: {}\n",
+    "gradient_accumulation_kwargs: {{sync_each_batch: {}}}\n",
+    "gradient_accumulation_kwargs.sync_each_batch: {}\n",
+)
+ACCUMULATE = "gradient_accumulation_steps: 4\n"
+
+
+def sync_verdicts(done: dict[str, Any]) -> list[dict[str, Any]]:
+    return [item["verdict"] for item in done["items"] if item["key"].endswith("sync_each_batch")]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("spelling", SYNC)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("true", "every_micro_batch"), ("'no'", "last_micro_batch"), ("false", "last_micro_batch")],
+)
+def test_sync_each_batch_says_when_gradients_are_reduced(
+    plans: Callable[..., Plan], imports: Importer, version: int, spelling: str, value: str, expected: str
+) -> None:
+    text = accelerate(version=version, top=ACCUMULATE + spelling.format(value))
+    assert {unit.reduce_gradients for unit in plans(text).units} == {expected}
+    assert len(sync_verdicts(imports(text))) == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "size"), [("bf16", "bfloat16", 2), ("BF16", "bfloat16", 2), ("no", "float32", 4)]
+)
+def test_accumulation_reduces_gradients_when_accelerate_does(
+    plans: Callable[..., Plan], imports: Importer, version: int, precision: str, dtype: str, size: int
+) -> None:
+    """Without sync_each_batch: in the last micro batch. A note says what that costs and which key changes
+    it."""
+    text = accelerate(version=version, top=f"{ACCUMULATE}mixed_precision: {precision}\n")
+    units = plans(text).units
+    assert {unit.reduce_gradients for unit in units} == {"last_micro_batch"}
+    assert {unit.reduce_dtype for unit in units} == {dtype}
+    (note,) = [note for note in imports(text)["notes"] if "as accelerate does by default (with" in note]
+    assert f"every rank keeps whole gradients ({dtype}, {size} bytes per parameter)" in note
+    assert "--parallel.reduce_gradients=every_micro_batch keeps shards only" in note
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "why"),
+    [
+        ("FSDP", "", "a step has one micro batch"),
+        ("FSDP", "gradient_accumulation_steps: 1\n", "a step has one micro batch"),
+        ("MULTI_GPU", "", "a step has one micro batch"),
+        ("MULTI_GPU", ACCUMULATE, "DistributedDataParallel always all-reduces gradients once per step"),
+        ("'NO'", ACCUMULATE, "one process has no gradients to reduce"),
+    ],
+)
+def test_sync_each_batch_without_effect_is_dropped(
+    imports: Importer, kind: str, steps: str, why: str
+) -> None:
+    text = f"distributed_type: {kind}\nnum_processes: 8\n{steps}"
+    assert not sync_verdicts(imports(text))
+    assert "reduce_gradients" not in imports(text)["config"]["parallel"]
+    for value in ("true", "false"):
+        done = imports(f"{text}sync_each_batch: {value}\n")
+        (verdict,) = sync_verdicts(done)
+        assert verdict["kind"] == "dropped"
+        assert why in verdict["why"]
+        assert "reduce_gradients" not in done["config"]["parallel"]
+
+
+@pytest.mark.parametrize("spelling", SYNC)
+@pytest.mark.parametrize("value", ["3.5", "maybe", "[true]"])
+@pytest.mark.parametrize("steps", ["", ACCUMULATE])
+def test_a_wrong_sync_each_batch_is_refused(imports: Importer, spelling: str, value: str, steps: str) -> None:
+    report = refusal(imports, accelerate(top=steps + spelling.format(value)))
+    assert "sync_each_batch=" in report
+    assert report.endswith(": it must be true or false")
+
+
+def test_sync_each_batch_in_two_spellings_is_refused(imports: Importer) -> None:
+    top = ACCUMULATE + SYNC[0].format("true") + SYNC[1].format("false")
+    report = refusal(imports, accelerate(top=top))
+    assert report.endswith(
+        "gradient_accumulation_kwargs.sync_each_batch=false: it is the same key as sync_each_batch: delete "
+        "one of them"
+    )
 
 
 @pytest.mark.parametrize(

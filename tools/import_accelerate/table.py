@@ -2,8 +2,10 @@
 
 Source, accelerate 1.15.0: commands/config/config_args.py and cluster.py (the keys of a file),
 commands/launch.py and to_fsdp2.py, utils/launch.py (how they become arguments, how processes are spread),
-utils/dataclasses.py (FullyShardedDataParallelPlugin, DynamoBackend, TorchDynamoPlugin), utils/constants.py,
-utils/fsdp_utils.py, parallelism_config.py, accelerator.py, state.py (precision of FSDP, TF32).
+utils/dataclasses.py (FullyShardedDataParallelPlugin, DynamoBackend, TorchDynamoPlugin,
+GradientAccumulationPlugin), utils/constants.py, utils/fsdp_utils.py, parallelism_config.py, accelerator.py
+(no_sync), state.py (precision of FSDP, TF32). A file of `accelerate config` has no keys of gradient
+accumulation: users add those of GradientAccumulationPlugin, or of transformers' accelerator_config.
 
 Of two keys that contradict each other, the one that accelerate uses wins. Where accelerate's launcher
 replaces a value of the file by a default, the file's value is used, with a note.
@@ -41,6 +43,7 @@ PREFIXES = {
     "fsdp_config": "fsdp_",
     "dynamo_config": "dynamo_",
     "parallelism_config": "parallelism_config_",
+    "gradient_accumulation_kwargs": "",
 }
 # Numbered from 1 in accelerate. The value: whether the strategy reshards an FSDP unit after its forward.
 STRATEGIES = {
@@ -51,6 +54,7 @@ STRATEGIES = {
     "HYBRID_SHARD_ZERO2": False,
 }
 STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
+STEPS, REDUCE = "gradient_accumulation_steps", "parallel.reduce_gradients"
 # What accelerate does if a strategy is given under a key of the other fsdp_version.
 DIFFERENCES = {
     (1, RESHARD): "warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of "
@@ -75,7 +79,7 @@ NO_FP16 = (
 
 
 def judge_accelerate(config: Mapping[Any, Any]) -> list[Item]:
-    """Return the verdict on every key of the file, and on missing keys: required ones, and one with another
+    """Return the verdict on every key of the file, and on missing keys: required ones, and those with another
     default in accelerate."""
     entries, items = _flatten(config)
     given = {plain: value for _, _, plain, value in entries if value is not None}
@@ -92,24 +96,30 @@ def judge_accelerate(config: Mapping[Any, Any]) -> list[Item]:
 
 def _flatten(config: Mapping[Any, Any]) -> tuple[list[tuple[str, str, str, Any]], list[Item]]:
     """Return (key as written, section, plain name, value) of every entry, and the items of unreadable
-    sections. As in accelerate, a key without its section's prefix gets it."""
+    sections."""
     entries: list[tuple[str, str, str, Any]] = []
     items = []
     for key, value in config.items():
-        prefix = PREFIXES.get(str(key))
-        if prefix is None:
-            entries.append((str(key), "", str(key), value))
+        if str(key) not in PREFIXES:
+            entries.append(_flat_entry(str(key), value))
         elif value in (None, {}):
             items.append(Item(str(key), value, dropped("the section is empty")))
         elif isinstance(value, dict):
-            entries += [
-                (f"{key}.{inner}", f"{key}.", prefix + str(inner).removeprefix(prefix), leaf)
-                for inner, leaf in value.items()
-            ]
+            entries += [_flat_entry(f"{key}.{inner}", leaf) for inner, leaf in value.items()]
         else:
             why = "it is a section and needs a mapping of keys to values"
             items.append(Item(str(key), value, refused(why)))
     return entries, items
+
+
+def _flat_entry(key: str, value: Any) -> tuple[str, str, str, Any]:
+    """Return the entry of a key, with a dot after its section. As in accelerate, a key without its section's
+    prefix gets it."""
+    section, dot, name = key.partition(".")
+    if section not in PREFIXES:
+        return key, "", key, value
+    prefix = PREFIXES[section]
+    return key, section + dot, prefix + name.removeprefix(prefix), value
 
 
 def _rule(section: str, plain: str, given: Given) -> Rule:
@@ -124,8 +134,8 @@ def _rule(section: str, plain: str, given: Given) -> Rule:
 
 
 def _judge_missing(given: Given) -> Iterator[Item]:
-    """Yield the required keys that are missing, and accelerate's default of dynamo_backend, which differs
-    from ours: it does not compile."""
+    """Yield the required keys that are missing, and accelerate's defaults that differ from ours: it does not
+    compile, and FSDP reduces gradients in the last micro batch only."""
     if "distributed_type" not in given:
         why = f"the key is missing: set it to one of {', '.join(TYPES)}"
         yield Item("distributed_type", None, refused(why))
@@ -139,6 +149,11 @@ def _judge_missing(given: Given) -> Iterator[Item]:
         )
         verdict = mapped("accelerate's default", {"parallel.compile.enabled": False}, note)
         yield Item("dynamo_backend", None, verdict)
+    if "sync_each_batch" not in given and _distributed(given) == "FSDP" and _count(given, STEPS) > 1:
+        verdict = mapped(
+            "accelerate's default", {REDUCE: "last_micro_batch"}, _cost_of_whole_gradients(given)
+        )
+        yield Item("sync_each_batch", None, verdict)
 
 
 def _distributed(given: Given) -> str:
@@ -236,6 +251,33 @@ def _accumulation(value: Any, given: Given) -> Verdict:
         {"train.micro_batch_size": 1, "train.global_batch_size": sequences},
         "the file does not contain the batch size, so a micro batch is 1 sequence: for B, set "
         f"train.micro_batch_size to B and train.global_batch_size to B x {sequences}",
+    )
+
+
+def _sync_each_batch(value: Any, given: Given) -> Verdict:
+    """Map sync_each_batch. DistributedDataParallel needs no setting: its gradients are all-reduced in the last
+    micro batch only, with either value of our key."""
+    each = as_bool(value)
+    if _distributed(given) == "NO":
+        return dropped("one process has no gradients to reduce")
+    if _count(given, STEPS) == 1:
+        return dropped(f"a step has one micro batch: {STEPS} is 1")
+    if _distributed(given) != "FSDP":
+        return dropped("DistributedDataParallel always all-reduces gradients once per step here")
+    if each:
+        return mapped("each rank sums its shard of the gradients", {REDUCE: "every_micro_batch"})
+    return mapped("each rank sums whole gradients", {REDUCE: "last_micro_batch"})
+
+
+def _cost_of_whole_gradients(given: Given) -> str:
+    """Return the note on accelerate's default of sync_each_batch. Its FSDP reduces in the dtype of the
+    computation."""
+    bf16 = str(given.get("mixed_precision")).lower() == "bf16"
+    size = "bfloat16, 2 bytes" if bf16 else "float32, 4 bytes"
+    return (
+        "gradients are reduced in the last micro batch only, as accelerate does by default (with "
+        f"fsdp_version 2 since 1.11): until then every rank keeps whole gradients ({size} per parameter); "
+        f"--{REDUCE}=every_micro_batch keeps shards only, and auto leaves the choice to --parallel.plan=auto"
     )
 
 
@@ -404,7 +446,9 @@ TABLE: dict[str, Rule] = {
     "enable_cpu_affinity": drops(
         "processes are not pinned to cores; run.threads divides the cores among them"
     ),
-    "gradient_accumulation_steps": _accumulation,
+    STEPS: _accumulation,
+    "sync_each_batch": _sync_each_batch,
+    "gradient_accumulation_kwargs.sync_each_batch": _sync_each_batch,
     "mixed_precision": _mixed_precision,
     "fp16": refuses(NO_FP16),  # an old name of mixed_precision
     "deepspeed_config": refuses(

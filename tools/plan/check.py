@@ -17,7 +17,15 @@ from torch import nn
 
 from meshwright.models.llama import Llama
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.parallel.plan.schema import Plan, UnitPlan, find_style, prefetch_schedule, regathered
+from meshwright.parallel.plan.schema import (
+    Plan,
+    UnitPlan,
+    find_style,
+    keeps_parameters,
+    prefetch_schedule,
+    regathered,
+    sums_whole_gradients,
+)
 from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
@@ -111,8 +119,10 @@ def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
     work = run_workload(job, plan)
     model = _one_rank(job, plan)
     no_backward = {name for name in plan.modules if not work.has_backward((name,))}
-    again = _gathered_again(plan, no_backward)
-    of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
+    of_units = (
+        _of_unit(unit, plan, _parameters(model, unit), count_gathers(unit, plan, no_backward))
+        for unit in plan.units
+    )
     return _count(
         [
             *chain.from_iterable(of_units),
@@ -123,35 +133,41 @@ def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
     )
 
 
-def _gathered_again(plan: Plan, no_backward: set[str]) -> set[str]:
-    """Return the units that a backward gathers: those that it needs, and those that it only prefetches."""
+def count_gathers(unit: UnitPlan, plan: Plan, no_backward: set[str]) -> int:
+    """Return the number of a unit's all-gathers in a step of n micro batches: n for the forwards, or 1 if it
+    stays gathered from one to the next, and n for the backwards that need or prefetch it again."""
+    needs = not no_backward.issuperset(unit.modules)
     ahead = prefetch_schedule(plan, "backward")
-    needed = [unit for unit in plan.units if not no_backward.issuperset(unit.modules)]
-    return {unit.name for needing in needed for unit in (needing, *ahead[needing.name]) if regathered(unit)}
+    prefetched = any(
+        unit in ahead[other.name] for other in plan.units if not no_backward.issuperset(other.modules)
+    )
+    kept = keeps_parameters(unit, plan) and (needs or unit.reshard_after_forward is False)
+    forwards = 1 if kept else plan.accumulation
+    return forwards + plan.accumulation * (regathered(unit) and (needs or prefetched))
 
 
 def _of_unit(
-    unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], again: bool
+    unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], gathers: int
 ) -> Iterator[tuple[str, str, float]]:
-    """Yield the all-gathers and reductions of a unit: every micro batch all-gathers and reduce-scatters, the
-    last one all-reduces (train.step)."""
+    """Yield the all-gathers and reductions of a unit: every micro batch reduce-scatters, or only the last one
+    if it sums whole gradients; the last one all-reduces (train.step)."""
     mesh = plan.mesh
     full = sum(_padded(parameter, mesh.dp_shard) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
     trained = (
         sum(_padded(p, mesh.dp_shard) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
     )
-    for _ in range(plan.accumulation):
-        if mesh.dp_shard > 1:
-            yield from [("all_gather", "dp_shard", full)] * (1 + again)
-            if trained:
-                yield "reduce_scatter", "dp_shard", trained
+    if mesh.dp_shard > 1:
+        yield from [("all_gather", "dp_shard", full)] * gathers
+        if trained:
+            reductions = 1 if sums_whole_gradients(unit, plan) else plan.accumulation
+            yield from [("reduce_scatter", "dp_shard", trained)] * reductions
     if mesh.dp_replicate > 1 and trained:
         yield "all_reduce", "dp_replicate", trained / mesh.dp_shard
 
 
 def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
     """Yield the all-reduces of norm gradients. With sequence parallelism each tp rank has the gradient of its
-    tokens; FSDP2 sums them in param_dtype."""
+    tokens; FSDP2 sums them over tp before each reduction: in param_dtype, or the sums in reduce_dtype."""
     if not plan.tensor.sequence_parallel:
         return
     for unit in plan.units:
@@ -162,8 +178,9 @@ def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
                 find_style(plan.tensor, name.rpartition(".")[0]) in SEQUENCE_STYLES
                 and parameter.requires_grad
             ):
-                size = parameter.numel() * DTYPE_BYTES[unit.param_dtype]
-                yield from [("all_reduce", "tp", size)] * plan.accumulation
+                sums = sums_whole_gradients(unit, plan)
+                size = parameter.numel() * DTYPE_BYTES[unit.reduce_dtype if sums else unit.param_dtype]
+                yield from [("all_reduce", "tp", size)] * (1 if sums else plan.accumulation)
 
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:

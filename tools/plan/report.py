@@ -251,6 +251,8 @@ CHOICES = {
     "activation_checkpoint": "activation checkpoint",
     "activation_checkpoint_blocks": "blocks",
     "reshard_after_forward": "reshard",
+    "reduce_gradients": "reduce",
+    "reshard_after_backward": "after backward",
     "prefetch": "prefetch",
     "micro_batch_size": "micro batch",
 }

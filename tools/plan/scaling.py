@@ -140,6 +140,8 @@ def _values(row: ScalingRow) -> dict[str, Any] | None:
         "dp_shard": mesh.dp_shard,
         "activation_checkpoint": unit.activation_checkpoint,
         "reshard_after_forward": unit.reshard_after_forward,
+        "reduce_gradients": unit.reduce_gradients,
+        "reshard_after_backward": unit.reshard_after_backward,
         "micro_batch_size": row.plan.micro_batch_size,
         "accumulation": row.plan.accumulation,
     }
@@ -156,6 +158,8 @@ def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
         "shard",
         "activation checkpoint",
         "reshard",
+        "reduce",
+        "after backward",
         "micro",
         "GiB",
         "step",

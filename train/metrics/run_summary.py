@@ -41,6 +41,8 @@ DEFAULT_COLUMNS = frozenset(
 )
 UNIT_KEYS = (
     "reshard_after_forward",
+    "reshard_after_backward",
+    "reduce_gradients",
     "forward_prefetch",
     "backward_prefetch",
     "activation_checkpoint",

@@ -267,6 +267,10 @@ def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[st
         yield {"train.micro_batch_size": plan.micro_batch_size // 2, **batch}
     if parallel.reshard_after_forward is not True and not parallel.strategy:
         yield {"parallel.reshard_after_forward": True}
+    if parallel.reduce_gradients == "last_micro_batch":
+        yield {"parallel.reduce_gradients": "every_micro_batch"}
+    if parallel.reshard_after_backward is False:
+        yield {"parallel.reshard_after_backward": True}
     if not plan.loss_chunk_tokens or plan.loss_chunk_tokens > LOSS_CHUNK_TOKENS:
         yield {"parallel.loss_chunk_tokens": LOSS_CHUNK_TOKENS}
     if plan.mesh.dp_replicate > 1:
@@ -293,6 +297,8 @@ def _as_keys(job: TrainingJob, plan: Plan) -> TrainingJob:
         dp_shard=plan.mesh.dp_shard,
         tp=plan.mesh.tp,
         reshard_after_forward=block.reshard_after_forward,
+        reshard_after_backward=block.reshard_after_backward,
+        reduce_gradients=block.reduce_gradients,  # type: ignore[arg-type]
         param_dtype=block.param_dtype,
         activation_checkpoint=block.activation_checkpoint,  # type: ignore[arg-type]
         loss_chunk_tokens=plan.loss_chunk_tokens,

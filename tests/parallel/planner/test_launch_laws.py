@@ -17,6 +17,8 @@ from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import change, make_model, plan_of
 from tests.support.simulated import TINY, describe_collective, simulated
 
+FOUR_MICRO_BATCHES = ("--train.micro_batch_size=1", "--train.global_batch_size=16")
+LAST, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard_after_backward=false"
 AXES = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
 
 
@@ -33,6 +35,12 @@ AXES = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all
         (4, ("--parallel.dp_replicate=2", "--train.global_batch_size=12")),
         (4, ("--parallel.strategy=ddp", "--train.global_batch_size=8")),
         (8, ("--parallel.dp_replicate=2", "--parallel.tp=2", "--parallel.backward_prefetch=0")),
+        (4, (*FOUR_MICRO_BATCHES, LAST)),
+        (4, (*FOUR_MICRO_BATCHES, KEPT)),
+        (4, (*FOUR_MICRO_BATCHES, LAST, KEPT, "--parallel.reshard_after_forward=false")),
+        (4, (*FOUR_MICRO_BATCHES, LAST, KEPT, "--parallel.reshard_after_forward=2")),
+        (4, (*FOUR_MICRO_BATCHES, LAST, KEPT, "--parallel.dp_replicate=2", "--parallel.forward_prefetch=2")),
+        (4, (*FOUR_MICRO_BATCHES, KEPT, "--model.tie_embeddings=true", "--parallel.backward_prefetch=2")),
     ],
 )
 def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arguments):
@@ -44,14 +52,10 @@ def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arg
     times = StepTimes(
         dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
     )
-    tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
+    tasks = launch_tasks(plan, times, start_ahead(plan))
     assert describe_collective(map(_collective, _launched(tasks))) == describe_collective(
         simulated(world_size, *TINY, *arguments).collectives
     )
-
-
-def _all_reduces(plan: Plan) -> list[bool]:
-    return [*[False] * (plan.accumulation - 1), True]
 
 
 def _launched(tasks: list[Task]) -> list[Task]:
@@ -90,7 +94,7 @@ def _check_no_overlap(step: Timeline, lanes: set[str]) -> None:
 def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
     plan, times = random_step(random.Random(1000 + seed))
     step = simulate_step(plan, times)
-    tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
+    tasks = launch_tasks(plan, times, start_ahead(plan))
     spans = run_tasks(tasks, times.slowdown)
     all_at_once = sorted(
         (task.lane, span.start_s, span.end_s)
@@ -113,7 +117,7 @@ def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_is_bounded_by_what_it_must_do(seed):
     plan, times = random_step(random.Random(2000 + seed))
-    tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
+    tasks = launch_tasks(plan, times, start_ahead(plan))
     alone: dict[str, float] = {}
     for task in tasks:
         stream = "compute" if task.lane in ("compute", "tp") else task.lane
@@ -148,6 +152,12 @@ def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
             plan = change(
                 plan, index, reshard_after_forward=rng.random() < 0.5, backward_prefetch=rng.randint(0, 3)
             )
+    for index in range(len(plan.units)):
+        if rng.random() < 0.3:
+            reduce_gradients = rng.choice(["every_micro_batch", "last_micro_batch"])
+            plan = change(
+                plan, index, reduce_gradients=reduce_gradients, reshard_after_backward=rng.random() < 0.5
+            )
     of_units = {
         unit.name: UnitTimes(
             _random_s(rng),
@@ -156,6 +166,7 @@ def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
             rng.random() / 9,
             _random_s(rng),
             _random_s(rng) * (replicate > 1),
+            *(rng.random() / 9 for _ in range(3)),
         )
         for unit in plan.units
     }
