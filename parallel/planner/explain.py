@@ -1,6 +1,7 @@
 """The reasons for the chosen plan (`why:`), with figures that a reader can check."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import log
 from typing import Any
 
@@ -24,6 +25,7 @@ def give_reasons(choice: SearchResult, machines: Cluster, times: StepTimes) -> l
         *_tie(choice),
         *_communication(best, times),
         *_host_memory(best, times),
+        *_accumulation(choice, machines),
         *_alternatives(choice, machines),
     ]
 
@@ -91,9 +93,57 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     )
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A way to accumulate that saves communication for memory: a value of a key, in words; what it keeps from
+    one micro batch to the next, and as which kind of memory."""
+
+    value: Any
+    words: str
+    kept: str
+    kind: str
+
+
+ACCUMULATION = {
+    "reduce_gradients": _Way("last_micro_batch", "reduced once", "whole gradients", "grads"),
+    "reshard_after_backward": _Way(False, "kept gathered", "gathered parameters", "unsharded"),
+}
+
+
+def _accumulation(choice: SearchResult, machines: Cluster) -> Iterator[str]:
+    """Compare the ways to accumulate gradients: the step, and the memory that is free for what they keep."""
+    for key, way in ACCUMULATION.items():
+        for other in _alternatives_for(choice, key):
+            chosen = _format_value(choice.best.choices[key])
+            yield f"{key}={chosen}: {_compare_accumulation(choice.best, other, key, machines, way)}"
+
+
+def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Cluster, way: _Way) -> str:
+    """Return what the best plan saves by its value of `key`, or what the other value would."""
+    assert best.timeline is not None
+    available = machines.available_bytes
+    if other.timeline is None and other.needed_bytes > available:
+        value = _format_value(other.choices[key])
+        return f"{value} does not fit ({_gib(other)} of {available / GIB:.1f} GiB)"
+    if other.timeline is None:
+        return f"{way.words} it could be at most {max(0.0, other.rate() / best.rate() - 1):.1%} faster"
+    saves = best.choices[key] == way.value
+    with_it, without = (best, other) if saves else (other, best)
+    assert with_it.memory is not None
+    assert with_it.timeline is not None
+    assert without.timeline is not None
+    kept = getattr(with_it.memory.memory, way.kind)
+    free = available - with_it.needed_bytes + kept
+    step_s = f"{with_it.timeline.step_s:.3g} s instead of {without.timeline.step_s:.3g}"
+    memory = f"{kept / GIB:.1f} GiB of the {free / GIB:.1f} that are free"
+    if saves:
+        return f"{way.words} a step takes {step_s}; {way.kept} take {memory}"
+    return f"{way.words} it would take {step_s}; {way.kept} would take {memory}"
+
+
 def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
     for key in CHOICES:
-        if key == "dp_replicate":  # it follows from tp and dp_shard
+        if key == "dp_replicate" or key in ACCUMULATION:  # it follows from tp and dp_shard
             continue
         costs = [_compare(other, key, choice.best, machines) for other in _alternatives_for(choice, key)]
         if costs:

@@ -296,6 +296,10 @@ def test_precision(imports: Importer, kind: str, precision: str, expected: tuple
         ("use_cpu: maybe\n", "use_cpu=maybe: it must be true or false"),
         ("gradient_accumulation_steps: 1.5\n", "gradient_accumulation_steps=1.5: it must be an integer"),
         ("dynamo_config: inductor\n", "it is a section and needs a mapping"),
+        (
+            "gradient_accumulation_kwargs: {num_steps: 4}\n",
+            "num_steps=4: set gradient_accumulation_steps instead",
+        ),
     ],
 )
 def test_what_is_refused(imports: Importer, top: str, message: str) -> None:
@@ -432,7 +436,7 @@ def test_accumulation_reduces_gradients_when_accelerate_does(
     assert {unit.reduce_gradients for unit in units} == {"last_micro_batch"}
     assert {unit.reduce_dtype for unit in units} == {dtype}
     (note,) = [note for note in imports(text)["notes"] if "as accelerate does by default (with" in note]
-    assert f"every rank keeps whole gradients ({dtype}, {size} bytes per parameter)" in note
+    assert f"every rank sums whole gradients ({dtype}, {size} bytes per parameter)" in note
     assert "--parallel.reduce_gradients=every_micro_batch keeps shards only" in note
 
 

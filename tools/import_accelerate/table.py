@@ -255,15 +255,15 @@ def _accumulation(value: Any, given: Given) -> Verdict:
 
 
 def _sync_each_batch(value: Any, given: Given) -> Verdict:
-    """Map sync_each_batch. DistributedDataParallel needs no setting: its gradients are all-reduced in the last
-    micro batch only, with either value of our key."""
+    """Map sync_each_batch. DistributedDataParallel needs no setting: its gradients are all-reduced in the
+    last micro batch only, with either value of our key."""
     each = as_bool(value)
     if _distributed(given) == "NO":
         return dropped("one process has no gradients to reduce")
     if _count(given, STEPS) == 1:
-        return dropped(f"a step has one micro batch: {STEPS} is 1")
+        return dropped(f"a step has one micro batch: {STEPS} is not above 1")
     if _distributed(given) != "FSDP":
-        return dropped("DistributedDataParallel always all-reduces gradients once per step here")
+        return dropped("this trainer's DistributedDataParallel always all-reduces gradients once per step")
     if each:
         return mapped("each rank sums its shard of the gradients", {REDUCE: "every_micro_batch"})
     return mapped("each rank sums whole gradients", {REDUCE: "last_micro_batch"})
@@ -276,7 +276,7 @@ def _cost_of_whole_gradients(given: Given) -> str:
     size = "bfloat16, 2 bytes" if bf16 else "float32, 4 bytes"
     return (
         "gradients are reduced in the last micro batch only, as accelerate does by default (with "
-        f"fsdp_version 2 since 1.11): until then every rank keeps whole gradients ({size} per parameter); "
+        f"fsdp_version 2 since 1.11): until then every rank sums whole gradients ({size} per parameter); "
         f"--{REDUCE}=every_micro_batch keeps shards only, and auto leaves the choice to --parallel.plan=auto"
     )
 
@@ -449,6 +449,7 @@ TABLE: dict[str, Rule] = {
     STEPS: _accumulation,
     "sync_each_batch": _sync_each_batch,
     "gradient_accumulation_kwargs.sync_each_batch": _sync_each_batch,
+    "gradient_accumulation_kwargs.num_steps": refuses(f"set {STEPS} instead"),
     "mixed_precision": _mixed_precision,
     "fp16": refuses(NO_FP16),  # an old name of mixed_precision
     "deepspeed_config": refuses(

@@ -34,6 +34,7 @@ CONFIGS = {
     "llama3-70b": "config=llama_70b.yaml",
     "kf-13b": "config=llama_8b.yaml model.dim=5120 model.n_layers=40 model.n_heads=40 model.ffn_dim=17920",
 }
+REDUCE_GRADIENTS = {"torchtitan": "every_micro_batch", "KempnerForge": "last_micro_batch"}
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 # frameworks whose source states the dtypes of its state, and that it reports reserved memory
 MEMORY_OF = frozenset({"torchtitan"})
@@ -124,7 +125,8 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
     """Return a published run as config and plan of this trainer.
 
     Both frameworks compute all logits at once. torchtitan's selective activation checkpointing keeps every
-    second matrix product, and it compiles only the blocks.
+    second matrix product, and it compiles only the blocks. KempnerForge reduces gradients once per step
+    (maybe_no_sync in kempnerforge/training/grad.py).
     """
     sequences = run.micro_batch * run.grad_accum * run.dp_replicate * run.dp_shard
     keys = {
@@ -133,6 +135,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
         "parallel.tp": run.tp,
         "parallel.activation_checkpoint": run.activation_checkpoint,
         "parallel.selective_policy": "half_matmul",
+        "parallel.reduce_gradients": REDUCE_GRADIENTS[run.framework],
         "parallel.compile.enabled": str(run.compile).lower(),
         "parallel.loss_chunk_tokens": 0,
         "train.seq_len": run.seq_len,
