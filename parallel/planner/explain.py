@@ -41,7 +41,7 @@ def _memory(choice: SearchResult, machines: Cluster) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
         f"{tried} plans tried, {len(choice.does_not_fit)} too large for the memory and {len(choice.pruned)} "
-        f"slower even with all FSDP communication hidden; this plan needs {_gib(choice.best)} of "
+        f"slower whatever they need; this plan needs {_gib(choice.best)} of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator overhead"
     )
 

@@ -34,6 +34,7 @@ from meshwright.parallel.planner.search_space import (
     part_s,
     smallest,
     with_choices,
+    with_gathering,
 )
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import ModelWorkload
@@ -93,7 +94,8 @@ class SearchResult:
     Args:
         ranked: simulated plans that fit, the best first
         does_not_fit: plans that do not fit, the smallest first
-        pruned: plans that were not simulated because their lower bound is slower than the best plan
+        pruned: plans whose memory was not predicted, because a lower bound of their step, or their simulated
+            step, is slower than the best plan
     """
 
     ranked: tuple[Candidate, ...]
@@ -169,6 +171,8 @@ class _Search:
     ranked: list[Candidate] = field(default_factory=list)
     does_not_fit: list[Candidate] = field(default_factory=list)
     pruned: list[Candidate] = field(default_factory=list)
+    # by all choices except resharding, reducing and prefetching, which `with_gathering` changes
+    plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     # by all choices except resharding, reducing and prefetching, which do not change the bounds
     bounds: dict[tuple[Any, ...], Bounds] = field(default_factory=dict)
     # fewest blocks that fit, by the same choices without the number of blocks; the first resharding and
@@ -177,8 +181,6 @@ class _Search:
     # choices with which the plan fits without activation checkpointing
     fits_with_none: set[tuple[Any, ...]] = field(default_factory=set)
     best_rate: float = 0.0
-    # choices with which the simplest way to accumulate is as fast as its bound
-    all_hidden: set[tuple[Any, ...]] = field(default_factory=set)
 
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
@@ -205,14 +207,14 @@ class _Search:
         Candidates must come in the order of their bounds, the fastest first."""
         if not candidate.at_least and candidate.needed_bytes > self.machines.available_bytes:
             self.does_not_fit.append(candidate)
-        elif self._is_slower(candidate) or _without_accumulation(candidate.choices) in self.all_hidden:
+        elif self._is_slower(candidate) or self._is_slower(
+            candidate := self._with_simulated_bound(candidate)
+        ):
             self.pruned.append(candidate)
         elif not candidate.at_least:
             evaluated = self.evaluate(candidate)
             (self.ranked if evaluated.timeline else self.does_not_fit).append(evaluated)
             self.best_rate = max(self.best_rate, evaluated.rate() if evaluated.timeline else 0.0)
-            if evaluated.timeline and evaluated.rate() > candidate.rate() * (1 - EQUAL):
-                self.all_hidden.add(_without_accumulation(candidate.choices))
             if evaluated.timeline and candidate.choices["activation_checkpoint"] == "none":
                 self.fits_with_none.add(_without_checkpointing(candidate.choices))
         elif _without_checkpointing(candidate.choices) not in self.fits_with_none and (
@@ -232,12 +234,26 @@ class _Search:
         times = step_times(plan, work, machines.hardware, machines.gpus_per_node)
         return dataclasses.replace(evaluated, timeline=simulate_step(plan, times))
 
+    def _with_simulated_bound(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with the simulated step as its lower bound, which costs less than its memory:
+        with the fewest blocks that could fit, if they are still to be counted."""
+        if len(self.ranked) < MIN_TIMED:
+            return candidate
+        plan, machines = self._plan(candidate.choices), self.machines
+        times = step_times(plan, self.trace(plan), machines.hardware, machines.gpus_per_node)
+        return dataclasses.replace(candidate, lower_bound_s=simulate_step(plan, times).step_s)
+
     def _is_slower(self, candidate: Candidate) -> bool:
         return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= MIN_TIMED
 
     def _plan(self, choices: Mapping[str, Any]) -> Plan:
-        config, shape = with_choices(self.config, self.shape, choices)
-        return make_plan(config, self.model, shape)
+        """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the
+        plans that differ in nothing else only one is made and checked."""
+        key = (*_without_gathering(choices), choices.get("activation_checkpoint_blocks"))
+        if key not in self.plans:
+            config, shape = with_choices(self.config, self.shape, choices)
+            self.plans[key] = make_plan(config, self.model, shape)
+        return with_gathering(self.plans[key], self.config, choices)
 
     def _blocks(self, plan: Plan) -> int:
         """The number of units that can use activation checkpointing."""
@@ -365,11 +381,6 @@ def _without_gathering(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _without_accumulation(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    kept = _without(choices, "reduce_gradients", "reshard_after_backward")
-    return (*kept, choices["activation_checkpoint_blocks"])
-
-
 def _without_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     return _without(choices, "activation_checkpoint")
 
@@ -396,9 +407,9 @@ def _complexity(candidate: Candidate) -> tuple[Any, ...]:
         c["dp_replicate"] > 1,
         CHECKPOINTING.index(mode) if mode in CHECKPOINTING else len(CHECKPOINTING),
         len(kinds),
-        c["reshard_after_forward"] is not True,
         c["reduce_gradients"] != "every_micro_batch",
         c["reshard_after_backward"] is not True,
+        c["reshard_after_forward"] is not True,
         str(c["prefetch"]),
         c["tp"],
         c["dp_replicate"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.plan.make import RunShape
-from meshwright.parallel.plan.schema import REDUCE_GRADIENTS
+from meshwright.parallel.plan.schema import REDUCE_GRADIENTS, Plan
 from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
 from meshwright.parallel.planner.cost_model import StepTimes
 
@@ -46,6 +46,23 @@ def with_choices(
     }
     shape = dataclasses.replace(shape, micro_batch_size=choices["micro_batch_size"])
     return dataclasses.replace(config, plan="manual", **keys), shape
+
+
+def with_gathering(plan: Plan, config: ParallelConfig, choices: Mapping[str, Any]) -> Plan:
+    """Return a plan with other choices of when its units gather parameters and reduce gradients."""
+    settings = {key: choices[key] for key in ("reduce_gradients", "reshard_after_backward")}
+    settings |= {
+        key: choices["prefetch"]
+        for key in ("forward_prefetch", "backward_prefetch")
+        if getattr(config, key) == "auto"
+    }
+    *others, last = plan.units  # the last is never resharded after its forward
+    resharded = settings | {"reshard_after_forward": choices["reshard_after_forward"]}
+    units = (
+        *(dataclasses.replace(unit, **resharded) for unit in others),
+        dataclasses.replace(last, **settings),
+    )
+    return dataclasses.replace(plan, units=units)
 
 
 def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:

@@ -143,6 +143,8 @@ def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
         ("dp_shard", 2),
         ("activation_checkpoint", "full"),
         ("reshard_after_forward", False),
+        ("reduce_gradients", "last_micro_batch"),
+        ("reshard_after_backward", False),
     ],
 )
 def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
@@ -152,6 +154,76 @@ def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
     assert getattr(plan.mesh, key, value) == value
     if key == "activation_checkpoint":  # the number of blocks is open; the fewest are the fastest
         assert [u.activation_checkpoint for u in plan.units[1:-1]] == [value] + ["none"] * (BLOCKS - 1)
+
+
+def slow_network(gib: float = 79.1) -> Cluster:
+    """Nodes with 10 GB/s, as 8 processes per node on 80 Gb/s have."""
+    fast = machines(gib)
+    network = dataclasses.replace(fast.hardware.network, gb_s=10.0)
+    return dataclasses.replace(fast, hardware=dataclasses.replace(fast.hardware, network=network))
+
+
+def find_accumulating(cluster: Cluster, **keys: Any) -> SearchResult:
+    """Search on 16 GPUs, with 16 micro batches per step."""
+    keys |= {"dp_replicate": 1, "tp": 1, "activation_checkpoint": "full"}
+    return find(16, cluster, batch=256, micro=1, **keys)
+
+
+def test_micro_batches_are_reduced_once_if_the_network_is_slow_and_memory_is_free() -> None:
+    choice = find_accumulating(slow_network(500))
+    assert {u.reduce_gradients for u in choice.best.plan.units} == {"last_micro_batch"}
+    assert {u.reshard_after_backward for u in choice.best.plan.units} == {False}
+    assert choice.best.memory is not None
+    parameters = sum(work.parameters for work in trace(choice.best.plan).modules.values())
+    assert choice.best.memory.memory.grads >= 4 * parameters, "whole gradients, in float32"
+
+
+def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
+    keys = {"reshard_after_forward": True, "reshard_after_backward": True}
+    plenty = find_accumulating(slow_network(500), **keys)
+    whole = [c for c in plenty.ranked if c.choices["reduce_gradients"] == "last_micro_batch"]
+    too_little = min(c.needed_bytes for c in whole) / GIB - 0.1
+    little = find_accumulating(slow_network(too_little), **keys)
+    assert {u.reduce_gradients for u in little.best.plan.units} == {"every_micro_batch"}
+    assert "last_micro_batch" in {c.choices["reduce_gradients"] for c in little.does_not_fit}
+    line = reason(little, slow_network(too_little), "reduce_gradients")
+    assert re.search(
+        r"last_micro_batch does not fit \([\d.]+ of [\d.]+ GiB\)", line.replace(" GiB of", " of")
+    )
+
+
+def reason(choice: SearchResult, cluster: Cluster, key: str) -> str:
+    plan = choice.best.plan
+    times = step_times(plan, trace(plan), cluster.hardware, cluster.gpus_per_node)
+    (line,) = [line for line in give_reasons(choice, cluster, times) if line.startswith(f"{key}=")]
+    return line
+
+
+def test_the_reason_compares_the_steps_and_says_what_memory_was_free() -> None:
+    cluster = slow_network(500)
+    choice = find_accumulating(cluster)
+    best = choice.best
+    assert best.memory is not None
+    assert best.timeline is not None
+    line = reason(choice, cluster, "reduce_gradients")
+    found = re.fullmatch(
+        r"reduce_gradients=last_micro_batch: reduced once a step takes ([\d.]+) s instead of ([\d.]+); whole "
+        r"gradients take ([\d.]+) GiB of the ([\d.]+) that are free",
+        line,
+    )
+    assert found, line
+    step_s, other_s, kept, free = map(float, found.groups())
+    assert step_s == pytest.approx(best.timeline.step_s, rel=0.01)
+    assert step_s < other_s
+    assert kept == pytest.approx(best.memory.memory.grads / GIB, abs=0.1)
+    assert free == pytest.approx((cluster.available_bytes - best.needed_bytes) / GIB + kept, abs=0.2)
+
+
+def test_with_one_micro_batch_there_is_nothing_to_choose() -> None:
+    for choice in (find(8), find(16, batch=16, tp=1), find(8, dp_shard=1, tp=1, batch=64, micro=1)):
+        tried = [*choice.ranked, *choice.does_not_fit, *choice.pruned]
+        ways = {(c.choices["reduce_gradients"], c.choices["reshard_after_backward"]) for c in tried}
+        assert ways == {("every_micro_batch", True)}
 
 
 def test_a_strategy_stays_as_it_is_and_leaves_the_rest_open() -> None:
@@ -193,6 +265,8 @@ def test_a_tie_goes_to_the_simpler_plan() -> None:
         "activation_checkpoint": "none",
         "activation_checkpoint_blocks": 0,
         "reshard_after_forward": True,
+        "reduce_gradients": "every_micro_batch",
+        "reshard_after_backward": True,
         "prefetch": 1,
         "micro_batch_size": 1,
     }

@@ -51,6 +51,8 @@ CHOICES = {
     "activation_checkpoint",
     "activation_checkpoint_blocks",
     "reshard_after_forward",
+    "reduce_gradients",
+    "reshard_after_backward",
     "prefetch",
     "micro_batch_size",
 }
