@@ -15,7 +15,7 @@ from meshwright.tools.bench.harness import (
     make_document,
     write_record,
 )
-from meshwright.tools.bench.planner import dryrun, memory, predictions, published, scaling
+from meshwright.tools.bench.planner import accumulation, dryrun, memory, predictions, published, scaling
 from meshwright.tools.bench.ranks import command as ranks
 from meshwright.tools.bench.speed import attention, cpu, data
 from meshwright.tools.bench.train_run import PROG
@@ -34,6 +34,7 @@ MODULES = (
     dryrun,
     published,
     scaling,
+    accumulation,
     ranks,
 )
 
