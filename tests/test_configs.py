@@ -65,6 +65,8 @@ def test_plannable_keys_are_left_to_the_planner(name: str) -> None:
         "dp_shard",
         "tp",
         "reshard_after_forward",
+        "reshard_after_backward",
+        "reduce_gradients",
         "forward_prefetch",
         "backward_prefetch",
         "activation_checkpoint",

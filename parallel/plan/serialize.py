@@ -227,8 +227,8 @@ def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
     return [
         name,
         unit.param_dtype + output,
-        unit.reduce_dtype,
-        str(unit.reshard_after_forward).lower(),
+        unit.reduce_dtype + (" once" if unit.reduce_gradients == "last_micro_batch" else ""),
+        str(unit.reshard_after_forward).lower() + ("" if unit.reshard_after_backward else "/false"),
         prefetch,
         _format_activations(unit),
         backend if unit.compiled else "-",

@@ -18,6 +18,7 @@ from meshwright.parallel.plan.mistakes import file_line
 from meshwright.parallel.plan.schema import (
     ACTIVATION_CHECKPOINTS,
     DTYPES,
+    REDUCE_GRADIENTS,
     Float8Plan,
     MeshPlan,
     Plan,
@@ -117,6 +118,15 @@ def test_a_hand_edited_unit_reads_as_written(tmp_path: Path) -> None:
     plan = load_plan(path)
     assert plan == change(make(n_layers=6), 3, reshard_after_forward=False)
     assert entries(plan) == ["embed", "layers.[0-1]", "layers.2", "layers.[3-5]", "head"]
+
+
+def test_older_files_reduce_and_free_in_every_micro_batch(tmp_path: Path) -> None:
+    data = plan_to_dict(make(n_layers=2))
+    for unit in data["units"]:
+        del unit["reduce_gradients"], unit["reshard_after_backward"]
+    path = tmp_path / "old.yaml"
+    path.write_text(json.dumps(data))
+    assert load_plan(path) == make(n_layers=2)
 
 
 def test_units_out_of_order_are_not_joined(tmp_path: Path) -> None:
@@ -326,6 +336,9 @@ def test_the_table_has_a_row_per_group_and_the_batch_in_words() -> None:
     assert [row.split()[0] for row in rows] == ["embed", "layers.[0-31]", "head"]
     assert rows[1].split() == ["layers.[0-31]", "float32", "float32", "true", "1/1", "full", "inductor"]
     assert rows[2].split()[3:] == ["false", "1/1", "none", "inductor"]
+    saving = plan_to_table(make(reduce_gradients="last_micro_batch", reshard_after_backward=False))
+    assert "float32 once" in saving
+    assert "true/false" in saving
 
 
 @pytest.mark.parametrize(
@@ -373,6 +386,7 @@ UNIT_SETTINGS = st.builds(
     UnitPlan,
     modules=st.just(()),
     reshard_after_forward=st.booleans() | st.sampled_from([1, 2, 4, 8]),
+    reduce_gradients=st.sampled_from(REDUCE_GRADIENTS),
     forward_prefetch=AHEAD,
     backward_prefetch=AHEAD,
     activation_checkpoint=st.sampled_from(ACTIVATION_CHECKPOINTS),

@@ -174,6 +174,7 @@ EDITS = [
     ({"reshard_after_forward": -4}, ["reshard_after_forward=-4", "dp_shard=8"]),
     ({"reshard_after_forward": 0}, ["reshard_after_forward=0", "dp_shard=8"]),
     ({"reshard_after_forward": 8}, ["reshard_after_forward=8", "be smaller"]),
+    ({"reduce_gradients": "last"}, ["reduce_gradients=last", "every_micro_batch, last_micro_batch"]),
     ({"output_dtype": "fp32"}, ["output_dtype=fp32", "float32, bfloat16"]),
     ({"output_dtype": "float16"}, ["output_dtype=float16", "gradient scaler"]),
     ({"reduce_dtype": "float16"}, ["reduce_dtype=float16", "gradient scaler"]),

@@ -17,6 +17,7 @@ from meshwright.parallel.planner.memory_model import (
     least_bytes,
     predict_step_memory,
     reserved_bytes,
+    whole_gradient_bytes,
 )
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config_parser import parse_config
@@ -67,7 +68,20 @@ def predict(*sizes: int, work: ModelWorkload | None = None, **keys: Any) -> Step
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 STORED = {**BF16, "storage_dtype": "bfloat16"}
+SAVING = {"reduce_gradients": "last_micro_batch", "reshard_after_backward": False}
 SHARDS = (400 + 200 + 200 + 500) * 4  # bytes per rank with two shards
+
+
+def test_whole_gradients_and_kept_parameters_by_hand() -> None:
+    """Three micro batches, gathered in bfloat16 and summed in float32."""
+    parameters = 2 * SHARDS // 4
+    once = predict(2, global_batch=6, reduce_gradients="last_micro_batch", **BF16)
+    assert once.memory.grads == 4 * parameters
+    kept = predict(2, global_batch=6, reshard_after_backward=False, **BF16)
+    assert kept.memory.grads == SHARDS
+    assert kept.memory.unsharded == 2 * parameters
+    one_micro_batch = predict(2, reshard_after_backward=False, **BF16).memory
+    assert one_micro_batch == predict(2, **BF16).memory
 
 
 def test_a_small_plan_by_hand() -> None:
@@ -387,6 +401,9 @@ def test_casts_of_sums_over_replicas_are_on_the_all_reduce_stream() -> None:
         {"reshard_after_forward": 2},
         {"cpu_offload": True},
         {"dp_replicate": 2, "global_batch": 24},
+        {"global_batch": 36, "reduce_gradients": "last_micro_batch"},
+        {"global_batch": 36, "reshard_after_backward": False},
+        {"global_batch": 36, **SAVING, "reshard_after_forward": False},
         {"activation_checkpoint": "offload"},
         {"strategy": "ddp"},
         STORED,
@@ -409,6 +426,9 @@ def test_the_pools_hold_the_peak_and_at_most_what_is_live_at_any_time(keys: dict
         {"reshard_after_forward": 2},
         {"cpu_offload": True},
         {"dp_replicate": 2, "global_batch": 24},
+        {"global_batch": 36, "reduce_gradients": "last_micro_batch"},
+        {"global_batch": 36, "reshard_after_backward": False},
+        {"global_batch": 36, **SAVING, "reshard_after_forward": False},
         {"dp_replicate": 2, **STORED},
         {"activation_checkpoint": "offload"},
         {"activation_checkpoint": "full", "activation_checkpoint_blocks": 20},
@@ -449,13 +469,15 @@ def test_what_is_reserved_is_the_pools_or_on_a_cpu_the_peak_and_what_allocator_a
         {"dp_replicate": 2},
         STORED,
         {"activation_checkpoint": "offload"},
+        {"global_batch": 36, **SAVING},
     ],
     ids=str,
 )
 def test_the_least_is_never_more_than_the_peak(keys: dict[str, Any]) -> None:
     for micro in (1, 3, 9):
         plan = make(4, micro, **keys)
-        assert 0 < least_bytes(plan, make_work()) <= predict_step_memory(plan, make_work()).peak_bytes
+        least = least_bytes(plan, make_work()) + whole_gradient_bytes(plan, make_work())
+        assert 0 < least <= predict_step_memory(plan, make_work()).peak_bytes
 
 
 SMALL = (

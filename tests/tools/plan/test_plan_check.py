@@ -19,6 +19,8 @@ from meshwright.train.planning.resolve import plan_run
 from tests.support.simulated import TINY
 
 Output = pytest.CaptureFixture[str]
+ACCUMULATED = ["--train.micro_batch_size=1", "--train.global_batch_size=12"]
+ONCE, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard_after_backward=false"
 RUN = ["--config=llama_debug", *TINY, "--parallel.compile.enabled=false"]
 CASES = [
     (1, []),
@@ -31,6 +33,11 @@ CASES = [
     (4, ["--parallel.tp=2", "--parallel.sequence_parallel=false"]),
     (2, ["--model.tie_embeddings=true", "--parallel.param_dtype=bfloat16"]),
     (2, ['--train.freeze=["layers.0.*","tok_embeddings.*"]']),
+    (4, [*ACCUMULATED, ONCE]),
+    (4, [*ACCUMULATED, ONCE, KEPT, "--parallel.reshard_after_forward=false", "--parallel.dp_replicate=2"]),
+    (4, [*ACCUMULATED, ONCE, KEPT, "--parallel.tp=2", "--parallel.reduce_dtype=bfloat16"]),
+    (4, [*ACCUMULATED, KEPT, "--parallel.reshard_after_forward=2"]),
+    (2, [*ACCUMULATED, ONCE, KEPT, '--train.freeze=["layers.0.*","tok_embeddings.*"]']),
     (48, []),  # rows that do not divide evenly are padded
 ]
 
@@ -45,6 +52,24 @@ def test_collectives_are_those_of_the_real_code(world_size: int, keys: list[str]
     check = check_run(*small(world_size, keys))
     assert [row for row in check.collectives if not row.agrees] == []
     assert any(row.limit for row in check.collectives) is (world_size > 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "keys", [[], [ONCE], [KEPT], [ONCE, KEPT, "--parallel.reshard_after_forward=false"]], ids=str
+)
+def test_what_micro_batches_keep_is_in_the_memory(keys: list[str], dtype: str) -> None:
+    """With three micro batches. The run in float32 sums gradients as autograd does, without a cast."""
+    job, plan = small(
+        2, [*ACCUMULATED, "--train.global_batch_size=6", f"--parallel.param_dtype={dtype}", *keys]
+    )
+    check = check_run(job, plan)
+    rows = {row.name: row for row in check.memory}
+    assert rows["grads"].predicted == rows["grads"].simulated
+    parameters = rows["params"].simulated  # this rank's half, in float32
+    whole = (2 if ONCE in keys else 1) * parameters
+    assert rows["grads"].simulated == pytest.approx(whole, rel=0.02)
+    assert rows["peak"].difference == pytest.approx(0, abs=0.08)
 
 
 def test_memory_is_that_of_the_real_code() -> None:

@@ -258,10 +258,10 @@ MEASUREMENT = Measurement(
     measure_accumulation,
     summary="the ways to accumulate gradients over micro batches",
     description=(
-        f"Run a small model with {MICRO_BATCHES} micro batches per step in all eight ways: parameters freed or "
-        "kept after the forward and after the backward, gradients reduced in every micro batch or once per "
-        "step. Runs of all ways take turns. Print their speed relative to the default and their additional "
-        "memory, beside the prediction. With --predict, let the planner choose for H100s with 400 and with "
-        "100 Gb/s of network each, one sequence per micro batch, with and without these choices."
+        f"Run a small model with {MICRO_BATCHES} micro batches per step in all eight ways: parameters freed "
+        "or kept after the forward and after the backward, gradients reduced in every micro batch or once "
+        "per step. Runs of all ways take turns. Print their speed relative to the default and their "
+        "additional memory, beside the prediction. With --predict, let the planner choose for H100s with 400 "
+        "and with 100 Gb/s of network each, one sequence per micro batch, with and without these choices."
     ),
 )
