@@ -16,7 +16,8 @@ from tests.support.simulated import TINY, simulated
 from tests.support.worlds import run_ranks
 
 RANKS, UNEVEN = 4, "smaller-group-uneven"
-FOUR = ["--train.micro_batch_size=1", "--train.global_batch_size=16"]  # micro batches, or eight with tp
+FOUR = ["--train.micro_batch_size=1", "--train.global_batch_size=16"]  # micro batches
+FOUR_WITH_TP = ["--train.micro_batch_size=1", "--train.global_batch_size=8"]
 ONCE, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard_after_backward=false"
 CASES = {
     "fsdp": [],
@@ -27,8 +28,13 @@ CASES = {
     ],
     "hsdp-accumulation": ["--parallel.dp_replicate=2", "--train.global_batch_size=12"],
     "reduced-once-kept": [*FOUR, ONCE, KEPT, "--parallel.dp_replicate=2"],
-    "kept-tp": [*FOUR, KEPT, "--parallel.tp=2", "--parallel.reshard_after_forward=false"],
-    "fsdp-tp-recompute": ["--parallel.tp=2", "--parallel.activation_checkpoint=full"],
+    "fsdp-tp-recompute": [
+        "--parallel.tp=2",
+        "--parallel.activation_checkpoint=full",
+        *FOUR_WITH_TP,
+        ONCE,
+        KEPT,
+    ],
     "replicate-tp-whole-tokens": [
         "--parallel.dp_replicate=2",
         "--parallel.tp=2",

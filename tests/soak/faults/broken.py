@@ -54,8 +54,15 @@ BROKEN = (
     Fault(
         "no-sum-over-replicas",
         "HSDP never all-reduces gradients over its replicas",
-        "model.set_requires_all_reduce(last)",
-        "model.set_requires_all_reduce(False)",
+        "module.set_requires_all_reduce(last, recurse=False)",
+        "module.set_requires_all_reduce(False, recurse=False)",
+        tests=("tests/distributed/test_parity.py",),
+    ),
+    Fault(
+        "kept-over-the-step",
+        "parameters that stay gathered are not freed after the last micro batch: the next step uses old ones",
+        "module.set_reshard_after_backward(last or unit.reshard_after_backward, recurse=False)",
+        "module.set_reshard_after_backward(unit.reshard_after_backward, recurse=False)",
         tests=("tests/distributed/test_parity.py",),
     ),
     Fault(

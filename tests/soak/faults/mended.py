@@ -69,7 +69,7 @@ MENDED = (
     Fault(
         "smaller-group-keeps-nothing",
         "the part that a unit keeps after resharding to a smaller group is not in the predicted memory",
-        'self._gathered[f"{unit.name}, kept"] = self._gathered_bytes(unit) // reshard',
+        'self._gathered[f"{unit.name}, kept"] = sum(kept)',
         'self._gathered[f"{unit.name}, kept"] = 0',
         tests=("tests/parallel/planner/test_memory_model.py",),
     ),

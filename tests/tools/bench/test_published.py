@@ -29,8 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 RUNS = published_rows()
-# 70B on 32 H200: the network's share was fitted when micro batches of KempnerForge were predicted to be reduced
-# one by one, which they are not
+# 70B on 32 H200: the network's share was fitted when KempnerForge was predicted to reduce every micro batch,
+# which it does not
 WORST = 0.20
 
 
