@@ -49,7 +49,7 @@ def test_ways_are_compared_with_the_default(monkeypatch: pytest.MonkeyPatch) -> 
     assert (default.measured_speed, default.measured_more_mib) == (1, 0)
     assert (best.predicted_speed, best.measured_speed) == (2, 1.5)
     assert (best.predicted_more_mib, best.measured_more_mib) == (512, 256)
-    assert best.tokens_per_s == 128 * MICRO_BATCHES * 2 / 2.0
+    assert best.tokens_per_s == 32 * MICRO_BATCHES * 2 / 2.0
     assert "false / false / last" in ways_text([default, best])
 
 

@@ -33,7 +33,7 @@ from meshwright.train.config_parser import parse_config
 # Many parameters for few tokens: communication is a large part of the step.
 MODEL = (
     "model.dim=512 model.n_layers=4 model.n_heads=8 model.n_kv_heads=4 model.ffn_dim=1536 "
-    "model.vocab_size=2048 model.max_seq_len=128 train.seq_len=128 train.micro_batch_size=1"
+    "model.vocab_size=2048 model.max_seq_len=32 train.seq_len=32 train.micro_batch_size=1"
 )
 MICRO_BATCHES = 4
 DEFAULT = ("true", "true", "every_micro_batch")
