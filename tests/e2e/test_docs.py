@@ -40,6 +40,7 @@ PAGES = (
     "docs/plan.md",
     "docs/speed.md",
     "docs/scaling.md",
+    "docs/accumulation.md",
     "docs/measured.md",
     "docs/faults.md",
     "docs/tested.md",
@@ -50,6 +51,7 @@ CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
 ELSEWHERE = {
     r"pytest -m 'not slow'": "the test suite itself: .ci/run starts it from the README",
     r"tools\.dryrun": "tests/tools/dryrun: a download of 0.53 GB",
+    r"tools\.bench accumulation": "tests/tools/bench/test_accumulation.py, on a small model",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
 }
 SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])
