@@ -12,9 +12,7 @@ other tensors on the compute stream.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import groupby
-from math import lcm, prod
+from math import prod
 from operator import attrgetter
 
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory
@@ -28,14 +26,14 @@ from meshwright.parallel.plan.schema import (
     sums_whole_gradients,
 )
 from meshwright.parallel.planner.allocator import KEPT, AllocationLog
-from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
+from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.module_tensors import PASSING, ModuleTensors
+from meshwright.parallel.planner.module_tensors import PASSING, ModuleTensors, repeated_blocks
+from meshwright.parallel.planner.unit_bytes import UnitBytes
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, total
 
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
 WORKSPACE_BYTES = 32 * 2**20
-EDGE = 2  # blocks at each end of a row of equal blocks whose tensors are logged one by one
 REDUCTION, COPIED_OUT, SUMS = "reduction", "copied out", "sums over replicas"  # groups of tensors
 
 
@@ -73,24 +71,23 @@ class _MemoryTimeline:
         self._all_reduced = 0
         self._saved = Linear()  # activations saved for the backward
         self._passing = Linear()  # between two modules: hidden states, or their gradient
-        self._shares: dict[int, int] = {}
         self._position = {name: position for position, name in enumerate(plan.modules)}
         # block -> the previous offloaded block
         self._previous_offloaded = {after: name for name, after in sent_blocks(plan, work).items()}
-        self._stored_bytes = DTYPE_BYTES[plan.storage_dtype]
-        trained = sum(map(self._trained_share, plan.modules))
-        self._params = sum(map(self._share, plan.modules)) * self._stored_bytes
+        self._bytes = UnitBytes(plan, work)
+        trained = sum(map(self._bytes.trained_values, plan.modules))
+        self._params = sum(map(self._bytes.values, plan.modules)) * self._bytes.stored
         self._moments = 2 * trained * work.moment_bytes
         kept = any(sums_whole_gradients(unit, plan) or keeps_parameters(unit, plan) for unit in plan.units)
         kinds = [kind for kind, _ in micro_batch_kinds(plan)]
         self._micro_batches = kinds if kept else kinds[-1:]
         # Bytes of the sums of earlier micro batches, by unit: of this rank's shard, or whole.
         begun = not self._micro_batches[0].first
-        self._shard_grads = {unit.name: begun * self._accumulated(unit) for unit in plan.units}
+        self._shard_grads = {unit.name: begun * self._bytes.accumulated(unit) for unit in plan.units}
         self._whole_grads = dict.fromkeys(self._shard_grads, 0)
         self.log = AllocationLog()
         self._tensors = ModuleTensors(self.log, work, plan.micro_batch_size)
-        self._repeated = _repeated_blocks(plan, work)  # their tensors are logged in total
+        self._repeated = repeated_blocks(plan, work)  # their tensors are logged in total
         self._log_state()
 
     def moments(self) -> Iterator[MemoryBreakdown]:
@@ -159,7 +156,7 @@ class _MemoryTimeline:
         if (previous := self._previous_offloaded.get(name)) and previous not in self._repeated:
             self._tensors.restore(previous)
         if sums := sums_whole_gradients(unit, self._plan):
-            full = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
+            full = self._bytes.trained_parameters(name) * DTYPE_BYTES[unit.param_dtype]
             log.hold("compute", f"{unit.name}, full gradients", full)
             self._log_sums(unit, micro_batch)
             log.drop(f"{unit.name}, full gradients")  # the sums too, if they are reduced
@@ -199,7 +196,7 @@ class _MemoryTimeline:
             self._tensors.release(previous)
         if name in self._last and unit.reshard_after_forward is not False:
             if type(reshard := unit.reshard_after_forward) is int:  # copied weight by weight
-                kept = [size // reshard for size in self._by_weight(unit, self._gathered_bytes(unit))]
+                kept = [size // reshard for size in self._by_weight(unit, self._bytes.gathered(unit))]
                 self._gathered[f"{unit.name}, kept"] = kept[0]
                 yield self._moment()
                 self._gathered[f"{unit.name}, kept"] = sum(kept)
@@ -222,7 +219,7 @@ class _MemoryTimeline:
             self.log.hold("compute", KEPT, WORKSPACE_BYTES)
         self._tensors.backward(name, f"{unit.name}, full gradients")
         self._passing = self._input(name)
-        trained = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
+        trained = self._bytes.trained_parameters(name) * DTYPE_BYTES[unit.param_dtype]
         self._full_grads[unit.name] = self._full_grads.get(unit.name, 0) + trained
         if name in self._first_backward:
             yield from self._end_backward(unit, micro_batch)
@@ -252,7 +249,7 @@ class _MemoryTimeline:
                 full // DTYPE_BYTES[unit.param_dtype] * DTYPE_BYTES[unit.reduce_dtype]
             )
             casts = unit.param_dtype != unit.reduce_dtype
-            last = self._last_weight(unit) * DTYPE_BYTES[unit.param_dtype]
+            last = self._bytes.last_weight(unit) * DTYPE_BYTES[unit.param_dtype]
             yield self._moment(copies=min(last, full) if casts else 0)
         else:
             yield self._moment(copies=full)
@@ -283,7 +280,7 @@ class _MemoryTimeline:
             self._start_gather(unit)
             yield self._moment()
             self._copied_out = 0
-            self._gathered[unit.name] = self._gathered_bytes(unit)
+            self._gathered[unit.name] = self._bytes.gathered(unit)
             self._gathered.pop(f"{unit.name}, kept", None)
             self._log_copy_out(unit)
             yield self._moment()
@@ -300,12 +297,12 @@ class _MemoryTimeline:
         the buffer."""
         if unit.name in self._in_flight:
             return
-        self._in_flight[unit.name] = buffer = self._buffer(unit)
+        self._in_flight[unit.name] = buffer = self._bytes.buffer(unit)
         log, shard = self.log, buffer // self._plan.mesh.dp_shard
         if self._plan.cpu_offload:
-            stored = sum(map(self._share, unit.modules)) * self._stored_bytes
+            stored = sum(map(self._bytes.values, unit.modules)) * self._bytes.stored
             log.hold("all_gather", (unit.name, "shard"), stored if buffer else 0)
-        if DTYPE_BYTES[unit.param_dtype] != self._stored_bytes:
+        if DTYPE_BYTES[unit.param_dtype] != self._bytes.stored:
             log.hold("all_gather", (unit.name, "shard"), shard)
         log.hold("all_gather", (unit.name, "buffer"), buffer)
         log.drop((unit.name, "shard"))
@@ -313,11 +310,11 @@ class _MemoryTimeline:
     def _log_copy_out(self, unit: UnitPlan) -> None:
         """Log the allocation of a unit's gathered weights. A rank without others to gather from casts its
         weights one by one instead."""
-        log, casts = self.log, DTYPE_BYTES[unit.param_dtype] != self._stored_bytes
+        log, casts = self.log, DTYPE_BYTES[unit.param_dtype] != self._bytes.stored
         if log.muted:
             return
         log.drop(COPIED_OUT, (unit.name, "kept"))
-        for size in self._by_weight(unit, self._gathered_bytes(unit)):
+        for size in self._by_weight(unit, self._bytes.gathered(unit)):
             if casts and self._plan.mesh.dp_shard == 1:
                 log.hold("compute", (unit.name, "cast"), size)
             log.hold("compute", (unit.name, "gathered"), size)
@@ -328,9 +325,8 @@ class _MemoryTimeline:
         """Yield the moments of a unit's reduction: the unsharded gradient, or the sums, and the buffer that
         it is copied into, which lives until the next reduction; then the result in reduce_dtype and in
         storage_dtype, and the gradient of the last weight, which torch's loop still holds."""
-        shards, reduce_bytes = self._plan.mesh.dp_shard, DTYPE_BYTES[unit.reduce_dtype]
-        reduced = sum(map(self._trained_share, unit.modules))
-        self._reducing = reduced * shards * reduce_bytes
+        shards, (result, cast) = self._plan.mesh.dp_shard, self._bytes.reduction(unit, micro_batch.last)
+        self._reducing = result * shards
         self.log.drop(REDUCTION)
         self.log.hold("compute", REDUCTION, self._reducing)
         yield self._moment()
@@ -340,28 +336,21 @@ class _MemoryTimeline:
         else:
             full, dtype = self._full_grads.pop(unit.name), unit.param_dtype
         self.log.drop(f"{unit.name}, full gradients")
-        result, cast = self._reduction(unit, micro_batch)
         self._log_reduction(unit, micro_batch)
         if shards == 1:  # no reduce-scatter: the division copies the buffer, and the result is copied again
             yield self._moment(copies=self._reducing + max(self._reducing, cast))
         else:
-            last = min(full, self._last_weight(unit) * DTYPE_BYTES[dtype])
+            last = min(full, self._bytes.last_weight(unit) * DTYPE_BYTES[dtype])
             self._whole_grads[unit.name] = last if sums else 0
             yield self._moment(copies=result + cast + (0 if sums else last))
             self._whole_grads[unit.name] = 0
+        trained = sum(map(self._bytes.trained_values, unit.modules))
         self._shard_grads[unit.name] = (
-            reduced * self._stored_bytes if micro_batch.last else self._accumulated(unit)
+            trained * self._bytes.stored if micro_batch.last else self._bytes.accumulated(unit)
         )
         if cast and self._plan.mesh.dp_replicate > 1:
             self._all_reduced += result
         yield self._moment()
-
-    def _reduction(self, unit: UnitPlan, micro_batch: MicroBatch) -> tuple[int, int]:
-        """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a
-        cast, as before the last micro batch over replicas."""
-        reduced, reduce_bytes = sum(map(self._trained_share, unit.modules)), DTYPE_BYTES[unit.reduce_dtype]
-        casts = reduce_bytes != self._stored_bytes and (micro_batch.last or self._plan.mesh.dp_replicate == 1)
-        return reduced * reduce_bytes, reduced * self._stored_bytes if casts else 0
 
     def _log_reduction(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
         """Log the result of a unit's reduction, its cast to storage_dtype if there is one, and how both
@@ -370,7 +359,7 @@ class _MemoryTimeline:
         Over replicas the sum of the earlier micro batches is added to the result before, and the result of a
         cast lives until the backward's end; without replicas the result is added to that sum and freed.
         """
-        log, mesh, (result, cast) = self.log, self._plan.mesh, self._reduction(unit, micro_batch)
+        log, mesh, (result, cast) = self.log, self._plan.mesh, self._bytes.reduction(unit, micro_batch.last)
         reduced, gradients = (unit.name, "reduced"), (unit.name, "sharded gradients")
         added = not micro_batch.first and not sums_whole_gradients(unit, self._plan)
         log.hold("reduce_scatter", reduced, result)
@@ -388,15 +377,6 @@ class _MemoryTimeline:
         if self._plan.cpu_offload or (added and not (mesh.dp_replicate > 1 and micro_batch.last)):
             log.drop(reduced)
         log.move(reduced, gradients)
-
-    def _accumulated(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's sharded gradient from the micro batches before the last: in
-        storage_dtype, or in reduce_dtype if an all-reduce over replicas is still to come; 0 if it is summed
-        whole."""
-        if sums_whole_gradients(unit, self._plan):
-            return 0
-        kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self._stored_bytes
-        return sum(map(self._trained_share, unit.modules)) * kept
 
     def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryBreakdown:
         """Return the memory now.
@@ -433,35 +413,6 @@ class _MemoryTimeline:
         position = self._position[name]
         return self._work.modules[self._plan.modules[position - 1]].output if position else Linear()
 
-    def _trained(self, name: str) -> int:
-        """Return the number of trained parameters of a module."""
-        return round(self._work.modules[name].parameters * self._work.trained.get(name, 1.0))
-
-    def _share(self, name: str) -> int:
-        """Return the number of a module's parameters on one rank: its rows of each weight, with padding."""
-        module, shards = self._work.modules[name], self._plan.mesh.dp_shard
-        if id(module) not in self._shares:  # all blocks share one workload
-            weights = module.weights or ((module.parameters, 1),)
-            self._shares[id(module)] = sum(-(-rows // shards) * values for rows, values in weights)
-        return self._shares[id(module)]
-
-    def _trained_share(self, name: str) -> int:
-        """Return the number of a module's gradient values on one rank."""
-        return round(self._share(name) * self._work.trained.get(name, 1.0))
-
-    def _gathered_bytes(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's gathered parameters."""
-        narrower = (
-            sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
-        )
-        parameters = sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard
-        return parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
-
-    def _last_weight(self, unit: UnitPlan) -> int:
-        """Return the number of values of a unit's last weight."""
-        weights = self._work.modules[unit.modules[-1]].weights
-        return prod(weights[-1]) if weights else 0
-
     def _by_weight(self, unit: UnitPlan, size: int) -> list[int]:
         """Divide the bytes of a unit among its weights; of a block that repeats others, in one piece."""
         modules = [self._work.modules[name] for name in unit.modules]
@@ -470,34 +421,6 @@ class _MemoryTimeline:
             return [size]
         in_total = sum(weights)
         return [size * weight // in_total for weight in weights]
-
-    def _buffer(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
-        return self._gathered_bytes(unit) if self._plan.mesh.dp_shard > 1 else 0
-
-
-def _repeated_blocks(plan: Plan, work: ModelWorkload) -> dict[str, int]:
-    """Return the blocks that repeat those before and after them, with their number in such a row, except EDGE
-    blocks at each end: the pools of a model of 126 equal blocks grow by the same bytes for each of them.
-
-    All-gathers use their buffers in turn, so the number is a multiple of the number of buffers.
-    """
-
-    def kind(unit: UnitPlan) -> tuple[UnitPlan, int, float]:
-        name = unit.modules[0]
-        return replace(unit, modules=()), id(work.modules[name]), work.trained.get(name, 1.0)
-
-    repeated: dict[str, int] = {}
-    for (settings, *_), row in groupby((unit for unit in plan.units if len(unit.modules) == 1), kind):
-        forward, backward = (
-            prefetch if isinstance(prefetch, int) else len(plan.units)
-            for prefetch in (settings.forward_prefetch, settings.backward_prefetch)
-        )
-        names, edge = [unit.name for unit in row], EDGE + max(forward, backward)
-        inner = max(0, len(names) - 2 * edge)
-        count = inner - inner % lcm(forward + 1, max(1, backward))
-        repeated |= dict.fromkeys(names[edge : edge + count], count)
-    return repeated
 
 
 def allocator_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
@@ -511,27 +434,3 @@ def reserved_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
     """Return the memory that a process takes from the device: that of the allocator and that of the process
     itself."""
     return allocator_bytes(memory, hardware) + round(hardware.reserved_gib * GIB)
-
-
-def whole_gradient_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return the bytes of the whole gradients that a rank keeps from one micro batch to the next."""
-    return sum(
-        int(trained_parameters(unit.modules, work)) * DTYPE_BYTES[unit.reduce_dtype]
-        for unit in plan.units
-        if sums_whole_gradients(unit, plan)
-    )
-
-
-def least_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return a quick lower bound of a rank's peak in bytes: its shards of parameters and moments, if they are
-    on the device, and the saved activations that stay there."""
-    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
-    trained = trained_parameters(plan.modules, work) / plan.mesh.dp_shard
-    sent = sent_blocks(plan, work)
-    kept = sum(
-        work.modules[name].saved_bytes.at(plan.micro_batch_size)
-        for name in plan.modules
-        if work.has_backward((name,)) and name not in sent
-    )
-    stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
-    return int((0 if plan.cpu_offload else stored) + kept)

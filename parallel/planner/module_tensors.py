@@ -1,15 +1,19 @@
-"""The tensors that a module's forward and backward allocate and free, in order."""
+"""The tensors that a module's forward and backward allocate and free, in order; and the blocks whose tensors
+need not be logged one by one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import lcm, prod
 
+from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.planner.allocator import AllocationLog
 from meshwright.parallel.planner.workload import Buffer, Linear, ModelWorkload, ModuleWorkload, total
 
 PASSING = "passing"  # the group of the hidden states between two modules, or of their gradient
 RESULT = "result"  # the group of what becomes PASSING at the module's end
 MOST_PIECES = 256  # of the activations of a module that was traced eagerly
+EDGE = 2  # blocks at each end of a row of equal blocks whose tensors are logged one by one
 
 
 @dataclass(frozen=True)
@@ -148,3 +152,27 @@ def _estimate_buffers(
         *(Buffer(role, Linear(gradients * weight / sum(weights)), 3, end) for weight in weights),  # type: ignore[arg-type]
         Buffer("input_grad", given, 3, 4),
     )
+
+
+def repeated_blocks(plan: Plan, work: ModelWorkload) -> dict[str, int]:
+    """Return the blocks that repeat those before and after them, with their number in such a row, except EDGE
+    blocks at each end: the pools of a model of 126 equal blocks grow by the same bytes for each of them.
+
+    All-gathers use their buffers in turn, so the number is a multiple of the number of buffers.
+    """
+
+    def kind(unit: UnitPlan) -> tuple[UnitPlan, int, float]:
+        name = unit.modules[0]
+        return replace(unit, modules=()), id(work.modules[name]), work.trained.get(name, 1.0)
+
+    repeated: dict[str, int] = {}
+    for (settings, *_), row in groupby((unit for unit in plan.units if len(unit.modules) == 1), kind):
+        forward, backward = (
+            prefetch if isinstance(prefetch, int) else len(plan.units)
+            for prefetch in (settings.forward_prefetch, settings.backward_prefetch)
+        )
+        names, edge = [unit.name for unit in row], EDGE + max(forward, backward)
+        inner = max(0, len(names) - 2 * edge)
+        count = inner - inner % lcm(forward + 1, max(1, backward))
+        repeated |= dict.fromkeys(names[edge : edge + count], count)
+    return repeated

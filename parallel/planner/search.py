@@ -20,12 +20,7 @@ from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import host_bytes, step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import (
-    least_bytes,
-    predict_step_memory,
-    reserved_bytes,
-    whole_gradient_bytes,
-)
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
     CHOICES,
@@ -37,6 +32,7 @@ from meshwright.parallel.planner.search_space import (
     with_gathering,
 )
 from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import ModelWorkload
 
 PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit

@@ -9,16 +9,11 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory, StepMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
-from meshwright.parallel.planner import allocator, memory_model
+from meshwright.parallel.planner import allocator, memory_model, module_tensors
 from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory_model import (
-    allocator_bytes,
-    least_bytes,
-    predict_step_memory,
-    reserved_bytes,
-    whole_gradient_bytes,
-)
+from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
@@ -445,7 +440,7 @@ def test_the_pools_of_40_equal_blocks_are_those_of_all_their_tensors(
     alike = {f"layers.{i}": work.modules["layers.0"] for i in range(40)}
     work = dataclasses.replace(work, modules={**work.modules, **alike})
     predicted = predict(4, 3, n_blocks=40, work=work, **keys)
-    monkeypatch.setattr(memory_model, "EDGE", 40)
+    monkeypatch.setattr(module_tensors, "EDGE", 40)
     every_tensor = predict(4, 3, n_blocks=40, work=work, **keys)
     assert predicted.memory == every_tensor.memory
     for stream, size in every_tensor.pools.items():

@@ -1,0 +1,90 @@
+"""The sizes on one rank of what an FSDP unit stores, gathers and reduces; and bounds of a plan's memory that
+need no walk through a step."""
+
+from math import prod
+
+from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
+from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
+
+
+class UnitBytes:
+    """The sizes under one plan. Shares of a rank contain FSDP2's padding."""
+
+    def __init__(self, plan: Plan, work: ModelWorkload) -> None:
+        self._plan, self._work = plan, work
+        self._values: dict[int, int] = {}  # by identity of the workload, which all blocks share
+        self.stored = DTYPE_BYTES[plan.storage_dtype]  # bytes of a stored parameter, and of its gradient
+
+    def values(self, name: str) -> int:
+        """Return the number of a module's parameters on one rank: its rows of each weight."""
+        module, shards = self._work.modules[name], self._plan.mesh.dp_shard
+        if id(module) not in self._values:
+            weights = module.weights or ((module.parameters, 1),)
+            self._values[id(module)] = sum(-(-rows // shards) * values for rows, values in weights)
+        return self._values[id(module)]
+
+    def trained_values(self, name: str) -> int:
+        """Return the number of a module's gradient values on one rank."""
+        return round(self.values(name) * self._work.trained.get(name, 1.0))
+
+    def trained_parameters(self, name: str) -> int:
+        """Return the number of a module's trained parameters before they are sharded."""
+        return round(self._work.modules[name].parameters * self._work.trained.get(name, 1.0))
+
+    def gathered(self, unit: UnitPlan) -> int:
+        """Return the bytes of a unit's gathered parameters."""
+        narrower = (
+            sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
+        )
+        parameters = sum(map(self.values, unit.modules)) * self._plan.mesh.dp_shard
+        return parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
+
+    def buffer(self, unit: UnitPlan) -> int:
+        """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
+        return self.gathered(unit) if self._plan.mesh.dp_shard > 1 else 0
+
+    def last_weight(self, unit: UnitPlan) -> int:
+        """Return the number of values of a unit's last weight."""
+        weights = self._work.modules[unit.modules[-1]].weights
+        return prod(weights[-1]) if weights else 0
+
+    def reduction(self, unit: UnitPlan, last: bool) -> tuple[int, int]:
+        """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a
+        cast, as over replicas before the last micro batch."""
+        reduced, reduce_bytes = sum(map(self.trained_values, unit.modules)), DTYPE_BYTES[unit.reduce_dtype]
+        casts = reduce_bytes != self.stored and (last or self._plan.mesh.dp_replicate == 1)
+        return reduced * reduce_bytes, reduced * self.stored if casts else 0
+
+    def accumulated(self, unit: UnitPlan) -> int:
+        """Return the bytes of a unit's sharded gradient from the micro batches before the last: in
+        storage_dtype, or in reduce_dtype if an all-reduce over replicas is still to come; 0 if it is summed
+        whole."""
+        if sums_whole_gradients(unit, self._plan):
+            return 0
+        kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self.stored
+        return sum(map(self.trained_values, unit.modules)) * kept
+
+
+def whole_gradient_bytes(plan: Plan, work: ModelWorkload) -> int:
+    """Return the bytes of the whole gradients that a rank keeps from one micro batch to the next."""
+    return sum(
+        int(trained_parameters(unit.modules, work)) * DTYPE_BYTES[unit.reduce_dtype]
+        for unit in plan.units
+        if sums_whole_gradients(unit, plan)
+    )
+
+
+def least_bytes(plan: Plan, work: ModelWorkload) -> int:
+    """Return a quick lower bound of a rank's peak in bytes: its shards of parameters and moments, if they are
+    on the device, and the saved activations that stay there."""
+    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
+    trained = trained_parameters(plan.modules, work) / plan.mesh.dp_shard
+    sent = sent_blocks(plan, work)
+    kept = sum(
+        work.modules[name].saved_bytes.at(plan.micro_batch_size)
+        for name in plan.modules
+        if work.has_backward((name,)) and name not in sent
+    )
+    stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
+    return int((0 if plan.cpu_offload else stored) + kept)
