@@ -11,8 +11,8 @@ from pathlib import Path
 
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.import_accelerate.config_file import judge_accelerate
 from meshwright.tools.import_accelerate.convert import Imported, as_text, as_yaml, make_imported
-from meshwright.tools.import_accelerate.table import judge_accelerate
 from meshwright.train.errors import ConfigError
 
 EPILOG = """examples:

@@ -12,15 +12,12 @@ replaces a value of the file by a default, the file's value is used, with a note
 """
 
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright.parallel.plan.rules import nearest
 from meshwright.tools.import_accelerate.rules import (
     FALSE,
     TRUE,
     Given,
-    Item,
     Rule,
     Verdict,
     as_bool,
@@ -29,7 +26,6 @@ from meshwright.tools.import_accelerate.rules import (
     as_numbered,
     dropped,
     drops,
-    judge,
     launched,
     mapped,
     refused,
@@ -78,85 +74,7 @@ NO_FP16 = (
 )
 
 
-def judge_accelerate(config: Mapping[Any, Any]) -> list[Item]:
-    """Return the verdict on every key of the file, and on missing keys: required ones, and those with another
-    default in accelerate."""
-    entries, items = _flatten(config)
-    given = {plain: value for _, _, plain, value in entries if value is not None}
-    seen: dict[str, str] = {}
-    for key, section, plain, value in entries:
-        if plain in seen:
-            why = f"it is the same key as {seen[plain]}: delete one of them"
-            items.append(Item(key, value, refused(why)))
-        else:
-            items.append(judge(key, value, given, _rule(section, plain, given)))
-            seen[plain] = key
-    return [*items, *_judge_missing(given)]
-
-
-def _flatten(config: Mapping[Any, Any]) -> tuple[list[tuple[str, str, str, Any]], list[Item]]:
-    """Return (key as written, section, plain name, value) of every entry, and the items of unreadable
-    sections."""
-    entries: list[tuple[str, str, str, Any]] = []
-    items = []
-    for key, value in config.items():
-        if str(key) not in PREFIXES:
-            entries.append(_flat_entry(str(key), value))
-        elif value in (None, {}):
-            items.append(Item(str(key), value, dropped("the section is empty")))
-        elif isinstance(value, dict):
-            entries += [_flat_entry(f"{key}.{inner}", leaf) for inner, leaf in value.items()]
-        else:
-            why = "it is a section and needs a mapping of keys to values"
-            items.append(Item(str(key), value, refused(why)))
-    return entries, items
-
-
-def _flat_entry(key: str, value: Any) -> tuple[str, str, str, Any]:
-    """Return the entry of a key, with a dot after its section. As in accelerate, a key without its section's
-    prefix gets it."""
-    section, dot, name = key.partition(".")
-    if section not in PREFIXES:
-        return key, "", key, value
-    prefix = PREFIXES[section]
-    return key, section + dot, prefix + name.removeprefix(prefix), value
-
-
-def _rule(section: str, plain: str, given: Given) -> Rule:
-    if section + plain not in TABLE:
-        known = [*TABLE, *PREFIXES]
-        same_end = [name for name in known if name.rsplit(".", 1)[-1] == plain]
-        hint = f" Did you mean {same_end[0]}?" if same_end else nearest(section + plain, known)
-        return lambda value, given: refused(f"unknown key.{hint or ' Remove it.'}")
-    if section == "fsdp_config." and _distributed(given) in TYPES[1:]:
-        return drops(f"distributed_type {_distributed(given)} does not read fsdp_config, as in accelerate")
-    return TABLE[section + plain]
-
-
-def _judge_missing(given: Given) -> Iterator[Item]:
-    """Yield the required keys that are missing, and accelerate's defaults that differ from ours: it does not
-    compile, and FSDP reduces gradients in the last micro batch only."""
-    if "distributed_type" not in given:
-        why = f"the key is missing: set it to one of {', '.join(TYPES)}"
-        yield Item("distributed_type", None, refused(why))
-    if "num_processes" not in given and _distributed(given) != "NO":
-        why = "the key is missing: set it to the number of processes on all machines together"
-        yield Item("num_processes", None, refused(why))
-    if "dynamo_backend" not in given:
-        note = (
-            "nothing is compiled, as accelerate does by default; --parallel.compile.enabled=true compiles "
-            "every block"
-        )
-        verdict = mapped("accelerate's default", {"parallel.compile.enabled": False}, note)
-        yield Item("dynamo_backend", None, verdict)
-    if "sync_each_batch" not in given and _distributed(given) == "FSDP" and _count(given, STEPS) > 1:
-        verdict = mapped(
-            "accelerate's default", {REDUCE: "last_micro_batch"}, _cost_of_whole_gradients(given)
-        )
-        yield Item("sync_each_batch", None, verdict)
-
-
-def _distributed(given: Given) -> str:
+def distributed(given: Given) -> str:
     """Return distributed_type. YAML reads a bare `no` as false."""
     kind = given.get("distributed_type")
     return "NO" if kind is False else str(kind).upper()
@@ -167,7 +85,7 @@ def _fsdp_version(given: Given) -> int:
     return 2 if str(given.get("fsdp_version")) == "2" else 1
 
 
-def _count(given: Given, key: str) -> int:
+def count(given: Given, key: str) -> int:
     """Return the integer under a key; 1 if it is missing or wrong. The key's own rule refuses wrong
     values."""
     try:
@@ -180,7 +98,7 @@ def _count(given: Given, key: str) -> int:
 
 
 def _distributed_type(value: Any, given: Given) -> Verdict:
-    match _distributed(given):
+    match distributed(given):
         case "FSDP":
             return dropped("this trainer always shards with FSDP2")
         case "NO":
@@ -192,8 +110,8 @@ def _distributed_type(value: Any, given: Given) -> Verdict:
 
 
 def _num_processes(value: Any, given: Given) -> Verdict:
-    processes, machines = as_int(value), _count(given, "num_machines")
-    if _distributed(given) == "NO":
+    processes, machines = as_int(value), count(given, "num_machines")
+    if distributed(given) == "NO":
         return dropped("distributed_type NO means one process")
     if processes % machines:
         return refused(f"it must be a multiple of num_machines={machines}")
@@ -208,7 +126,7 @@ def _num_machines(value: Any, given: Given) -> Verdict:
 
 
 def _main_process(value: Any, given: Given) -> Verdict:
-    if _count(given, "num_machines") == 1:
+    if count(given, "num_machines") == 1:
         return dropped("one machine needs no rendezvous address")
     return launched("the rendezvous address", {"--rdzv-endpoint": _rendezvous_endpoint(given)})
 
@@ -244,7 +162,7 @@ def _accumulation(value: Any, given: Given) -> Verdict:
     steps = as_int(value)
     if steps == 1:
         return dropped("1 is the default")
-    data_parallel = _count(given, "num_processes") // _count(given, "parallelism_config_tp_size")
+    data_parallel = count(given, "num_processes") // count(given, "parallelism_config_tp_size")
     sequences = steps * data_parallel
     return mapped(
         f"{steps} micro batches on each of {data_parallel} data-parallel ranks",
@@ -258,18 +176,18 @@ def _sync_each_batch(value: Any, given: Given) -> Verdict:
     """Map sync_each_batch. DistributedDataParallel needs no setting: its gradients are all-reduced in the
     last micro batch only, with either value of our key."""
     each = as_bool(value)
-    if _distributed(given) == "NO":
+    if distributed(given) == "NO":
         return dropped("one process has no gradients to reduce")
-    if _count(given, STEPS) == 1:
+    if count(given, STEPS) == 1:
         return dropped(f"a step has one micro batch: {STEPS} is not above 1")
-    if _distributed(given) != "FSDP":
+    if distributed(given) != "FSDP":
         return dropped("this trainer's DistributedDataParallel always all-reduces gradients once per step")
     if each:
         return mapped("each rank sums its shard of the gradients", {REDUCE: "every_micro_batch"})
     return mapped("each rank sums whole gradients", {REDUCE: "last_micro_batch"})
 
 
-def _cost_of_whole_gradients(given: Given) -> str:
+def cost_of_whole_gradients(given: Given) -> str:
     """Return the note on accelerate's default of sync_each_batch. Its FSDP reduces in the dtype of the
     computation."""
     bf16 = str(given.get("mixed_precision")).lower() == "bf16"
@@ -290,7 +208,7 @@ def _mixed_precision(value: Any, given: Given) -> Verdict:
     precision = as_choice(value, ("no", "fp16", "bf16", "fp8"))
     if precision in ("fp16", "fp8"):
         return refused(NO_FP16 if precision == "fp16" else "float8 is not in this version: use bf16")
-    if precision == "bf16" and _distributed(given) == "FSDP":
+    if precision == "bf16" and distributed(given) == "FSDP":
         return mapped(
             "computation and reduction in bfloat16, weights kept in float32",
             {"parallel.param_dtype": "bfloat16", "parallel.reduce_dtype": "bfloat16"},
@@ -380,14 +298,14 @@ def _sharded(strategy: str, given: Given, difference: str | None) -> Verdict:
     A hybrid strategy shards within each machine and replicates across machines. On several machines the
     degrees are written out, so that they do not depend on how processes are later spread over machines.
     """
-    reshard, machines = STRATEGIES[strategy], _count(given, "num_machines")
+    reshard, machines = STRATEGIES[strategy], count(given, "num_machines")
     resharding = {} if reshard is None else {"parallel.reshard_after_forward": reshard}
     notes = [f"{difference}; this trainer uses {strategy} as written"] if difference else []
     if any(key.startswith(PREFIXES["parallelism_config"]) for key in given):
         notes.append(f"parallelism_config sets the degrees; {strategy} sets resharding only")
         return mapped(f"{strategy} in our keys", resharding, *notes)
     if strategy.startswith("HYBRID") and machines > 1:
-        shard = _count(given, "num_processes") // machines
+        shard = count(given, "num_processes") // machines
         settings = {"parallel.dp_replicate": machines, "parallel.dp_shard": shard, **resharding}
         return mapped(f"{strategy} in our keys", settings, *notes)
     if strategy.startswith("HYBRID"):
