@@ -37,6 +37,7 @@ COLORS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
     "copies": "#9a9a9a",
+    "sum": "#b3a2d8",
     "optimizer": "#4d4d4d",
     "tp": "#f0e442",
     "all_gather": "#009e73",

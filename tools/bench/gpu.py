@@ -170,7 +170,6 @@ def open_record(options: argparse.Namespace) -> tuple[Path | None, dict[str, Any
     if options.record is None:
         return None, document
     name = options.record or "gpu"
-    harness.check_name(name)
     paths = sorted(harness.RECORDS.glob(f"????-??-??-{name}.json"))
     if not paths:
         return harness.RECORDS / f"{document['date']}-{name}.json", document

@@ -85,7 +85,7 @@ def add_measurement(subparsers: Any, measurement: Measurement) -> None:
     text = f"write tools/bench/records/DATE-NAME.json (NAME: {measurement.name} if not given)"
     if measurement.keeps_record:
         text += ", or continue the newest record of that name: its cases are not measured again"
-    parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=text)
+    parser.add_argument("--record", nargs="?", const="", type=record_name, metavar="NAME", help=text)
     measurement.add_options(parser)
     parser.set_defaults(measurement=measurement)
 
@@ -137,11 +137,8 @@ def make_document(
 
 
 def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) -> Path:
-    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: records are never overwritten. Returns the path.
-
-    Raises BenchError for an invalid name.
-    """
-    check_name(name)
+    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: records are never overwritten. Returns the
+    path."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document, indent=2) + "\n"
     number = 1
@@ -155,12 +152,13 @@ def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) ->
             number += 1
 
 
-def check_name(name: str) -> None:
-    """Raise BenchError unless `name` is valid as a record's name."""
+def record_name(name: str) -> str:
+    """Return the name of a record, for argparse, which reports a wrong one before anything is measured."""
     if not re.fullmatch(r"[\w.-]+", name):
-        raise BenchError(
-            f"--record {name}: the name of a record may contain only letters, digits, '-', '_' and '.'"
+        raise argparse.ArgumentTypeError(
+            f"{name}: the name of a record may contain only letters, digits, '-', '_' and '.'"
         )
+    return name
 
 
 def find_hardware() -> dict[str, Any]:

@@ -40,8 +40,8 @@ WORK_OF = {  # kind of label -> work of the compute lane in it
     "backward": "backward",
     "all_gather": "copy_in",
     "post_backward_reduce": "copy_in",
-    "post_backward_accumulate": "copy_in",
-    "post_backward_reshard": "copy_in",
+    "post_backward_accumulate": "sum",  # of whole gradients
+    "post_backward_reshard": "sum",  # its first one: a cast
     "pre_forward": "copy_out",
     "pre_backward": "copy_out",
     "all_gather_copy_out": "copy_out",

@@ -34,7 +34,7 @@ from meshwright.train.planning.predict import predict
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COMPUTE_KINDS = ("forward", "backward", "copies", "optimizer")
+COMPUTE_KINDS = ("forward", "backward", "copies", "sum", "optimizer")
 LINK_LANES = ("tp", "all_gather", "reduce_scatter", "all_reduce", "offload")
 SIDES = ("predicted", "measured")
 

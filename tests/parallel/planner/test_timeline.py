@@ -18,6 +18,7 @@ from meshwright.parallel.planner.timeline_plot import (
     COLORS,
     MARK,
     PNG_SCALE,
+    color_key,
     draw_timeline,
     facts,
     in_ms,
@@ -126,6 +127,18 @@ def test_a_picture_has_lanes_legend_and_axes_and_stays_inside(n_layers: int, mic
         assert texts.count(lane) >= 2, "in both panels"
     assert_readable(figure)
     assert len(svg) < 450_000
+
+
+def test_every_kind_of_work_is_drawn_and_in_the_legend() -> None:
+    plan = plan_of(8, 1, 16, dp_replicate=2, tp=2, reduce_gradients="last_micro_batch")
+    unit = {"gather_s": 0.004, "sums_copy_in_s": 0.001, "sum_s": 0.002, "first_sum_s": 0.001}
+    step = simulate_step(plan, times_of(plan, forward=0.006, backward=0.013, optimizer=0.01, **unit))
+    kinds = {color_key(event) for event in step.events}
+    assert "sum" in kinds
+    assert kinds <= COLORS.keys()
+    figure = draw_timeline(step, "")
+    assert {"sum", "copy in or out"} <= set(svg_texts(to_svg(figure)))
+    assert spans_of(figure.axes[0], COLORS["sum"])
 
 
 def test_the_strip_shows_a_bar_for_every_unit_of_80_layers() -> None:

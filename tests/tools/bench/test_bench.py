@@ -88,8 +88,14 @@ def test_a_record_says_what_and_where_and_not_who(trained: dict[str, Any], tmp_p
     assert "--data.source=text" in record["command"]
     assert not re.search(r"""["'= ]/\w""", path.read_text())
     assert str(tempfile.gettempdir()) not in path.read_text()
-    with pytest.raises(BenchError, match="--record"):
-        write_record(trained, "a/b", tmp_path)
+
+
+def test_a_wrong_name_of_a_record_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["accumulation", "--record=a/b"])
+    assert "--record: a/b: the name of a record may contain only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)

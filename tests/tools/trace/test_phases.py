@@ -67,6 +67,25 @@ def test_only_what_is_launched_in_fsdps_labels_is_fsdps(
     assert [transfer.unit for transfer in step.transfers] == ["layers.0" if axis else "" for axis in axes]
 
 
+def test_fsdp_casts_and_adds_whole_gradients_in_two_labels(tmp_path: Path) -> None:
+    summed = [
+        label("ProfilerStep#5", 0, 1000),
+        label("layers.0 backward", 400, 460),
+        label("FSDP::post_backward_accumulate (layers.0)", 500, 540),
+        op("aten::add_", 505, 530),
+        label("FSDP::post_backward_reshard (layers.0)", 550, 590),
+        op("aten::_to_copy", 555, 580),
+        label("FSDP::post_backward_reduce (layers.0)", 600, 660),
+        op("aten::copy_", 605, 650),
+    ]
+    (step,) = cpu_steps(load_store(write_trace(tmp_path / "trace.json", summed)), PURE)
+    assert [(work.work, work.unit) for work in step.works] == [
+        ("sum", "layers.0"),
+        ("sum", "layers.0"),
+        ("copy_in", "layers.0"),
+    ]
+
+
 def test_a_gather_beside_fsdps_labels_is_no_axis_of_its_own() -> None:
     assert find_axis("all_gather", StepPhase("pre_forward", "copy_out", "layers.0", "forward", 0), PURE) == ""
     assert find_axis("all_reduce", StepPhase("all_gather", "copy_in", "layers.0", "forward", 0), HYBRID) == ""

@@ -63,7 +63,7 @@ def crowded(count: int) -> Timeline:
 def everything() -> Timeline:
     """All lanes and kinds of work."""
     lanes = ["tp", "all_gather", "reduce_scatter", "all_reduce", "offload", "exposed"]
-    works = ["forward", "backward", "copy_in", "optimizer"]
+    works = ["forward", "backward", "copy_in", "sum", "optimizer"]
     return timeline(
         [
             *(bar(lane, lane, "head", 50 + i, 51 + i) for i, lane in enumerate(lanes)),

@@ -81,11 +81,9 @@ def test_shares_of_a_real_step_sum_to_one_and_the_plan_is_compared(
         assert all(share >= 0 for share in step["shares"].values())
         assert step["shares"]["overlapped"] > 0, "gathers are launched a unit ahead"
     counts = {(c["collective"], c["axis"]): c["count"] for c in found["communication"]}
-    assert counts == {
-        ("all_gather", "dp_shard"): 14,
-        ("reduce_scatter", "dp_shard"): 8,
-        ("all_reduce", ""): 3,
-    }
+    # tokens, norm, and the agreement to stop, which nobody waits for and may run in the next step
+    assert counts.pop(("all_reduce", "")) in (2, 3, 4)
+    assert counts == {("all_gather", "dp_shard"): 14, ("reduce_scatter", "dp_shard"): 8}
     assert {row["lane"] for row in found["plan"]["lanes"]} >= {
         "step",
         "compute",
