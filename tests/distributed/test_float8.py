@@ -26,11 +26,17 @@ HSDP = [
     "--parallel.activation_checkpoint=selective",
     "--parallel.reshard_after_forward=false",
 ]
+KEPT = [
+    "--train.micro_batch_size=2",
+    "--parallel.reduce_gradients=last_micro_batch",
+    "--parallel.reshard_after_backward=false",
+]
 STORED = [BFLOAT16, "--parallel.storage_dtype=bfloat16", "--optim.state_dtype=bfloat16"]
 JOBS = {
     "eager": Job(2, [EAGER, *ON], 0),
     "compiled": Job(2, [AOT, *ON], 2),
     "sent": Job(2, [EAGER, *ON, SENT], 0),
+    "sent-kept": Job(2, [EAGER, *ON, SENT, *KEPT], 0),
     "tp": Job(2, [EAGER, *ON, TP], 0),
     "rowwise": Job(2, [EAGER, *ON, "--parallel.float8.recipe=rowwise", BFLOAT16], 0),
     "some": Job(2, [EAGER, *ON, "--parallel.float8.linears=[layers.*.feed_forward.*]"], 0),
