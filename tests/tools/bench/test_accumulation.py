@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.bench.planner import accumulation
 from meshwright.tools.bench.planner.accumulation import (
@@ -54,6 +55,15 @@ def test_ways_are_compared_with_the_default(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler traces in this process
+def test_a_plan_that_does_not_fit_is_told_from_one_that_is_illegal() -> None:
+    hardware = load_hardware()["h100-sxm"]
+    keys = ["--parallel.plan=auto", "--train.micro_batch_size=1", "--train.global_batch_size=64"]
+    assert choose(keys, 16, dataclasses.replace(hardware, memory_gib=0.01)) is None
+    with pytest.raises(PlanError, match="tp=3"):
+        choose([*keys, "--parallel.tp=3"], 16, hardware)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_prediction_names_the_ways_and_that_nothing_was_measured() -> None:
     hardware = load_hardware()["h100-sxm"]
     slow = dataclasses.replace(hardware, network=dataclasses.replace(hardware.network, gb_s=5.0))

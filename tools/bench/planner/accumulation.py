@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.search import Candidate
@@ -26,9 +25,10 @@ from meshwright.tools.bench.planner.predictions import (
 )
 from meshwright.tools.bench.train_run import RunFigures, Setup, config_to_record, resolve
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.plan.report import Target, find_kind, make_report
+from meshwright.tools.plan.report import Target, find_kind
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import search_plans
 
 # Many parameters for few tokens: communication is a large part of the step.
 MODEL = (
@@ -178,14 +178,11 @@ def predict_table(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
 
 
 def choose(keys: Sequence[str], gpus: int, hardware: Hardware) -> Candidate | None:
-    """Return the planner's choice; None if no plan fits."""
+    """Return the planner's choice; None if no plan fits. Raises ConfigError, and PlanError if no plan is
+    legal."""
     job = parse_config(list(keys), "tools.bench").job
-    try:
-        choice = make_report(job, Target(gpus, min(gpus, GPUS_PER_NODE), hardware)).choice
-    except PlanError:
-        return None
-    assert choice is not None, "plan=auto has a choice"
-    return choice.best
+    machines = Target(gpus, min(gpus, GPUS_PER_NODE), hardware).machines()
+    return next(iter(search_plans(job, gpus, machines).ranked), None)
 
 
 def _plain(cell: PlannedCell) -> dict[str, Any]:
