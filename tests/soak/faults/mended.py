@@ -76,8 +76,8 @@ MENDED = (
     Fault(
         "frozen-has-gradients",
         "frozen parameters have gradients and moments in the predicted memory",
-        "return round(self._share(name) * self._work.trained.get(name, 1.0))",
-        "return self._share(name)",
+        "return round(self.values(name) * self._work.trained.get(name, 1.0))",
+        "return self.values(name)",
         tests=("tests/parallel/planner/test_memory_model.py",),
     ),
     Fault(
