@@ -23,6 +23,10 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 
 BEST = ("false", "false", "last_micro_batch")
+PLANNED = (
+    *("--parallel.plan=auto", "--train.micro_batch_size=1", "--train.global_batch_size=64"),
+    *("--parallel.tp=1", "--parallel.dp_replicate=1", "--parallel.activation_checkpoint=none"),
+)
 
 
 def figures(step_s: float, gib: float) -> RunFigures:
@@ -57,21 +61,16 @@ def test_ways_are_compared_with_the_default(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings("ignore")  # the compiler traces in this process
 def test_a_plan_that_does_not_fit_is_told_from_one_that_is_illegal() -> None:
     hardware = load_hardware()["h100-sxm"]
-    keys = ["--parallel.plan=auto", "--train.micro_batch_size=1", "--train.global_batch_size=64"]
-    assert choose(keys, 16, dataclasses.replace(hardware, memory_gib=0.01)) is None
+    assert choose(PLANNED, 16, dataclasses.replace(hardware, memory_gib=0.01)) is None
     with pytest.raises(PlanError, match="tp=3"):
-        choose([*keys, "--parallel.tp=3"], 16, hardware)
+        choose([*PLANNED, "--parallel.tp=3"], 16, hardware)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_prediction_names_the_ways_and_that_nothing_was_measured() -> None:
     hardware = load_hardware()["h100-sxm"]
     slow = dataclasses.replace(hardware, network=dataclasses.replace(hardware.network, gb_s=5.0))
-    keys = [
-        *("--parallel.plan=auto", "--train.micro_batch_size=1", "--train.global_batch_size=64"),
-        *("--parallel.tp=1", "--parallel.dp_replicate=1", "--parallel.activation_checkpoint=none"),
-    ]
-    chosen, today = (choose([*keys, *way], 16, slow) for way in ((), accumulation.TODAY))
+    chosen, today = (choose([*PLANNED, *way], 16, slow) for way in ((), accumulation.TODAY))
     assert chosen is not None
     assert today is not None
     assert chosen.rate() > today.rate()
