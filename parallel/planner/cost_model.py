@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import gcd
 
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
-from meshwright.parallel.planner.hardware import Hardware, share_at
+from meshwright.parallel.planner.hardware import Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation, Phase
 
 
@@ -45,17 +45,19 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """Seconds of one module's forward and backward for one micro batch: compute (including recompute), and
-    the tensor-parallel collectives (`*_tp_s`), which are always exposed."""
+    """Seconds of one module's forward and backward for one micro batch: compute (including recompute), the
+    tensor-parallel collectives (`*_tp_s`), which are always exposed, and the host's launches (`*_host_s`)."""
 
     forward_s: float
     forward_tp_s: float
     backward_s: float
     backward_tp_s: float
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
 
     def forward_only(self) -> "ModuleTimes":
         """Return the times without the backward, for a module before the first trained one."""
-        return ModuleTimes(self.forward_s, self.forward_tp_s, 0.0, 0.0)
+        return replace(self, backward_s=0.0, backward_tp_s=0.0, backward_host_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class StepTimes:
         units, modules: by name
         optimizer_s: gradient norm and update
         overlaps, slowdown: as in `Hardware`
-        host_s: of one copy to or from host memory, by block, from `copy_times`
+        offload_s: of one copy to or from host memory, by block, from `copy_times`
+        hook_s: of the host, in FSDP2's hooks around one all-gather or one reduction of a unit
+        scalars_s: all-reduces of the number of tokens, the gradient norm and the loss
     """
 
     units: Mapping[str, UnitTimes]
@@ -74,15 +78,20 @@ class StepTimes:
     optimizer_s: float
     overlaps: bool
     slowdown: float
-    host_s: Mapping[str, float] = field(default_factory=dict)
+    offload_s: Mapping[str, float] = field(default_factory=dict)
+    hook_s: float = 0.0
+    scalars_s: float = 0.0
 
     def step_lower_bound_s(self, micro_batches: int) -> float:
-        """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, and copies
-        to and from host memory overlap fully with the forward and the backward."""
-        copying = sum(self.host_s.values())
-        forward = sum(m.forward_s + m.forward_tp_s for m in self.modules.values())
-        backward = sum(m.backward_s + m.backward_tp_s for m in self.modules.values())
-        return micro_batches * (max(forward, copying) + max(backward, copying)) + self.optimizer_s
+        """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, copies to
+        and from host memory overlap fully with the forward and the backward, and so does the host, if the
+        device overlaps at all."""
+        copying, modules = sum(self.offload_s.values()), self.modules.values()
+        forward = max(sum(m.forward_s + m.forward_tp_s for m in modules), copying)
+        backward = max(sum(m.backward_s + m.backward_tp_s for m in modules), copying)
+        host = sum(m.forward_host_s + m.backward_host_s for m in modules)
+        computing = max(forward + backward, host) if self.overlaps else forward + backward + host
+        return micro_batches * computing + self.optimizer_s + self.scalars_s
 
 
 FLOAT32_ATTENTION = "efficient"  # the only fused GPU kernel for float32, so the best one
@@ -93,6 +102,7 @@ FLOAT8_CASTING = 0.25
 # Every tensor-parallel collective of the forward, and half of those of the backward, adjoin a matmul with
 # which they can be pipelined in pieces.
 ASYNC_TP_HIDDEN = 0.5
+SCALARS = 3  # all-reduces of a step over all ranks: tokens, gradient norm, loss (train/step.py)
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,10 @@ def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
     }
 
 
+def _world_group(mesh: MeshPlan, gpus_per_node: int) -> Group:
+    return strided_group(mesh.world_size, 1, min(gpus_per_node, mesh.world_size), mesh.world_size)
+
+
 def strided_group(size: int, stride: int, gpus: int, world_size: int) -> Group:
     """Return the group of `size` ranks with a distance of `stride`, on nodes of `gpus`. Ranks that do not
     fill nodes evenly are modeled as spread evenly over more nodes."""
@@ -137,12 +151,24 @@ def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware)
     """Return the seconds of an operation by the roofline: the slower of compute and memory traffic, plus the
     fixed cost per operation."""
     flops, moved = operation.flops.at(micro_batch_size), operation.bytes.at(micro_batch_size)
-    return max(_computing_s(operation, flops, hardware), traffic_s(moved, hardware)) + hardware.operation_s
+    moving_s = traffic_s(moved, hardware, _memory_efficiency(operation, hardware))
+    return max(_computing_s(operation, flops, hardware), moving_s) + hardware.operation_s
 
 
-def traffic_s(moved_bytes: float, hardware: Hardware) -> float:
-    """Return the seconds to move `moved_bytes` (read plus written) in device memory."""
-    return moved_bytes / (hardware.memory_gb_s * 1e9 * hardware.memory_efficiency)
+def _memory_efficiency(operation: Operation, hardware: Hardware) -> float:
+    shares = hardware.memory_efficiency
+    return shares.get(operation.dtype, shares["float32"])
+
+
+def traffic_s(moved_bytes: float, hardware: Hardware, efficiency: float) -> float:
+    """Return the seconds to move `moved_bytes` (read plus written) in device memory at a share of its
+    bandwidth."""
+    return moved_bytes / (hardware.memory_gb_s * 1e9 * efficiency)
+
+
+def copying_s(moved_bytes: float, hardware: Hardware) -> float:
+    """Return the seconds of copies into or out of FSDP2's buffers."""
+    return traffic_s(moved_bytes, hardware, hardware.copy_efficiency)
 
 
 def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware) -> float:
@@ -151,13 +177,15 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
 
     A ring sends (n - 1) / n of the full tensor over every link in n - 1 hops, an all-reduce twice that
     (Patarasuk and Yuan, 2009). The slowest link decides: NVLink, or the network, which the groups of a node
-    share. Latencies add up as in NCCL's own model (src/graph/tuning.cc).
+    share. Latencies add up as in NCCL's own model (src/graph/tuning.cc). What was measured is used as it is.
     """
     if group.size == 1 or not full_bytes:
         return 0.0
     rounds = 2 if name == "all_reduce" else 1
     sent = rounds * full_bytes * (group.size - 1) / group.size
     node, network = hardware.node, hardware.network
+    if group.nodes == 1 and (curve := hardware.collectives_s.get(name, {}).get(group.size)):
+        return seconds_at(curve, full_bytes)
     seconds = []
     if group.per_node > 1:
         seconds.append(sent / (node.gb_s * 1e9 * share_at(node.efficiency[name], group.per_node)))
@@ -176,10 +204,12 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     hidden = ASYNC_TP_HIDDEN if plan.async_tp else 0.0
     times: dict[int, ModuleTimes] = {}  # by identity: all blocks share one workload
     keys = {name: id(work.modules[name]) for name in plan.modules}
+    compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
     for name, key in keys.items():
         if key not in times:
-            times[key] = _module_times(
-                work.modules[name], plan.micro_batch_size, device, groups["tp"], hidden
+            module, size = work.modules[name], plan.micro_batch_size
+            times[key] = _with_host(
+                _module_times(module, size, device, groups["tp"], hidden), module, compiled[name], device.host
             )
     modules = {
         name: times[key] if work.has_backward((name,)) else times[key].forward_only()
@@ -196,7 +226,9 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
         optimizer_s=_optimizer_s(plan, work, device),
         overlaps=hardware.overlaps,
         slowdown=hardware.slowdown,
-        host_s=copy_times(plan, work, device),
+        offload_s=copy_times(plan, work, device),
+        hook_s=device.host.unit_s,
+        scalars_s=SCALARS * collective_s("all_reduce", 4, _world_group(plan.mesh, gpus_per_node), device),
     )
 
 
@@ -211,6 +243,7 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
         peak_tflops=peaks,
         memory_gb_s=hardware.memory_gb_s * share,
         operation_s=hardware.operation_s * max(1.0, 1 / share),
+        host=HostCosts(**{name: cost * max(1.0, 1 / share) for name, cost in vars(hardware.host).items()}),
     )
 
 
@@ -246,6 +279,17 @@ def _module_times(
     return ModuleTimes(computing[0], sending[0], computing[1], sending[1])
 
 
+def _with_host(times: ModuleTimes, module: ModuleWorkload, compiled: bool, host: HostCosts) -> ModuleTimes:
+    """Return the times with the host's: a compiled module is one graph in each phase."""
+    forward, backward = (
+        host.graph_s + host.kernel_s * len(phase.operations)
+        if compiled
+        else host.operator_s * len(phase.operations)
+        for phase in (module.forward, module.backward)
+    )
+    return replace(times, forward_host_s=forward, backward_host_s=backward)
+
+
 def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, float8_share: float) -> float:
     """Return the seconds of compute, with a share of the matmuls in float8."""
     seconds = 0.0
@@ -254,7 +298,11 @@ def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, float8_sha
             continue
         share = float8_share if operation.kind == "matmul" else 0.0
         if share:
-            cast_s = traffic_s(FLOAT8_CASTING * operation.bytes.at(micro_batch_size), hardware)
+            cast_s = traffic_s(
+                FLOAT8_CASTING * operation.bytes.at(micro_batch_size),
+                hardware,
+                _memory_efficiency(operation, hardware),
+            )
             dtype = "float8" if "float8" in hardware.matmul else operation.dtype  # emulated
             seconds += share * (
                 operation_s(replace(operation, dtype=dtype), micro_batch_size, hardware) + cast_s
@@ -303,7 +351,7 @@ def _unit_times(
     narrower = sum(work.modules[name].float8 for name in unit.modules) * plan.float8.all_gather
     gathered = parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
     reduced = trained * DTYPE_BYTES[unit.reduce_dtype]
-    cast_s = traffic_s((parameters * DTYPE_BYTES[plan.storage_dtype] + gathered) / shard.size, hardware)
+    cast_s = copying_s((parameters * DTYPE_BYTES[plan.storage_dtype] + gathered) / shard.size, hardware)
     size = unit.reshard_after_forward
     again = regathered(unit) and work.has_backward(unit.modules)
     regroup = (
@@ -319,22 +367,21 @@ def _unit_times(
     return UnitTimes(
         gather_s=0.0 if alone else collective_s("all_gather", gathered, shard, hardware) + cast_s,
         regather_s=regather_s if again else 0.0,
-        copy_out_s=traffic_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
-        copy_in_s=traffic_s(given + reduced, hardware),
+        copy_out_s=copying_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
+        copy_in_s=copying_s(given + reduced, hardware),
         scatter_s=collective_s("reduce_scatter", reduced, shard, hardware),
         all_reduce_s=collective_s("all_reduce", reduced / shard.size, replicate, hardware),
-        first_sum_s=traffic_s(given + reduced, hardware) if unit.param_dtype != unit.reduce_dtype else 0.0,
-        sum_s=traffic_s(given + 2 * reduced, hardware),
-        sums_copy_in_s=traffic_s(2 * reduced, hardware),
+        first_sum_s=copying_s(given + reduced, hardware) if unit.param_dtype != unit.reduce_dtype else 0.0,
+        sum_s=copying_s(given + 2 * reduced, hardware),
+        sums_copy_in_s=copying_s(2 * reduced, hardware),
     )
 
 
 def _optimizer_s(plan: Plan, work: ModelWorkload, hardware: Hardware) -> float:
     trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
-    return traffic_s(
-        trained / plan.mesh.dp_shard * optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes),
-        hardware,
-    )
+    moved = optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes)
+    efficiency = hardware.memory_efficiency[plan.storage_dtype]
+    return traffic_s(trained / plan.mesh.dp_shard * moved, hardware, efficiency)
 
 
 def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:

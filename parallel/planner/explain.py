@@ -80,10 +80,10 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
 
 def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     """Compare the copies of offloaded activations with the compute of their block."""
-    if not any(times.host_s.values()):
+    if not any(times.offload_s.values()):
         return
     assert best.timeline is not None
-    name, copy_s = next(iter(times.host_s.items()))
+    name, copy_s = next(iter(times.offload_s.items()))
     block = times.modules[name]
     share = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0) / best.timeline.step_s
     yield (

@@ -18,13 +18,14 @@ from meshwright.parallel.plan.schema import (
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.stream_simulator import (
     COMPUTE,
+    HOST,
     OFFLOAD,
     STREAMS,
     Task,
     find_waits,
     run_tasks,
 )
-from meshwright.parallel.planner.timeline import EXPOSED, MicroBatchTimeline, Timeline, TimelineEvent
+from meshwright.parallel.planner.timeline import EXPOSED, HOST_BOUND, MicroBatchTimeline, Timeline, TimelineEvent
 
 # (unit name, phase) -> units whose all-gathers it prefetches
 Ahead = Mapping[tuple[str, str], Sequence[UnitPlan]]
@@ -47,7 +48,7 @@ def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
             simulated[key] = _simulate_round(plan, times, ahead, *key)
         timeline, kept = simulated[key]
         rounds.append((timeline, count))
-    return _join([*rounds, (_optimizer(times.optimizer_s), 1)])
+    return _join([*rounds, (_optimizer(times), 1)])
 
 
 def _same_tasks(micro_batch: MicroBatch, plan: Plan, times: StepTimes) -> MicroBatch:
@@ -77,9 +78,10 @@ def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead) -> list[Task]:
 
 class _FsdpLaunchOrder:
     """The tasks of a step in the order in which the CPU launches them, from the hooks of FSDP2 in torch 2.13
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py). The model is never
-    host-bound: launches take no time.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py).
 
+    - The host launches in this order and runs ahead of the device: FSDP2's hooks of a unit, then the module's
+      kernels or graph. A task starts after its launch (`_launch`).
     - All-gather: `_unshard`, `_copy_out`. Reduction: `_reduce`. End of a backward: `_finish`.
     - All-gathers and reduce-scatters over dp_shard share one NCCL communicator, which runs them one at a time
       in launch order, whatever their streams (see FSDPModule.set_separate_reduce_scatter_group, which is not
@@ -100,7 +102,7 @@ class _FsdpLaunchOrder:
             self._modules.setdefault(self._owner[module].name, []).append(module)
         self._ahead = ahead
         # block -> the previous offloaded block
-        self._previous_offloaded = {after: name for name, after in pairwise(times.host_s)}
+        self._previous_offloaded = {after: name for name, after in pairwise(times.offload_s)}
         self._copies: dict[str, int] = {}  # block -> its latest copy to or from host memory
         self._last: dict[str, int] = {}  # stream, or SHARD_CHANNEL -> its latest task
         self._waits: list[int] = []  # tasks that the next task on the compute stream waits for
@@ -111,6 +113,7 @@ class _FsdpLaunchOrder:
         self._gathered: set[str] = set(kept)
         self._resharded: set[str] = set()  # after their forward
         self._scatter: int | None = None  # the latest reduce-scatter, which still holds its input buffer
+        self._launched: tuple[int, ...] = ()  # the host's latest work
 
     def launch_forward(self) -> None:
         """Launch all modules in order: gather each unit before its first module, reshard after its last."""
@@ -148,6 +151,7 @@ class _FsdpLaunchOrder:
     def _gather(self, unit: UnitPlan, phase: str) -> None:
         """Before the unit's compute: start its all-gather unless it was prefetched, wait, copy out, and
         prefetch the next units."""
+        self._launch(unit.name, "", phase, self._times.hook_s)
         self._unshard(unit, phase)
         self._copy_out(unit, phase)
         for prefetched in self._ahead[unit.name, phase]:
@@ -202,6 +206,7 @@ class _FsdpLaunchOrder:
         """After the unit's backward: add its gradients to the sums of whole gradients, if the plan has them,
         free its parameters, and reduce its gradients or, in the last micro batch, the sums."""
         unit_times, copy_in_s = self._times.units[unit.name], self._times.units[unit.name].copy_in_s
+        self._launch(unit.name, "", "backward", self._times.hook_s)
         if sums := sums_whole_gradients(unit, self._plan):
             sum_s = unit_times.first_sum_s if micro_batch.first else unit_times.sum_s
             self._on_compute("sum", unit.name, "", "backward", sum_s)
@@ -238,13 +243,13 @@ class _FsdpLaunchOrder:
         memory, and start this block's copy."""
         if module in self._previous_offloaded:
             self._waits.append(self._copies[self._previous_offloaded[module]])
-        if self._times.host_s.get(module):
+        if self._times.offload_s.get(module):
             self._copy(module, "send", "forward")
 
     def _fetch(self, module: str) -> None:
         """Before a block's backward: wait for the copy of its activations from host memory, and start the
         copy for the block whose backward is next."""
-        if self._times.host_s.get(module):
+        if self._times.offload_s.get(module):
             self._waits.append(self._copies[module])
         if module in self._previous_offloaded:
             self._copy(self._previous_offloaded[module], "fetch", "backward")
@@ -252,7 +257,7 @@ class _FsdpLaunchOrder:
     def _copy(self, module: str, work: str, phase: str) -> None:
         """Launch a copy after all compute launched so far."""
         after = [*self._waits, self._last[COMPUTE]]
-        unit, alone_s = self._owner[module].name, self._times.host_s[module]
+        unit, alone_s = self._owner[module].name, self._times.offload_s[module]
         self._copies[module] = self._add(OFFLOAD, work, unit, module, phase, alone_s, after)
 
     def _finish(self, micro_batch: MicroBatch) -> None:
@@ -267,12 +272,19 @@ class _FsdpLaunchOrder:
     def _compute(self, module: str, phase: str) -> None:
         unit, module_times = self._owner[module].name, self._times.modules[module]
         forward = phase == "forward"
+        host_s = module_times.forward_host_s if forward else module_times.backward_host_s
+        self._launch(unit, module, phase, host_s)
         self._on_compute(
             phase, unit, module, phase, module_times.forward_s if forward else module_times.backward_s
         )
         tp_s = module_times.forward_tp_s if forward else module_times.backward_tp_s
         if tp_s:
             self._on_compute("tp", unit, module, phase, tp_s, lane="tp")
+
+    def _launch(self, unit: str, module: str, phase: str, host_s: float) -> None:
+        """Let the host work before what is launched next can start."""
+        if host_s:
+            self._launched = (self._add(HOST, HOST, unit, module, phase, host_s, ()),)
 
     def _on_compute(
         self, work: str, unit: str, module: str, phase: str, alone_s: float, lane: str = COMPUTE
@@ -301,7 +313,7 @@ class _FsdpLaunchOrder:
         index = len(self.tasks)
         queues = (STREAMS[lane], channel) if channel else (STREAMS[lane],)
         before = (self._last[queue] for queue in queues if queue in self._last)
-        all_after = (*after, *before) if self._times.overlaps else tuple(range(index)[-1:])
+        all_after = (*after, *before, *self._launched) if self._times.overlaps else tuple(range(index)[-1:])
         self.tasks.append(Task(lane, work, unit, module, phase, alone_s, all_after))
         self._last |= dict.fromkeys(queues, index)
         return index
@@ -323,7 +335,8 @@ def _simulate_round(
     ]
     for wait in find_waits(tasks, spans):
         task = tasks[wait.task]
-        events.append(_event(task, EXPOSED, task.lane, wait.start_s, wait.end_s))
+        lane = HOST_BOUND if task.lane == HOST else EXPOSED
+        events.append(_event(task, lane, task.lane, wait.start_s, wait.end_s))
     events = [event for event in events if event.end_s > event.start_s]
     timeline = MicroBatchTimeline(
         0.0, max(span.end_s for span in spans), tuple(sorted(events, key=lambda event: event.start_s))
@@ -335,14 +348,21 @@ def _event(task: Task, lane: str, work: str, start_s: float, end_s: float) -> Ti
     return TimelineEvent(lane, work, task.unit, task.module, task.phase, 0, start_s, end_s)
 
 
-def _optimizer(seconds: float) -> MicroBatchTimeline:
-    event = TimelineEvent(COMPUTE, "optimizer", "", "", "optimizer", 0, 0.0, seconds)
-    return MicroBatchTimeline(0.0, seconds, (event,) if seconds else ())
+def _optimizer(times: StepTimes) -> MicroBatchTimeline:
+    """Return the optimizer step, after the all-reduces of single numbers, which nothing hides."""
+    scalars_s, end_s = times.scalars_s, times.scalars_s + times.optimizer_s
+    events = (
+        TimelineEvent("all_reduce", "all_reduce", "", "", "optimizer", 0, 0.0, scalars_s),
+        TimelineEvent(EXPOSED, "all_reduce", "", "", "optimizer", 0, 0.0, scalars_s),
+        TimelineEvent(COMPUTE, "optimizer", "", "", "optimizer", 0, scalars_s, end_s),
+    )
+    return MicroBatchTimeline(0.0, end_s, tuple(event for event in events if event.end_s > event.start_s))
 
 
 def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
-    """Concatenate rounds, each repeated by its count, and sum up their compute and exposed time."""
-    rounds, step_s, compute_s = list[MicroBatchTimeline](), 0.0, 0.0
+    """Concatenate rounds, each repeated by its count, and sum up their compute, exposed and host-bound
+    time."""
+    rounds, step_s, compute_s, host_s = list[MicroBatchTimeline](), 0.0, 0.0, 0.0
     by_lane = defaultdict[str, float](float)
     for part, count in parts:
         for _ in range(count):
@@ -351,6 +371,8 @@ def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
         for event in part.events:
             if event.lane == COMPUTE:
                 compute_s += count * event.seconds
+            elif event.lane == HOST_BOUND:
+                host_s += count * event.seconds
             elif event.lane in (EXPOSED, "tp"):
                 by_lane[event.work] += count * event.seconds
-    return Timeline(tuple(rounds), step_s, compute_s, sum(by_lane.values()), dict(by_lane))
+    return Timeline(tuple(rounds), step_s, compute_s, sum(by_lane.values()), dict(by_lane), host_s)

@@ -22,6 +22,7 @@ HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 MOST_FITTED = 4
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype
+DTYPES = ("bfloat16", "float32")  # that every kind has rates for
 # (size, share) pairs in ascending order of size
 Curve = Annotated[tuple[tuple[Positive, Positive], ...], msgspec.Meta(min_length=1)]
 
@@ -44,6 +45,24 @@ class Link:
 
 
 @dataclass(frozen=True)
+class HostCosts:
+    """Seconds that the host takes, in Python and in torch, until a device can start its work. Each is a cost
+    per call, whatever the sizes.
+
+    Args:
+        operator_s: of one eager operator
+        kernel_s: of one kernel in a compiled graph
+        graph_s: of one call of a compiled graph, besides its kernels
+        unit_s: of FSDP2 around one all-gather or one reduction of a unit
+    """
+
+    operator_s: Amount
+    kernel_s: Amount
+    graph_s: Amount
+    unit_s: Amount
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One kind of device, and the machine that contains it.
 
@@ -57,9 +76,14 @@ class Hardware:
         attention_forward, attention_backward: share of the peak that causal attention reaches with the best
             kernel, by dtype
         attention_kernels: kernels with their rate as a share of the best one's; the best one comes first
-        memory_efficiency: share of the memory bandwidth that other operations reach
-        operation_s: fixed cost of every operation in seconds
+        memory_efficiency: share of the memory bandwidth that other operations reach, by dtype
+        copy_efficiency: the same for copies into and out of FSDP2's buffers
+        operation_s: fixed cost of every operation on the device, in seconds
+        host: costs of launching
         node, network: the links
+        collectives_s: measured seconds of each collective within a node, by number of ranks, while all such
+            groups of the node run it: a curve over the bytes of the unsharded tensor. Used instead of the
+            formula of `node`
         host_gb_s: bandwidth of copies between device and host memory, each way, 10^9 bytes per second
         host_memory_gib: host memory available to each device; 0 if there is no separate host memory, as on a
             CPU
@@ -82,10 +106,13 @@ class Hardware:
     attention_forward: Mapping[str, Positive]
     attention_backward: Mapping[str, Positive]
     attention_kernels: Mapping[str, Positive]
-    memory_efficiency: Positive
+    memory_efficiency: Mapping[str, Positive]
+    copy_efficiency: Positive
     operation_s: Amount
+    host: HostCosts
     node: Link
     network: Link
+    collectives_s: Mapping[str, Mapping[int, Curve]]
     host_gb_s: Positive
     host_memory_gib: Amount
     overlaps: bool
@@ -107,6 +134,17 @@ def share_at(curve: Curve | float, size: float) -> float:
         if size <= high:
             return share + (next_share - share) * log(size / low) / log(high / low)
     return curve[-1][1]
+
+
+def seconds_at(curve: Curve, size: float) -> float:
+    """Return the seconds at a size: interpolated between logarithms; in proportion to the size beyond the
+    largest one, constant below the smallest."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (low, seconds), (high, next_s) in pairwise(curve):
+        if size <= high:
+            return seconds * (next_s / seconds) ** (log(size / low) / log(high / low))
+    return curve[-1][1] * size / curve[-1][0]
 
 
 @cache
@@ -144,6 +182,11 @@ def _find_contradictions(kind: Hardware) -> Iterator[str]:
     for place, link in (("node", kind.node), ("network", kind.network)):
         yield from wrong_keys(link.efficiency, COLLECTIVES, f"{place}.efficiency")
         curves |= {f"{place}.efficiency.{name}": curve for name, curve in link.efficiency.items()}
+    curves |= {
+        f"collectives_s.{name}.{ranks}": curve
+        for name, by_ranks in kind.collectives_s.items()
+        for ranks, curve in by_ranks.items()
+    }
     for place, curve in curves.items():
         sizes = [] if isinstance(curve, float) else [size for size, _ in curve]
         if sizes != sorted(set(sizes)):
@@ -153,6 +196,7 @@ def _find_contradictions(kind: Hardware) -> Iterator[str]:
         yield from (
             f"{key}.{dtype}: peak_tflops has no key {dtype}" for dtype in shares.keys() - kind.peak_tflops
         )
-        yield from (f"{key}.{dtype} is missing" for dtype in ("bfloat16", "float32") if dtype not in shares)
+    for key in (*RATES, "memory_efficiency"):
+        yield from (f"{key}.{dtype} is missing" for dtype in DTYPES if dtype not in getattr(kind, key))
     if not kind.attention_kernels:
         yield "attention_kernels must name at least one kernel"

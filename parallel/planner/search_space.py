@@ -175,9 +175,9 @@ def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> f
         kept: bounds with no block recomputed or offloaded
         treated: bounds with all blocks recomputed or offloaded
     """
-    if host_s := treated.times.host_s:
-        part = {name: seconds * share for name, seconds in host_s.items()}
-        return dataclasses.replace(treated.times, host_s=part).step_lower_bound_s(micro_batches)
+    if offload_s := treated.times.offload_s:
+        part = {name: seconds * share for name, seconds in offload_s.items()}
+        return dataclasses.replace(treated.times, offload_s=part).step_lower_bound_s(micro_batches)
     return kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
 
 

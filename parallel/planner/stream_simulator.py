@@ -1,11 +1,12 @@
-"""A discrete-event simulator of tasks on the streams of one GPU: their dependencies, and their speed while
-they overlap."""
+"""A discrete-event simulator of tasks on the host and on the streams of one GPU: their dependencies, and their
+speed while they overlap."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-COMPUTE, OFFLOAD = "compute", "offload"
+COMPUTE, OFFLOAD, HOST = "compute", "offload", "host"
 STREAMS = {  # lane -> stream
+    HOST: HOST,
     COMPUTE: COMPUTE,
     "tp": COMPUTE,
     "all_gather": "all_gather",
@@ -13,11 +14,13 @@ STREAMS = {  # lane -> stream
     "all_reduce": "all_reduce",
     OFFLOAD: OFFLOAD,
 }
+ALONE = frozenset({COMPUTE, OFFLOAD, HOST})  # streams that do not share the link of the collectives
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A kernel, copy or collective on a stream. The index of a task is its launch order.
+    """A kernel, copy or collective on a stream, or the host's work to launch what follows. The index of a
+    task is its launch order.
 
     Args:
         lane: a key of STREAMS
@@ -51,7 +54,8 @@ def run_tasks(tasks: Sequence[Task], slowdown: float) -> list[Span]:
     Collectives in flight at the same time share the link: each of n runs at 1/n of its speed. That is the
     worst case, because latencies add up only within one communicator. Compute runs at 1 - `slowdown` of its
     speed during any collective. Tensor-parallel collectives are on the compute stream; they neither slow
-    others down nor are slowed down. Copies to and from host memory have a separate link and copy engine.
+    others down nor are slowed down. Copies to and from host memory have a separate link and copy engine. The
+    host is slowed down by nothing.
     """
     spans: dict[int, Span] = {}
     queues = _queues(tasks)
@@ -86,10 +90,8 @@ class _Running:
 
 def _advance(running: Mapping[str, _Running], slowdown: float) -> tuple[str, float]:
     """Advance all running tasks until one ends. Return its stream and the seconds until its end."""
-    collectives = len(running.keys() - {COMPUTE, OFFLOAD})
-    speeds = dict.fromkeys(running, 1.0 / max(collectives, 1))
-    if OFFLOAD in running:
-        speeds[OFFLOAD] = 1.0
+    collectives = len(running.keys() - ALONE)
+    speeds = {stream: 1.0 if stream in ALONE else 1.0 / collectives for stream in running}
     if COMPUTE in running:
         speeds[COMPUTE] = 1.0 - slowdown if collectives and running[COMPUTE].lane == COMPUTE else 1.0
     stream = min(running, key=lambda stream: running[stream].left_s / speeds[stream])

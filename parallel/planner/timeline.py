@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-EXPOSED = "exposed"
+EXPOSED, HOST_BOUND = "exposed", "host_bound"
 LANES = {  # lane -> label, in display order
+    "host": "host: Python launches",
     "compute": "compute",
+    HOST_BOUND: "host-bound: compute waits",
     EXPOSED: "exposed: compute waits",
     "tp": "tensor parallel",
     "all_gather": "all-gather",
@@ -16,7 +18,7 @@ LANES = {  # lane -> label, in display order
     "all_reduce": "all-reduce",
     "offload": "host memory",
 }
-TRACE_COLORS = {EXPOSED: "terrible", "tp": "bad"}  # for Chrome's trace viewer; Perfetto picks colors by name
+TRACE_COLORS = {EXPOSED: "terrible", HOST_BOUND: "terrible", "tp": "bad"}  # for Chrome's trace viewer; Perfetto picks colors by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,10 @@ class TimelineEvent:
     """One bar of one lane. Seconds count from the start of the step.
 
     Args:
-        lane: compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed: the compute stream
-            waits
+        lane: host, compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed, host_bound: the
+            compute stream waits for another stream, or for the host
         work: in compute forward, backward, copy_out, copy_in, sum (of whole gradients) or optimizer; in
-            exposed the awaited lane; in offload send or fetch; elsewhere the lane
+            exposed the awaited lane; in offload send or fetch; in host_bound host; elsewhere the lane
         unit: the FSDP unit of the event; "" for the optimizer
         module: the module; "" for an event of the entire unit
         phase: forward, backward, optimizer
@@ -72,13 +74,14 @@ class Timeline:
 
     Args:
         rounds: micro batches, then the optimizer step
-        step_s: the sum of `compute_s` and `exposed_s`
+        step_s: the sum of `compute_s`, `exposed_s` and `host_s`
         compute_s: time in which the compute stream works, including copies, the optimizer and the slowdown by
             collectives
         exposed_s: time in which it waits for a collective or a copy to or from host memory, or runs a
             tensor-parallel collective
         exposed_by_lane: `exposed_s` by awaited lane, without zeros; while an awaited task itself waits (for
             the link or in a queue), the task in flight counts
+        host_s: time in which the compute stream waits for the host to launch something
     """
 
     rounds: tuple[MicroBatchTimeline, ...]
@@ -86,6 +89,7 @@ class Timeline:
     compute_s: float
     exposed_s: float
     exposed_by_lane: Mapping[str, float]
+    host_s: float = 0.0
 
     @cached_property
     def events(self) -> tuple[TimelineEvent, ...]:
@@ -145,4 +149,4 @@ def describe(event: TimelineEvent) -> str:
     """Return a short label of the event."""
     work = event.work.replace("_", " ")
     where = event.module or event.unit
-    return f"wait: {work} {where}" if event.lane == EXPOSED else f"{work} {where}".rstrip()
+    return f"wait: {work} {where}" if event.lane in (EXPOSED, HOST_BOUND) else f"{work} {where}".rstrip()

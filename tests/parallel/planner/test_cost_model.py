@@ -18,7 +18,7 @@ from meshwright.parallel.planner.cost_model import (
     step_times,
     strided_group,
 )
-from meshwright.parallel.planner.hardware import Hardware, Link, load_hardware
+from meshwright.parallel.planner.hardware import Hardware, HostCosts, Link, load_hardware
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 from tests.support.plans import BLOCK, EMBEDDING, HEAD, change, plan_of
 
@@ -35,10 +35,13 @@ MACHINE = Hardware(
     attention_forward={"bfloat16": 0.5, "float32": 0.5},
     attention_backward={"bfloat16": 0.25, "float32": 0.25},
     attention_kernels={"best": 1.0, "slow": 0.5},
-    memory_efficiency=0.5,
+    memory_efficiency={"bfloat16": 0.5, "float32": 0.5},
+    copy_efficiency=0.5,
     operation_s=1e-6,
+    host=HostCosts(0.0, 0.0, 0.0, 0.0),
     node=Link(100.0, 1e-6, SHARES),
     network=Link(10.0, 1e-3, SHARES),
+    collectives_s={},
     host_gb_s=20.0,
     host_memory_gib=100.0,
     overlaps=True,

@@ -16,9 +16,9 @@ PLAN = plan_of(1, activation_checkpoint="offload")  # embedding, four blocks, he
 def step(copy_s: float, plan: Plan = PLAN, *, overlaps: bool = True, slowdown: float = 0.0) -> Timeline:
     """Simulate a step with forwards of 2 s, backwards of 4 s, and copies of `copy_s` for all blocks but the
     last."""
-    host_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
+    offload_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
     times = times_of(plan, forward=2, backward=4, overlaps=overlaps, slowdown=slowdown)
-    return simulate_step(plan, dataclasses.replace(times, host_s=host_s))
+    return simulate_step(plan, dataclasses.replace(times, offload_s=offload_s))
 
 
 def test_copies_that_are_shorter_than_a_block_are_hidden() -> None:
@@ -58,8 +58,8 @@ def test_a_forward_waits_for_what_the_block_before_has_sent_and_a_backward_for_w
 
 def test_the_bound_is_never_above_the_step_and_near_it_where_copies_decide() -> None:
     for copy_s in (0.5, 2, 5, 50):
-        host_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
-        times = dataclasses.replace(times_of(PLAN, forward=2, backward=4), host_s=host_s)
+        offload_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
+        times = dataclasses.replace(times_of(PLAN, forward=2, backward=4), offload_s=offload_s)
         bound, step_s = times.step_lower_bound_s(1), simulate_step(PLAN, times).step_s
         assert bound <= step_s
         assert bound == pytest.approx(max(12, 3 * copy_s) + max(24, 3 * copy_s))

@@ -26,7 +26,7 @@ from meshwright.tools.bench.speed.peers import (
     parse_peers,
     run_rounds,
 )
-from meshwright.tools.bench.timing import AttentionShape
+from meshwright.train.calibration.timing import AttentionShape
 from meshwright.tools.bench.train_run import Setup, compile_seconds, make_figures, read_rows, resolve
 from meshwright.tools.processes import BenchError, find_running, run_to_end
 from meshwright.train.errors import ConfigError

@@ -37,7 +37,7 @@ from meshwright.tools.bench.calibrate.measure import (
     measure_product,
     quicker,
 )
-from meshwright.tools.bench.timing import AttentionShape, Timer
+from meshwright.train.calibration.timing import AttentionShape, Timer
 from meshwright.tools.processes import BenchError
 from meshwright.train.errors import ConfigError
 

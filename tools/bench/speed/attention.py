@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.models.kernels.cpu_attention import causal_attention
 from meshwright.tools.bench.harness import BenchResult, Measurement
-from meshwright.tools.bench.timing import AttentionShape, Timer, attention_runs
+from meshwright.train.calibration.timing import AttentionShape, Timer, attention_runs
 from meshwright.tools.cli import format_table, positive
 
 SHAPES = (

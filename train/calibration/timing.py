@@ -41,6 +41,7 @@ MIN_RUNS, MAX_RUNS = 5, 200
 
 Input = TypeVar("Input")
 Run = Callable[[], Any]
+Timed = Callable[[Iterator[Run], int], list[float]]  # runs and their number -> seconds of each
 Products = tuple[int, int, int]  # tokens, inputs, outputs of a linear layer
 
 
@@ -53,26 +54,34 @@ class Timer:
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
         self.device, self.budget_s = device, budget_s
-        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._now = time.thread_time if alone else time.perf_counter
 
     def seconds(self, runs: Sequence[Run]) -> float:
         """Return the median seconds of a run. `runs` do the same work on different inputs and are used in
         turn."""
-        return statistics.median(self._times(runs))
+        return statistics.median(self._times(runs, self._timed_on_device))
+
+    def host_seconds(self, runs: Sequence[Run]) -> float:
+        """Return the median seconds that the host needs for a run; a GPU is not waited for."""
+        return statistics.median(self._times(runs, self._timed_on_host))
 
     def best_seconds(self, runs: Sequence[Run]) -> float:
         """Return the seconds of the fastest run."""
-        return min(self._times(runs))
+        return min(self._times(runs, self._timed_on_device))
 
-    def _times(self, runs: Sequence[Run]) -> list[float]:
+    @property
+    def _timed_on_device(self) -> Timed:
+        return self._timed_on_gpu if self.device.type == "cuda" else self._timed_on_host
+
+    def _times(self, runs: Sequence[Run], timed: Timed) -> list[float]:
         turns = itertools.cycle(runs)
         for _ in range(WARM_UP_RUNS):
             next(turns)()
-        timed = self._timed_on_gpu if self.device.type == "cuda" else self._timed_on_cpu
         first_s = statistics.median(timed(turns, 3))
         return timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s))))
 
-    def _timed_on_cpu(self, turns: Iterator[Run], count: int) -> list[float]:
+    def _timed_on_host(self, turns: Iterator[Run], count: int) -> list[float]:
         times = []
         for _ in range(count):
             started_at = self._now()

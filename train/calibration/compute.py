@@ -27,7 +27,7 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.operators import attention_flops
 from meshwright.parallel.planner.hardware import Curve, Link
-from meshwright.tools.bench.timing import (
+from meshwright.train.calibration.timing import (
     ROTATED_BYTES,
     AttentionShape,
     Products,
@@ -255,101 +255,3 @@ def _operation_seconds(clock: Timer) -> float:
         torch.autograd.grad(y, x)
 
     return clock.seconds([chain]) / TINY_OPERATIONS
-
-
-GPU_SIZES_BYTES = tuple(2**power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
-# 16 KiB to 16 MiB: layers of small models
-CPU_SIZES_BYTES = (2**14, 2**17, *(2**power for power in range(19, 25)))
-QUICK_SIZES_BYTES = (2**14, 2**18, 2**22)
-WARM_UP_RUNS = 3
-BUDGET_S = 0.3  # seconds of repetition of each collective and size
-MIN_RUNS, MAX_RUNS = 5, 100
-
-
-@dataclass(frozen=True)
-class CollectiveTiming:
-    """A timed collective: operation, number of ranks, bytes of the full tensor, and median seconds."""
-
-    op: str
-    members: int
-    size_bytes: int
-    seconds: float
-
-
-def hops(op: str, members: int) -> int:
-    """Return the number of consecutive steps of a ring collective."""
-    return (members - 1) * (2 if op == "all_reduce" else 1)
-
-
-def sent_bytes(op: str, members: int, size_bytes: float) -> float:
-    """Return the bytes that each member of a ring sends."""
-    return size_bytes * hops(op, members) / members
-
-
-def fit_link(timings: Sequence[CollectiveTiming]) -> tuple[Link, float]:
-    """Fit a link to timings. Returns the link (latency of a hop, best bandwidth, and its share by operation
-    and number of members) and the mean relative error of the fit.
-
-    The fit minimizes the squared relative errors of seconds = hops x latency + sent / bandwidth, with one
-    latency for all and a bandwidth for each operation and number of members. A negative latency becomes 0.
-    """
-    groups = sorted({(t.op, t.members) for t in timings})
-    rows = np.zeros((len(timings), 1 + len(groups)))
-    for row, t in zip(rows, timings, strict=True):
-        row[0] = hops(t.op, t.members) / t.seconds
-        row[1 + groups.index((t.op, t.members))] = sent_bytes(t.op, t.members, t.size_bytes) / t.seconds
-    solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
-    if solution[0] < 0:
-        solution = np.concatenate(([0.0], np.linalg.lstsq(rows[:, 1:], np.ones(len(rows)), rcond=None)[0]))
-    bytes_s = 1 / np.maximum(solution[1:], 1e-15)
-    shares: dict[str, Curve] = {}
-    for (op, members), share in zip(groups, bytes_s / bytes_s.max(), strict=True):
-        shares[op] = (*shares.get(op, ()), (float(members), float(share)))
-    error = float(np.abs(rows @ solution - 1).mean())
-    return Link(float(bytes_s.max()) / 1e9, float(solution[0]), shares), error
-
-
-def measure_collectives(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Time every collective at every size over all ranks of the process group. Returns CollectiveTimings as
-    plain data, the same on every rank."""
-    members = dist.get_world_size()
-    sizes_bytes = CPU_SIZES_BYTES if device.type == "cpu" else GPU_SIZES_BYTES
-    timings = []
-    for size_bytes in QUICK_SIZES_BYTES if quick else sizes_bytes:
-        for op, run in _collectives(device, size_bytes).items():
-            timings.append(CollectiveTiming(op, members, size_bytes, _seconds(run, device)))
-    return {"timings": [vars(timing) for timing in timings]}
-
-
-def _collectives(device: torch.device, size_bytes: int) -> dict[str, Callable[[], Any]]:
-    """Return the collectives by name, on flat float32 tensors as FSDP2 issues them, and on zeros, so that
-    repeated sums stay finite."""
-    members = dist.get_world_size()
-    full, part = (torch.zeros(size_bytes // 4 // n, device=device) for n in (1, members))
-    return {
-        "all_gather": lambda: dist.all_gather_into_tensor(full, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full),
-        "all_reduce": lambda: dist.all_reduce(full),
-    }
-
-
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the median over repetitions of the mean over ranks. All ranks compute the same means, so they
-    repeat equally often."""
-    _times(run, device, WARM_UP_RUNS)
-    first_s = statistics.median(_times(run, device, 3))
-    return statistics.median(_times(run, device, max(MIN_RUNS, min(MAX_RUNS, int(BUDGET_S / first_s)))))
-
-
-def _times(run: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    times = []
-    dist.barrier()
-    for _ in range(count):
-        started_at = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started_at)
-    mean = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(mean)
-    return (mean / dist.get_world_size()).tolist()

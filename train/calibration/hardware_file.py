@@ -17,7 +17,7 @@ import yaml
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, Hardware, Link
-from meshwright.tools.bench.calibrate.measure import CollectiveTiming, fit_link
+from meshwright.train.calibration.compute import CollectiveTiming, fit_link
 from meshwright.train.cgroups import memory_limit_bytes
 
 DIGITS = 4  # significant digits: more than repeated measurements agree on
