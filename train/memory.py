@@ -74,6 +74,13 @@ def peak_resident_bytes(root: Path = Path("/")) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def return_free_memory() -> None:
     """Return memory that Python and C++ have freed to the system, if the C library can (glibc).
 

@@ -380,8 +380,7 @@ def _unit_times(
 def _optimizer_s(plan: Plan, work: ModelWorkload, hardware: Hardware) -> float:
     trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
     moved = optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes)
-    efficiency = hardware.memory_efficiency[plan.storage_dtype]
-    return traffic_s(trained / plan.mesh.dp_shard * moved, hardware, efficiency)
+    return traffic_s(trained / plan.mesh.dp_shard * moved, hardware, hardware.optimizer_efficiency)
 
 
 def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:

@@ -25,7 +25,13 @@ from meshwright.parallel.planner.stream_simulator import (
     find_waits,
     run_tasks,
 )
-from meshwright.parallel.planner.timeline import EXPOSED, HOST_BOUND, MicroBatchTimeline, Timeline, TimelineEvent
+from meshwright.parallel.planner.timeline import (
+    EXPOSED,
+    HOST_BOUND,
+    MicroBatchTimeline,
+    Timeline,
+    TimelineEvent,
+)
 
 # (unit name, phase) -> units whose all-gathers it prefetches
 Ahead = Mapping[tuple[str, str], Sequence[UnitPlan]]

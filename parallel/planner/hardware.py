@@ -76,8 +76,9 @@ class Hardware:
         attention_forward, attention_backward: share of the peak that causal attention reaches with the best
             kernel, by dtype
         attention_kernels: kernels with their rate as a share of the best one's; the best one comes first
-        memory_efficiency: share of the memory bandwidth that other operations reach, by dtype
+        memory_efficiency: share of the memory bandwidth that other operations of a module reach, by dtype
         copy_efficiency: the same for copies into and out of FSDP2's buffers
+        optimizer_efficiency: the same for AdamW
         operation_s: fixed cost of every operation on the device, in seconds
         host: costs of launching
         node, network: the links
@@ -108,6 +109,7 @@ class Hardware:
     attention_kernels: Mapping[str, Positive]
     memory_efficiency: Mapping[str, Positive]
     copy_efficiency: Positive
+    optimizer_efficiency: Positive
     operation_s: Amount
     host: HostCosts
     node: Link

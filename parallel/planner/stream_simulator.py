@@ -1,5 +1,5 @@
-"""A discrete-event simulator of tasks on the host and on the streams of one GPU: their dependencies, and their
-speed while they overlap."""
+"""A discrete-event simulator of tasks on the host and on the streams of one GPU: their dependencies, and
+their speed while they overlap."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -18,7 +18,8 @@ LANES = {  # lane -> label, in display order
     "all_reduce": "all-reduce",
     "offload": "host memory",
 }
-TRACE_COLORS = {EXPOSED: "terrible", HOST_BOUND: "terrible", "tp": "bad"}  # for Chrome's trace viewer; Perfetto picks colors by name
+# for Chrome's trace viewer; Perfetto picks colors by name
+TRACE_COLORS = {EXPOSED: "terrible", HOST_BOUND: "terrible", "tp": "bad"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import torch
 
 from meshwright import __version__
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
+from meshwright.train.calibration.machine import cpu_model
 
 WORKER = "meshwright.tools.bench.worker"
 KEYS = "Config keys of train.main are accepted too, as --section.key=value, and override the subcommand's."
@@ -166,7 +167,7 @@ def find_hardware() -> dict[str, Any]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": cores,
         "gpu": torch.cuda.get_device_name(0) if gpus else None,
         "gpus": gpus,
@@ -208,13 +209,6 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):  # the user id has no name, as in some containers
         return ""
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.tools.bench.calibrate.measure import measure_collectives, measure_compute
+from meshwright.tools.bench.calibrate.command import compute_in_worker, links_in_worker
 from meshwright.tools.bench.ranks.dead_rank import hold_main_thread
 from meshwright.tools.bench.speed.cpu_limits import measure_rates
+from meshwright.tools.plan.here import measure_in_worker
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.exit import end_process
@@ -19,8 +20,9 @@ from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import read_rank_info
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "compute": measure_compute,
-    "collectives": measure_collectives,
+    "compute": compute_in_worker,
+    "links": links_in_worker,
+    "here": measure_in_worker,
     "held": hold_main_thread,
     "rates": measure_rates,
 }

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.tools.cli import number_from, positive, run_tool
 from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
 from meshwright.tools.plan.compare import (
@@ -34,6 +34,7 @@ from meshwright.tools.plan.export import (
     save_plan,
     save_timeline,
 )
+from meshwright.tools.plan.here import measure_this_machine
 from meshwright.tools.plan.report import (
     PlanReport,
     Target,
@@ -45,6 +46,7 @@ from meshwright.tools.plan.report import (
     time_to_train,
 )
 from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json, sweep_text
+from meshwright.train.calibration.measure import HERE
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -74,7 +76,7 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
         check_target("--save", options.save, PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
         check_target("--timeline", options.timeline, TIMELINE_SUFFIXES, overwrites=True)
-    hardware = find_kind(options.gpu, "--gpu") if options.gpu else None
+    hardware = _find_hardware(options, options.gpus or options.gpus_per_node) if options.gpu else None
     gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
     report = make_report(job, Target(gpus, min(gpus, options.gpus_per_node), hardware))
     check = check_run(job, report.plan) if options.check else None
@@ -91,7 +93,8 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
 
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
-    rows = sweep(job, read_sweep(options.sweep), options.gpus_per_node, find_kind(options.gpu, "--gpu"))
+    counts = read_sweep(options.sweep)
+    rows = sweep(job, counts, options.gpus_per_node, _find_hardware(options, max(counts)))
     output = sweep_json if options.json else sweep_text
     print(output(rows, options.tokens))
 
@@ -100,6 +103,15 @@ def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a comparison of DDP, FSDP and HSDP for the training."""
     compared = compare_strategies(job, options.gpus, options.gpus_per_node)
     print(comparison_json(compared) if options.json else comparison_text(compared))
+
+
+def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
+    """Return the kind that --gpu names, or this machine as it measures itself."""
+    if options.gpu != HERE:
+        return find_kind(options.gpu, "--gpu")
+    here = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
+    print(here.line, file=sys.stderr)
+    return here.hardware
 
 
 def compare_files(options: argparse.Namespace) -> None:
@@ -214,7 +226,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--gpu",
         metavar="KIND",
-        help=f"kind of GPU, to predict time and whether the plan fits: {', '.join(load_hardware())}",
+        help=f"kind of machine, to predict time and whether the plan fits: {', '.join(load_hardware())}; or "
+        "here: this machine, which measures itself for a few seconds",
     )
     add(
         "--tokens",
@@ -291,7 +304,8 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Training
     options."""
     options, config_arguments = make_parser().parse_known_args(arguments)
     _check_names(config_arguments)
-    job = parse_config([f"--config={options.config}", *config_arguments], PROG).job
+    options.config_arguments = [f"--config={options.config}", *config_arguments]
+    job = parse_config(options.config_arguments, PROG).job
     _check_together(options, job)
     return options, job
 

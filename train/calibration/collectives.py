@@ -1,7 +1,7 @@
 """Time the collectives between the processes of a node, and fit the planner's formula to them.
 
-The formula: a ring of n members takes n - 1 hops with equal latency (twice as many in an all-reduce), and every
-member sends (n - 1) / n of the full tensor (twice as much in an all-reduce).
+The formula: a ring of n members takes n - 1 hops with equal latency (twice as many in an all-reduce), and
+every member sends (n - 1) / n of the full tensor (twice as much in an all-reduce).
 """
 
 import statistics
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meshwright.parallel.planner.hardware import Curve, Link
 
+ROUNDS = 3
 WARM_UP_RUNS = 3
 MIN_RUNS, MAX_RUNS = 5, 100
 
@@ -63,7 +64,7 @@ def fit_link(timings: Sequence[CollectiveTiming]) -> tuple[Link, float]:
     return Link(float(bytes_s.max()) / 1e9, float(solution[0]), shares), error
 
 
-def curves(timings: Sequence[CollectiveTiming]) -> dict[str, dict[int, Curve]]:
+def curves_of(timings: Sequence[CollectiveTiming]) -> dict[str, dict[int, Curve]]:
     """Return the seconds of each collective by number of ranks: a curve over the bytes."""
     by_op: dict[str, dict[int, Curve]] = {}
     for t in sorted(timings, key=lambda t: (t.op, t.members, t.size_bytes)):
@@ -90,9 +91,16 @@ def time_collectives(
     timings = []
     for members in group_sizes(local_processes):
         group, _ = dist.new_subgroups(members)
-        for size_bytes in sizes_bytes:
-            for op, run in _collectives(device, size_bytes, members, group).items():
-                timings.append(CollectiveTiming(op, members, size_bytes, _seconds(run, device, budget_s)))
+        runs = {
+            (op, members, size_bytes): run
+            for size_bytes in sizes_bytes
+            for op, run in _collectives(device, size_bytes, members, group).items()
+        }
+        times: dict[tuple[str, int, int], list[float]] = {key: [] for key in runs}
+        for _ in range(ROUNDS):  # in turn, so that a disturbance of the machine affects few of them
+            for key, run in runs.items():
+                times[key] += _seconds(run, device, budget_s / ROUNDS)
+        timings += [CollectiveTiming(*key, statistics.median(seconds)) for key, seconds in times.items()]
         dist.destroy_process_group(group)
     return timings
 
@@ -111,12 +119,11 @@ def _collectives(
     }
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Return the median over repetitions of the mean over ranks. All ranks compute the same means, so they
+def _seconds(run: Callable[[], Any], device: torch.device, budget_s: float) -> list[float]:
+    """Return the mean seconds over the ranks of each repetition. All ranks compute the same means, so they
     repeat equally often."""
-    _times(run, device, WARM_UP_RUNS)
-    first_s = statistics.median(_times(run, device, 3))
-    return statistics.median(_times(run, device, max(MIN_RUNS, min(MAX_RUNS, int(budget_s / first_s)))))
+    first_s = statistics.median(_times(run, device, WARM_UP_RUNS))
+    return _times(run, device, max(MIN_RUNS, min(MAX_RUNS, int(budget_s / first_s))))
 
 
 def _times(run: Callable[[], Any], device: torch.device, count: int) -> list[float]:

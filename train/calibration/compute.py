@@ -1,22 +1,18 @@
-"""Measure the rates of one device (matrix products by size, attention, memory-bound and tiny operations) and
-the collectives between the devices of a node.
+"""Measure the rates of one device: matrix products by size, attention, memory-bound operations, and what the
+host needs to launch them.
 
 The timed functions are those of a training step: the three products of a linear layer, the model's attention
 with autograd, compiled norm and SwiGLU, the fused AdamW. Inputs are random, because constant inputs draw less
-power and therefore run faster on a GPU, and rotate through more memory than the caches hold. Collectives are
-timed at several sizes, then latency and bandwidth are fitted. The fitted model is the planner's: a ring of n
-members takes n - 1 hops with equal latency (twice as many in an all-reduce), and every member sends (n - 1) /
-n of the full tensor (twice as much in an all-reduce). Shapes: B batch, T tokens, D dim, F ffn dim.
+power and therefore run faster on a GPU, and rotate through more memory than the caches hold. Shapes: B batch,
+T tokens, D dim, F ffn dim.
 """
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +22,7 @@ from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.operators import attention_flops
-from meshwright.parallel.planner.hardware import Curve, Link
+from meshwright.train.calibration.host import TINY_OPERATIONS, graph_seconds, tiny_operations
 from meshwright.train.calibration.timing import (
     ROTATED_BYTES,
     AttentionShape,
@@ -39,28 +35,33 @@ from meshwright.train.calibration.timing import (
     rotate,
 )
 from meshwright.train.config import Config
-from meshwright.train.memory import peak_resident_bytes
+from meshwright.train.memory import resident_bytes
 from meshwright.train.planning.device_defaults import attention_on_device
-
-DTYPES = ("float32", "bfloat16")
-TINY_OPERATIONS = 256
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes measured on a kind of device.
+    """The sizes to measure.
 
     Args:
         products: linear layers
         attention: attention calls
-        memory: tokens and width of the tensors of element-wise operations
+        memory: tokens, width and ffn width of the tensors of element-wise operations
+        dtypes: of products, attention and element-wise operations
+        collectives_bytes: of the full tensors of collectives
+        unit_values: parameters of an FSDP unit
         budget_s: seconds of repetition of each measurement
+        rotated_bytes: inputs of a measurement together
     """
 
     products: Sequence[Products]
     attention: Sequence[AttentionShape]
-    memory: tuple[int, int]
+    memory: tuple[int, int, int]
+    dtypes: tuple[str, ...]
+    collectives_bytes: tuple[int, ...]
+    unit_values: int
     budget_s: float
+    rotated_bytes: int = ROTATED_BYTES
 
 
 # Layers of models that a laptop can train, dim 128 to 1024, full and sharded by tp.
@@ -82,8 +83,12 @@ CPU_SCALE = Scale(
         AttentionShape(4, 4, 4, 64, 256),
         AttentionShape(2, 8, 4, 64, 512),
     ),
-    memory=(1024, 1024),
-    budget_s=0.6,
+    memory=(1024, 256, 768),
+    dtypes=("float32", "bfloat16"),
+    # 16 KiB to 16 MiB: layers of small models
+    collectives_bytes=(2**14, 2**17, *(2**power for power in range(19, 25))),
+    unit_values=2**19,
+    budget_s=0.3,
 )
 # Layers of Llama 8B, 70B and 405B, full and sharded by tp, and the head of the 8B.
 GPU_SCALE = Scale(
@@ -104,33 +109,41 @@ GPU_SCALE = Scale(
         AttentionShape(2, 32, 8, 128, 4096),
         AttentionShape(1, 32, 8, 128, 8192),
     ),
-    memory=(8192, 4096),
-    budget_s=1.0,
+    memory=(8192, 4096, 14336),
+    dtypes=("float32", "bfloat16"),
+    collectives_bytes=tuple(2**power for power in range(14, 31, 2)),  # 16 KiB to 1 GiB
+    unit_values=2**27,
+    budget_s=0.5,
 )
 
 
 def quicker(scale: Scale) -> Scale:
-    """Return a smaller scale: the smallest, a middle and the second largest product, one attention call, a
-    fifth of the time."""
-    products = [scale.products[i] for i in (0, len(scale.products) // 2, -2)]
-    return Scale(products, scale.attention[:1], scale.memory, scale.budget_s / 5)
+    """Return a smaller scale: the smallest, a middle and the second largest product, one attention call,
+    three collectives, a fifth of the time."""
+    return replace(
+        scale,
+        products=[scale.products[i] for i in (0, len(scale.products) // 2, -2)],
+        attention=scale.attention[:1],
+        collectives_bytes=(2**14, 2**18, 2**22),
+        budget_s=scale.budget_s / 5,
+    )
 
 
-def measure_compute(device: torch.device, quick: bool) -> dict[str, Any]:
+def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     """Measure one device, at the same time as the other processes. Returns plain data: rates in operations or
-    bytes per second."""
-    taken = taken_gib(device)  # first, while memory is otherwise empty
-    dist.barrier()
-    scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
-    scale = quicker(scale) if quick else scale
+    bytes per second, costs of the host in seconds."""
     clock = Timer(device, scale.budget_s)
+    rotated = scale.rotated_bytes
+    dist.barrier()
     attention = {
-        dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in DTYPES
+        dtype: [measure_attention(clock, shape, dtype, rotated) for shape in scale.attention]
+        for dtype in scale.dtypes
     }
+    graph_s, kernel_s = graph_seconds(clock)
     return {
-        "taken_gib": taken,
         "matmul": {
-            dtype: [measure_product(clock, product, dtype) for product in scale.products] for dtype in DTYPES
+            dtype: [measure_product(clock, product, dtype, rotated) for product in scale.products]
+            for dtype in scale.dtypes
         },
         "attention_forward": {
             dtype: statistics.harmonic_mean(f for f, _ in rates) for dtype, rates in attention.items()
@@ -138,30 +151,37 @@ def measure_compute(device: torch.device, quick: bool) -> dict[str, Any]:
         "attention_backward": {
             dtype: statistics.harmonic_mean(b for _, b in rates) for dtype, rates in attention.items()
         },
-        "copy_bytes_s": copy_rate(clock),
-        "memory_bytes_s": _memory_rate(clock, scale),
-        "operation_s": _operation_seconds(clock),
+        "copy_bytes_s": copy_rate(clock, rotated),
+        "memory_bytes_s": {dtype: fused_rate(clock, scale, dtype) for dtype in scale.dtypes},
+        "optimizer_bytes_s": optimizer_rate(clock, scale),
+        "operation_s": clock.seconds([tiny_operations(device)]) / TINY_OPERATIONS,
+        "operator_s": clock.host_seconds([tiny_operations(device)]) / TINY_OPERATIONS,
+        "graph_s": graph_s,
+        "kernel_s": kernel_s,
+        "taken_gib": taken_gib(device),
     }
 
 
 def taken_gib(device: torch.device) -> float:
-    """Return the memory of this process before the model is built, after a first compilation: on the GPU, or
-    resident host memory on a CPU."""
-    torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
+    """Return the memory of this process without a model, after a first compilation: on the GPU, or resident
+    host memory on a CPU."""
     if device.type == "cpu":
-        return peak_resident_bytes() / GIB
+        return resident_bytes() / GIB
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / GIB
 
 
-def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float, float]:
+def measure_product(clock: Timer, product: Products, dtype: str, rotated_bytes: int) -> tuple[float, float]:
     """Return the GFLOP of one product, and the operations per second of a linear layer's three products:
     x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
     flops = 2 * math.prod(product)
-    return flops / 1e9, 3 * flops / clock.seconds(product_runs(product, dtype, clock.device))
+    runs = product_runs(product, dtype, clock.device, rotated_bytes)
+    return flops / 1e9, 3 * flops / clock.seconds(runs)
 
 
-def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[float, float]:
+def measure_attention(
+    clock: Timer, shape: AttentionShape, dtype: str, rotated_bytes: int
+) -> tuple[float, float]:
     """Return the operations per second of forward and backward, counted by `attention_work`."""
     attention = CausalAttention()
     if clock.device.type == "cuda":  # the fastest kernel of this GPU
@@ -169,7 +189,7 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
         attention.kernel = attention_on_device(
             config.job, clock.device, torch.cuda.get_device_name(clock.device)
         )
-    forward_runs, both_runs = attention_runs(attention, shape, dtype, clock.device)
+    forward_runs, both_runs = attention_runs(attention, shape, dtype, clock.device, rotated_bytes)
     forward_s = clock.seconds(forward_runs)
     backward_s = clock.seconds(both_runs) - forward_s
     forward, backward = attention_work(shape)
@@ -186,72 +206,43 @@ def attention_work(shape: AttentionShape) -> tuple[float, float]:
     return attention_flops("attention", (q, k)), attention_flops("attention_backward", (q, q, k))
 
 
-def copy_rate(clock: Timer) -> float:
+def copy_rate(clock: Timer, rotated_bytes: int) -> float:
     """Return the bytes read and written per second by a copy of tensors larger than the caches."""
-    source, target = (draw((ROTATED_BYTES // 8,), "float32", clock.device) for _ in range(2))
+    source, target = (draw((rotated_bytes // 8,), "float32", clock.device) for _ in range(2))
     return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
 
 
-def _memory_rate(clock: Timer, scale: Scale) -> float:
-    """Return the necessary bytes read and written per second by memory-bound work: compiled norm and SwiGLU,
-    forward and backward, and the optimizer's update, with equal numbers of bytes."""
-    times = [
-        _norm_seconds_per_byte(clock, scale),
-        _swiglu_seconds_per_byte(clock, scale),
-        _adamw_seconds_per_byte(clock, scale),
-    ]
-    return 1 / statistics.mean(times)
+def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
+    """Return the necessary bytes read and written per second by the compiled element-wise operations of a
+    block, forward and backward: x + norm(x) and silu(a) * b.
 
+    The norm's forward reads x and writes y, its backward reads the gradient and x and writes a gradient;
+    SwiGLU's forward reads two tensors and writes one, its backward reads three and writes two.
+    """
+    tokens, width, ffn_width = scale.memory
+    weight = torch.ones(width, dtype=getattr(torch, dtype), device=clock.device, requires_grad=True)
 
-def _norm_seconds_per_byte(clock: Timer, scale: Scale) -> float:
-    """Time x + norm(x): the forward reads x and writes y; the backward reads the gradient and x, and writes a
-    gradient."""
-    weight = torch.ones(scale.memory[1], device=clock.device, requires_grad=True)
-    residual = torch.compile(lambda x: x + F.rms_norm(x, x.shape[-1:], weight, 1e-5), dynamic=False)
-    return _autograd_seconds(clock, scale, residual, 1) / (5 * math.prod(scale.memory) * 4)
+    def fused(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return x + F.rms_norm(x, x.shape[-1:], weight, 1e-5), F.silu(a) * b
 
-
-def _swiglu_seconds_per_byte(clock: Timer, scale: Scale) -> float:
-    """Time silu(a) * b: the forward reads two tensors and writes one; the backward reads three and writes
-    two."""
-    swiglu = torch.compile(lambda a, b: F.silu(a) * b, dynamic=False)
-    return _autograd_seconds(clock, scale, swiglu, 2) / (8 * math.prod(scale.memory) * 4)
-
-
-def _autograd_seconds(clock: Timer, scale: Scale, function: Callable[..., Tensor], inputs: int) -> float:
-    """Return the seconds of forward and backward of an element-wise function of float32 tensors[T, D]."""
+    compiled = torch.compile(fused, dynamic=False)
+    moved = tokens * (5 * width + 8 * ffn_width) * weight.element_size()
 
     def make_run() -> Run:
-        tensors = [draw(scale.memory, "float32", clock.device) for _ in range(inputs + 1)]
-        leaves = [x.requires_grad_() for x in tensors[:-1]]
-        return lambda: torch.autograd.grad(function(*leaves), leaves, tensors[-1])
+        sizes = [(tokens, width), (tokens, ffn_width), (tokens, ffn_width)]
+        leaves = [draw(size, dtype, clock.device).requires_grad_() for size in sizes]
+        grads = [draw(size, dtype, clock.device) for size in sizes[:2]]
+        return lambda: torch.autograd.grad(compiled(*leaves), leaves, grads)
 
-    return clock.seconds(rotate(make_run, (inputs + 1) * math.prod(scale.memory) * 4))
+    return moved / clock.seconds(rotate(make_run, moved // 2, scale.rotated_bytes))
 
 
-def _adamw_seconds_per_byte(clock: Timer, scale: Scale) -> float:
-    """Time the fused update: it reads parameter, gradient and two moments, and writes all but the
-    gradient."""
-    parameters = [draw(scale.memory, "float32", clock.device).requires_grad_() for _ in range(8)]
+def optimizer_rate(clock: Timer, scale: Scale) -> float:
+    """Return the bytes read and written per second by the fused AdamW: it reads parameter, gradient and two
+    moments, and writes all, because it also clips the gradient (`cost_model.optimizer_bytes`)."""
+    values = min(scale.unit_values, scale.rotated_bytes // 64)
+    parameters = [draw((values,), "float32", clock.device).requires_grad_() for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    return clock.seconds([optimizer.step]) / (7 * sum(p.nbytes for p in parameters))
-
-
-def _operation_seconds(clock: Timer) -> float:
-    """Return the seconds of one operation on a single number, in a chain, forward and backward.
-
-    On a GPU the queue is filled first, so that launching is not measured; it holds only a few chains.
-    """
-    if clock.device.type == "cuda":
-        clock = Timer(clock.device, budget_s=0.0)
-    x = torch.ones(1, device=clock.device, requires_grad=True)
-
-    def chain() -> None:
-        y = x
-        for _ in range(TINY_OPERATIONS // 2):
-            y = y * 0.5
-        torch.autograd.grad(y, x)
-
-    return clock.seconds([chain]) / TINY_OPERATIONS
+    return 8 * sum(p.nbytes for p in parameters) / clock.seconds([optimizer.step])

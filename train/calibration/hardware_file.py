@@ -7,7 +7,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 import yaml
 
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, Hardware, Link
-from meshwright.train.calibration.compute import CollectiveTiming, fit_link
+from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, Hardware, HostCosts, Link, seconds_at
+from meshwright.train.calibration.collectives import CollectiveTiming, curves_of, fit_link
+from meshwright.train.calibration.host import EVENTS, UnitTiming
 from meshwright.train.cgroups import memory_limit_bytes
 
 DIGITS = 4  # significant digits: more than repeated measurements agree on
@@ -49,7 +50,7 @@ def _plain(value: Any) -> Any:
     match value:
         case float():
             return float(f"{value:.{DIGITS}g}")
-        case Link():
+        case Link() | HostCosts():
             return _plain(vars(value))
         case Mapping():
             return {key: _plain(inner) for key, inner in value.items()}
@@ -72,78 +73,160 @@ ATTENTION = ("attention_forward", "attention_backward")
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """The measured values. `compute`: the result of measure_compute of each process; `timings`: of
-    collectives, empty for a single GPU."""
+    """The measured values.
+
+    Args:
+        compute: the result of measure_compute of each process
+        timings: of collectives; empty for a single process
+        units: of FSDP2 around a tiny and a large unit
+    """
 
     compute: Sequence[Mapping[str, Any]]
     timings: Sequence[CollectiveTiming]
+    units: Sequence[UnitTiming]
 
 
 @dataclass(frozen=True)
 class CalibratedMachine:
-    """The measured machine: torch's device type, the device's name, and the number of devices (of cores on a
-    CPU)."""
+    """The measured machine.
+
+    Args:
+        device: torch's device type
+        name: of the device
+        count: devices, or cores of a CPU
+        threads: of each measured process
+        note: what limits the measurement, for the sources; "" for nothing
+    """
 
     device: str
     name: str
     count: int
-    quick: bool
+    threads: int = 1
+    note: str = ""
 
 
-def cpu_values(
+def measured_values(
     machine: CalibratedMachine, result: CalibrationResult, base: Hardware
 ) -> dict[str, SourcedValue]:
-    """Return the values of a CPU. All but the network is measured, rates per core; a peak is the best
-    measured rate."""
+    """Return the values of the machine: what was measured, and the rest from `base`."""
+    values = {item.name: _copied(item.name, base) for item in dataclasses.fields(base) if item.name != "name"}
+    values |= (
+        _cpu_values(machine, result, base) if machine.device == "cpu" else _gpu_values(machine, result, base)
+    )
     stamp = _stamp(machine)
-    curves = product_curves(result.compute)
+    values["host"] = SourcedValue(
+        host_costs(result), f"{stamp}: an eager operator, a kernel and a call of a compiled graph, FSDP2"
+    )
+    values["fitted"] = SourcedValue([], "no value in this file is fitted to runs")
+    if result.timings:
+        values["node"] = _node(stamp, result.timings)
+        values["collectives_s"] = SourcedValue(
+            curves_of(result.timings), f"{stamp}: medians, bytes and seconds"
+        )
+    return values
+
+
+def _cpu_values(
+    machine: CalibratedMachine, result: CalibrationResult, base: Hardware
+) -> dict[str, SourcedValue]:
+    """Return the values of a CPU, rates per core; a peak is the best measured rate."""
+    stamp = _stamp(machine)
+    compute = [_per_core(process, machine.threads) for process in result.compute]
+    curves = product_curves(compute)
     peaks = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
-    copy, taken = (median_of(result.compute, key) for key in ("copy_bytes_s", "taken_gib"))
+    copy = median_of(compute, "copy_bytes_s")
     return {
         "device_names": SourcedValue([], "empty: a CPU has no MFU"),
         "memory_gib": SourcedValue(_cpu_memory_gib(), f"{stamp}: of the entire machine"),
         "memory_gb_s": SourcedValue(
-            copy / 1e9, f"{stamp}: of one core, copying 128 MiB while {len(result.compute)} processes do so"
+            copy / 1e9, f"{stamp}: of one core, copying while {len(compute)} processes do so"
         ),
-        "peak_tflops": SourcedValue(peaks, f"{stamp}: of one core, the best of the matrix products below"),
-        **_rates(stamp, result, curves, peaks),
-        "attention_kernels": _copied("attention_kernels", base),
-        "memory_efficiency": _memory_efficiency(stamp, result, copy),
-        "node": _node(stamp, result.timings),
-        "network": _copied("network", base),
+        "peak_tflops": SourcedValue(
+            {**base.peak_tflops, **peaks}, f"{stamp}: of one core, the best of the matrix products below"
+        ),
+        **_rates(stamp, compute, curves, peaks, base),
+        **_memory_shares(stamp, compute, copy, base),
+        "copy_efficiency": SourcedValue(
+            copy_share(result, copy), f"{stamp}: copies of FSDP2, from a sharded unit without computation"
+        ),
+        "operation_s": SourcedValue(0.0, "a CPU launches what it computes: host has the costs"),
         "host_gb_s": SourcedValue(copy / 1e9, "equal to memory_gb_s: a copy within memory"),
-        "host_memory_gib": SourcedValue(0.0, "a CPU's memory is the host's"),
-        "overlaps": SourcedValue(False, "gloo's threads use the cores of the computation"),
-        "slowdown": SourcedValue(0.0, "no computation overlaps a collective"),
-        "reserved_share": SourcedValue(0.0, "the C allocator returns freed memory"),
         "reserved_gib": SourcedValue(
-            taken, f"{stamp}: resident memory of Python, torch and its compiler before the model is built"
+            median_of(compute, "taken_gib"), f"{stamp}: resident memory of a process without a model"
         ),
         "cores": SourcedValue(machine.count, f"{stamp}: cores that a process may use"),
-        "fitted": SourcedValue([], "no value in this file is fitted to runs"),
     }
 
 
-def gpu_values(
+def _per_core(process: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """Return the rates of a process with several threads as those of one core."""
+
+    def scaled(value: Any, key: str) -> Any:
+        match value:
+            case Mapping():
+                return {name: scaled(inner, key) for name, inner in value.items()}
+            case list():
+                return [(size, rate / threads) for size, rate in value]
+            case _:
+                return value / threads if key in PER_CORE else value
+
+    return {key: scaled(value, key) for key, value in process.items()}
+
+
+PER_CORE = {"matmul", *ATTENTION, "copy_bytes_s", "memory_bytes_s", "optimizer_bytes_s"}
+
+
+def _gpu_values(
     machine: CalibratedMachine, result: CalibrationResult, base: Hardware
 ) -> dict[str, SourcedValue]:
-    """Return the values of a GPU. Shares of the base's peaks are measured, and the links within the node if
-    it has several GPUs."""
+    """Return the values of a GPU: shares of the base's peaks."""
     stamp, curves = _stamp(machine), product_curves(result.compute)
-    values = {item.name: _copied(item.name, base) for item in dataclasses.fields(base) if item.name != "name"}
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    values |= {
+    return {
         "device_names": SourcedValue([machine.name], "torch.cuda.get_device_name()"),
         "memory_gib": SourcedValue(memory_gib, "total_memory as CUDA reports it"),
-        **_rates(stamp, result, curves, base.peak_tflops, base),
-        "memory_efficiency": _memory_efficiency(stamp, result, 1e9 * base.memory_gb_s),
-        "reserved_gib": SourcedValue(
-            median_of(result.compute, "taken_gib"),
-            f"{stamp}: context and libraries, before the model is built",
+        **_rates(stamp, result.compute, curves, base.peak_tflops, base),
+        **_memory_shares(stamp, result.compute, 1e9 * base.memory_gb_s, base),
+        "operation_s": SourcedValue(
+            median_of(result.compute, "operation_s"), f"{stamp}: a chain of operators on one number"
         ),
-        "fitted": SourcedValue([], "no value in this file is fitted to runs"),
+        "reserved_gib": SourcedValue(
+            median_of(result.compute, "taken_gib"), f"{stamp}: context and libraries, without a model"
+        ),
     }
-    return values | ({"node": _node(stamp, result.timings)} if result.timings else {})
+
+
+def host_costs(result: CalibrationResult) -> HostCosts:
+    """Return the costs of launching, medians over the processes. FSDP2's is what a tiny unit takes besides
+    its collectives."""
+    tiny, _ = result.units
+    operator_s, kernel_s, graph_s = (
+        median_of(result.compute, key) for key in ("operator_s", "kernel_s", "graph_s")
+    )
+    unit_s = max(0.0, tiny.seconds - _collectives_s(tiny, result.timings)) / EVENTS
+    return HostCosts(operator_s, kernel_s, graph_s, unit_s)
+
+
+def copy_share(result: CalibrationResult, copy_bytes_s: float) -> float:
+    """Return the share of the memory bandwidth that FSDP2's copies reach: those of a large unit, without its
+    collectives and FSDP2's fixed cost. At most 1."""
+    _, large = result.units
+    fixed_s = EVENTS * host_costs(result).unit_s
+    seconds = large.seconds - _collectives_s(large, result.timings) - fixed_s
+    alone_s = large.copied_bytes / copy_bytes_s
+    return alone_s / max(seconds, alone_s)
+
+
+def _collectives_s(unit: UnitTiming, timings: Sequence[CollectiveTiming]) -> float:
+    """Return the seconds of a probed unit's collectives: gathered twice, reduced once."""
+    if not unit.waits or not timings:
+        return 0.0
+    by_op = curves_of(timings)
+    gather_s, scatter_s = (
+        seconds_at(by_op[op][unit.members], size)
+        for op, size in (("all_gather", unit.gathered_bytes), ("reduce_scatter", unit.reduced_bytes))
+    )
+    return 2 * gather_s + scatter_s
 
 
 def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -170,35 +253,57 @@ def _node(stamp: str, timings: Sequence[CollectiveTiming]) -> SourcedValue:
 
 def _rates(
     stamp: str,
-    result: CalibrationResult,
+    compute: Sequence[Mapping[str, Any]],
     curves: Mapping[str, Any],
     peaks: Mapping[str, float],
-    base: Hardware | None = None,
+    base: Hardware,
 ) -> dict[str, SourcedValue]:
-    """Return matmul and attention as shares of the peaks, and operation_s. Dtypes that were not measured are
-    copied from the base."""
+    """Return matmul and attention as shares of the peaks. Dtypes that were not measured are copied from the
+    base."""
+    note = _note_copied(base.matmul.keys() - curves.keys(), base)
     matmul = {
         dtype: [(size, rate / 1e12 / peaks[dtype]) for size, rate in curve] for dtype, curve in curves.items()
     }
-    copied = {dtype: curve for dtype, curve in base.matmul.items() if dtype not in matmul} if base else {}
-    note = f"; {', '.join(copied)}: as in {base.name}.yaml" if base and copied else ""
     how = f"{stamp}: GFLOP and share of the peak, medians, forward and both gradients together{note}"
-    values = {"matmul": SourcedValue({**matmul, **copied}, how)}
+    values = {"matmul": SourcedValue({**base.matmul, **matmul}, how)}
     for key in ATTENTION:
         shares = {
-            dtype: statistics.median(process[key][dtype] for process in result.compute) / 1e12 / peaks[dtype]
+            dtype: statistics.median(process[key][dtype] for process in compute) / 1e12 / peaks[dtype]
             for dtype in curves
         }
-        values[key] = SourcedValue(shares, f"{stamp}: the model's causal attention, several lengths")
-    source = f"{stamp}: per operation of a chain on one number, forward and backward"
-    return {**values, "operation_s": SourcedValue(median_of(result.compute, "operation_s"), source)}
+        how = f"{stamp}: the model's causal attention{note}"
+        values[key] = SourcedValue({**getattr(base, key), **shares}, how)
+    return values
 
 
-def _memory_efficiency(stamp: str, result: CalibrationResult, copy_bytes_s: float) -> SourcedValue:
-    share = median_of(result.compute, "memory_bytes_s") / copy_bytes_s
-    return SourcedValue(
-        share, f"{stamp}: norm, SwiGLU and AdamW, compiled, counting bytes that must be read and written"
-    )
+def _memory_shares(
+    stamp: str, compute: Sequence[Mapping[str, Any]], full_bytes_s: float, base: Hardware
+) -> dict[str, SourcedValue]:
+    """Return the shares of the bandwidth of element-wise operations and of AdamW. The measured dtype stands
+    for one that was not measured."""
+    measured = compute[0]["memory_bytes_s"]
+    shares = {
+        dtype: statistics.median(process["memory_bytes_s"][dtype] for process in compute) / full_bytes_s
+        for dtype in measured
+    }
+    unmeasured = {
+        dtype: next(iter(shares.values())) for dtype in base.memory_efficiency if dtype not in shares
+    }
+    also = f"; {', '.join(unmeasured)}: as {next(iter(shares))}" if unmeasured else ""
+    return {
+        "memory_efficiency": SourcedValue(
+            {**unmeasured, **shares},
+            f"{stamp}: norm and SwiGLU, compiled, counting bytes that must be read and written{also}",
+        ),
+        "optimizer_efficiency": SourcedValue(
+            median_of(compute, "optimizer_bytes_s") / full_bytes_s, f"{stamp}: torch's fused AdamW"
+        ),
+    }
+
+
+def _note_copied(dtypes: Iterable[str], base: Hardware) -> str:
+    names = ", ".join(sorted(dtypes))
+    return f"; {names}: as in {base.name}.yaml" if names else ""
 
 
 def _copied(key: str, base: Hardware) -> SourcedValue:
@@ -216,7 +321,7 @@ def median_of(compute: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def _stamp(machine: CalibratedMachine) -> str:
     parts = [f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name]
-    return ", ".join([*parts, "--quick"] if machine.quick else parts)
+    return ", ".join([*parts, machine.note] if machine.note else parts)
 
 
 def _cpu_memory_gib() -> float:

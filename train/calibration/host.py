@@ -1,14 +1,16 @@
 """Measure what the host needs to launch work: eager operators, compiled graphs and their kernels, and FSDP2
 around a unit's collectives."""
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.train.calibration.timing import Timer
@@ -19,12 +21,13 @@ UNITS = 4  # FSDP units of a probe
 # parameters of a block of the Llama (two norms and seven linear layers): FSDP2 handles them one by one
 PARAMETERS = 9
 EVENTS = 3  # of a unit and micro batch: gathered in the forward and in the backward, and reduced
-TINY_VALUES = 64
+TINY_VALUES = 64  # per row of a parameter
+WARM_UP_STEPS, STEPS = 3, 15
 
 
-def operator_seconds(clock: Timer) -> float:
-    """Return the seconds of one eager operator on a single number, in a chain, forward and backward."""
-    x = torch.ones(1, device=clock.device, requires_grad=True)
+def tiny_operations(device: torch.device) -> Callable[[], None]:
+    """Return a chain of TINY_OPERATIONS eager operators on a single number, forward and backward."""
+    x = torch.ones(1, device=device, requires_grad=True)
 
     def chain() -> None:
         y = x
@@ -32,7 +35,7 @@ def operator_seconds(clock: Timer) -> float:
             y = y * 0.5
         torch.autograd.grad(y, x)
 
-    return clock.host_seconds([chain]) / TINY_OPERATIONS
+    return chain
 
 
 def graph_seconds(clock: Timer) -> tuple[float, float]:
@@ -57,73 +60,112 @@ def _chain_seconds(clock: Timer, products: int) -> float:
     return clock.host_seconds([lambda: torch.autograd.grad(compiled(x, w), (x, w), grad)])
 
 
+@dataclass(frozen=True)
+class UnitTiming:
+    """What FSDP2 adds to one unit and micro batch, collectives and copies included.
+
+    Args:
+        values: parameters of the unit
+        members: ranks that shard it
+        param_bytes: of a gathered parameter
+        seconds: measured
+        waits: whether the seconds contain collectives and copies: on a GPU they are only the host's
+    """
+
+    values: int
+    members: int
+    param_bytes: int
+    seconds: float
+    waits: bool
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The unit's parameters as they are gathered."""
+        return self.values * self.param_bytes
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Its gradients in float32."""
+        return self.values * 4
+
+    @property
+    def copied_bytes(self) -> float:
+        """The bytes that copies and casts read and write, as the cost model counts them: twice around an
+        all-gather, once before a reduction."""
+        cast = (4 * self.values + self.gathered_bytes) / self.members
+        return 2 * (cast + 2 * self.gathered_bytes) + self.gathered_bytes + self.reduced_bytes
+
+
+def time_units(device: torch.device, members: int, values: int, param_dtype: str) -> list[UnitTiming]:
+    """Time FSDP2 around a tiny unit and one of about `values` parameters, sharded over `members` ranks of a
+    node; all processes of the run call this."""
+    names = ("node", "shard")
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // members, members), mesh_dim_names=names)
+    timings = []
+    for size in (PARAMETERS * TINY_VALUES, values):
+        rows = size // PARAMETERS // TINY_VALUES + 1
+        seconds = _unit_seconds(device, mesh["shard"], rows, getattr(torch, param_dtype))
+        width = getattr(torch, param_dtype).itemsize
+        sized = PARAMETERS * TINY_VALUES * rows
+        timings.append(UnitTiming(sized, members, width, seconds, waits=device.type == "cpu"))
+    for group in (mesh.get_group(name) for name in names):
+        if group != dist.group.WORLD:
+            dist.destroy_process_group(group)
+    return timings
+
+
+def _unit_seconds(device: torch.device, mesh: DeviceMesh, rows: int, param_dtype: torch.dtype) -> float:
+    """Return the seconds per unit and micro batch by which units without computation are slower if they are
+    sharded."""
+    x = torch.ones(TINY_VALUES, device=device, requires_grad=True)
+    plain, sharded = (nn.Sequential(*(_Unit(rows, device) for _ in range(UNITS))) for _ in range(2))
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for module in (*sharded, sharded):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # as in parallel/fsdp.py
+        module.set_force_sum_reduction_for_comms(True)
+    plain.to(param_dtype)
+    return max(0.0, _step_seconds(sharded, x) - _step_seconds(plain, x)) / UNITS
+
+
+def _step_seconds(model: nn.Module, x: Tensor) -> float:
+    """Return the median seconds of forward and backward, repeated equally often on all ranks. Wall time: the
+    CPU time of a rank contains only a part of a collective."""
+    times = []
+    dist.barrier()
+    for _ in range(WARM_UP_STEPS + STEPS):
+        started_at = time.perf_counter()
+        model(x).sum().backward()
+        times.append(time.perf_counter() - started_at)
+        for parameter in model.parameters():
+            parameter.grad = None
+    return statistics.median(times[WARM_UP_STEPS:])
+
+
+class _Unit(nn.Module):
+    """Parameters of a block, without its computation."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        shape = (rows, TINY_VALUES)
+        self.weights = nn.ParameterList(torch.zeros(shape, device=device) for _ in range(PARAMETERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _GivenGradients.apply(x, *self.weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _GivenGradients(torch.autograd.Function):
     """Passes x on; the gradients of the weights are zeros, without any computation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.shapes = [weight.shape for weight in weights]
-        ctx.dtype = weights[0].dtype
+        ctx.shape, ctx.dtype, ctx.count = weights[0].shape, weights[0].dtype, len(weights)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         (grad,) = grads
-        return grad, *(torch.zeros(shape, dtype=ctx.dtype, device=grad.device) for shape in ctx.shapes)
-
-
-class _Unit(nn.Module):
-    def __init__(self, values: int, device: torch.device) -> None:
-        super().__init__()
-        shape = (values // PARAMETERS // TINY_VALUES + 1, TINY_VALUES)
-        self.weights = nn.ParameterList(torch.zeros(shape, device=device) for _ in range(PARAMETERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _GivenGradients.apply(x, *self.weights)  # type: ignore[no-any-return]
-
-
-def unit_values(values: int) -> int:
-    """Return the number of values that a probed unit has, for one of about `values`."""
-    return PARAMETERS * TINY_VALUES * (values // PARAMETERS // TINY_VALUES + 1)
-
-
-def unit_seconds(clock: Timer, mesh: DeviceMesh, values: int, param_dtype: str) -> float:
-    """Return the seconds that FSDP2 adds to one unit of `values` parameters in a micro batch, collectives and
-    copies included: the difference between units without computation that are sharded and that are not."""
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, param_dtype), reduce_dtype=torch.float32)
-    x = torch.ones(TINY_VALUES, device=clock.device, requires_grad=True)
-    plain, sharded = (
-        nn.Sequential(*(_Unit(values, clock.device) for _ in range(UNITS))) for _ in range(2)
-    )
-    for unit in sharded:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(sharded, mesh=mesh)
-    for module in sharded.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-    def step(model: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            model(x).sum().backward()
-            for parameter in model.parameters():
-                parameter.grad = None
-
-        return run
-
-    # wall time: of collectives, a rank's CPU time is only a part
-    return max(0.0, _wall_seconds(clock, step(sharded)) - _wall_seconds(clock, step(plain))) / UNITS
-
-
-RUNS = 15
-
-
-def _wall_seconds(clock: Timer, run: Callable[[], None]) -> float:
-    """Return the median seconds of a run of all ranks, the same number of times on each."""
-    times = []
-    dist.barrier()
-    for _ in range(RUNS):
-        started_at = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started_at)
-    return sorted(times[2:])[len(times[2:]) // 2]
+        return grad, *(torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device) for _ in range(ctx.count))

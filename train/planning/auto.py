@@ -11,7 +11,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
-from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
+from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.search import Cluster, SearchResult
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.config import TrainingJob
@@ -35,12 +35,9 @@ class AutoPlan:
     timeline: Timeline
 
 
-def choose_for_device(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> AutoPlan:
-    """Choose the plan for the processes of this run, on this device with its available memory.
-
-    Raises PlanError if no file in configs/hardware describes the device, or if no plan fits.
-    """
-    kind = _find_kind(device, device_name)
+def choose_for_device(job: TrainingJob, ranks: RankInfo, device: torch.device, kind: Hardware) -> AutoPlan:
+    """Choose the plan for the processes of this run, on this device of that kind with its available memory.
+    Raises PlanError if no plan fits."""
     parallel = job.parallel
     if parallel.param_dtype == "auto":
         parallel = dataclasses.replace(parallel, param_dtype=dtype_on_device(device))
@@ -68,18 +65,6 @@ def choose_for_device(job: TrainingJob, ranks: RankInfo, device: torch.device, d
         reasons=reasons,
         timeline=predicted.timeline,
     )
-
-
-def _find_kind(device: torch.device, device_name: str) -> Hardware:
-    if device.type == "cpu":
-        return load_hardware()["cpu"]
-    kind = find_hardware(device_name)
-    if kind is None:
-        raise PlanError(
-            f"parallel.plan=auto: no file in configs/hardware describes {device_name}: measure it (python -m "
-            "tools.bench calibrate -h), or use --parallel.plan=manual"
-        )
-    return kind
 
 
 def _headline(predicted: Prediction, hardware: Hardware) -> str:

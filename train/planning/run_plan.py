@@ -77,12 +77,21 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
 def _choose(
     job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str, console: Console
 ) -> RunPlan:
-    """Let the planner choose on rank 0 and broadcast its choice, so that all ranks have the same plan."""
+    """Let the planner choose on rank 0 and broadcast its choice, so that all ranks have the same plan. A
+    machine that no file describes, as a CPU, is measured first, by all ranks."""
 
-    from meshwright.train.planning.auto import choose_for_device  # late: a large import, rarely needed
+    # late: large imports, rarely needed
+    from meshwright.parallel.planner.hardware import find_hardware
+    from meshwright.train.calibration.measure import measure_here
+    from meshwright.train.planning.auto import choose_for_device
 
+    kind = find_hardware(device_name)
+    if kind is None:
+        measured = measure_here(job, ranks, device)
+        kind = measured.hardware
+        console.print(f"planner: {measured.line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, device_name))
+    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, kind))
     return RunPlan(device, device_name, **vars(chosen))
 
 

@@ -37,6 +37,7 @@ MACHINE = Hardware(
     attention_kernels={"best": 1.0, "slow": 0.5},
     memory_efficiency={"bfloat16": 0.5, "float32": 0.5},
     copy_efficiency=0.5,
+    optimizer_efficiency=0.5,
     operation_s=1e-6,
     host=HostCosts(0.0, 0.0, 0.0, 0.0),
     node=Link(100.0, 1e-6, SHARES),

@@ -33,7 +33,11 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert all(isinstance(rate, float) and 0.001 < rate < 10_000 for rate in kind.peak_tflops.values())
     assert kind.peak_tflops["bfloat16"] > kind.peak_tflops["float32"]
     curves = [*kind.matmul.values(), *kind.node.efficiency.values(), *kind.network.efficiency.values()]
-    shares = [*kind.attention_forward.values(), *kind.attention_backward.values(), *kind.memory_efficiency.values()]
+    shares = [
+        *kind.attention_forward.values(),
+        *kind.attention_backward.values(),
+        *kind.memory_efficiency.values(),
+    ]
     assert all(0 < share_at(curve, size) <= 1 for curve in curves for size in (1, 1e3, 1e6))
     assert all(0 < share <= 1 for share in shares)
     assert 0 <= kind.slowdown < 0.5

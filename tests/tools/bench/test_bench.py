@@ -26,9 +26,9 @@ from meshwright.tools.bench.speed.peers import (
     parse_peers,
     run_rounds,
 )
-from meshwright.train.calibration.timing import AttentionShape
 from meshwright.tools.bench.train_run import Setup, compile_seconds, make_figures, read_rows, resolve
 from meshwright.tools.processes import BenchError, find_running, run_to_end
+from meshwright.train.calibration.timing import AttentionShape
 from meshwright.train.errors import ConfigError
 from tests.support.forks import ROOT
 from tests.support.launch import EAGER, TINY

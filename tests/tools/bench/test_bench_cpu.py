@@ -12,8 +12,8 @@ from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.speed.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
 from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, measure_in_process, step_products
 from meshwright.tools.bench.speed.peers import OURS, Contender, make_spreads, run_rounds
-from meshwright.train.calibration.timing import AttentionShape
 from meshwright.tools.processes import BenchError
+from meshwright.train.calibration.timing import AttentionShape
 from meshwright.train.config_parser import parse_config
 from tests.support.launch import EAGER, TINY, write_text
 

@@ -37,8 +37,8 @@ from meshwright.tools.bench.calibrate.measure import (
     measure_product,
     quicker,
 )
-from meshwright.train.calibration.timing import AttentionShape, Timer
 from meshwright.tools.processes import BenchError
+from meshwright.train.calibration.timing import AttentionShape, Timer
 from meshwright.train.errors import ConfigError
 
 SHARES = {

@@ -2,8 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.parallel.planner.hardware import (
     HARDWARE_FOLDER,
@@ -13,19 +15,21 @@ from meshwright.parallel.planner.hardware import (
     read_hardware,
 )
 from meshwright.tools.bench import harness
-from meshwright.tools.bench.calibrate.hardware_file import (
-    CalibratedMachine,
-    CalibrationResult,
-    cpu_values,
-    gpu_values,
-    hardware_text,
-)
-from meshwright.tools.bench.calibrate.measure import CollectiveTiming
 from meshwright.tools.bench.harness import BenchResult, Measurement, run_workers
 from meshwright.tools.plan.report import find_kind
 from meshwright.tools.processes import BenchError
+from meshwright.train.calibration.collectives import CollectiveTiming
+from meshwright.train.calibration.compute import CPU_SCALE, GPU_SCALE, Scale, measure_compute, quicker
+from meshwright.train.calibration.hardware_file import (
+    CalibratedMachine,
+    CalibrationResult,
+    hardware_text,
+    measured_values,
+)
+from meshwright.train.calibration.host import UnitTiming
+from meshwright.train.calibration.measure import measure_links
 
-CPU_RANKS = (2, 4)
+LINKED_CPU_RANKS = 4  # processes between which collectives are measured, also in pairs
 # processes that measure a CPU at the same time: they share only the memory bandwidth, which 4 saturate
 MOST_LOADED = 4
 CPU_BASE = "cpu"
@@ -52,12 +56,10 @@ def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchRes
     path = HARDWARE_FOLDER / f"{options.name}.yaml"
     if path.exists() and not options.overwrite:
         raise BenchError(f"{path} exists: use --overwrite to replace it, or another --name")
-    machine = find_machine(options.quick)
+    machine = find_machine("--quick" if options.quick else "")
     base = find_base(options.base, machine)
-    result = measure(machine)
-    values = (
-        cpu_values(machine, result, base) if machine.device == "cpu" else gpu_values(machine, result, base)
-    )
+    result = measure(machine, options.quick)
+    values = measured_values(machine, result, base)
     text = hardware_text(f"{machine.name}, measured by `python -m tools.bench calibrate`.", values)
     if options.name == base.name:  # the base is replaced: do not refer to it
         text = text.replace(f"# as in {path.name}: ", "# ")
@@ -68,16 +70,17 @@ def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchRes
         "file": path.name,
         "compute": list(result.compute),
         "timings": [vars(timing) for timing in result.timings],
+        "units": [vars(timing) for timing in result.units],
     }
     return BenchResult(None, figures, f"{text}\nwritten: {path}")
 
 
-def find_machine(quick: bool) -> CalibratedMachine:
+def find_machine(note: str) -> CalibratedMachine:
     """Return this machine's GPUs, or its CPU if there are none, as in training."""
     if torch.cuda.is_available():
-        return CalibratedMachine("cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), quick)
+        return CalibratedMachine("cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), note=note)
     hardware = harness.find_hardware()
-    return CalibratedMachine("cpu", hardware["cpu"], hardware["cores"], quick)
+    return CalibratedMachine("cpu", hardware["cpu"], hardware["cores"], note=note)
 
 
 def find_base(name: str | None, machine: CalibratedMachine) -> Hardware:
@@ -94,20 +97,36 @@ def find_base(name: str | None, machine: CalibratedMachine) -> Hardware:
     return base
 
 
-def measure(machine: CalibratedMachine) -> CalibrationResult:
+def measure(machine: CalibratedMachine, quick: bool) -> CalibrationResult:
     """Measure computation, then collectives, in separate processes. Raises BenchError if one fails."""
     if machine.device == "cpu":
-        processes, ranks = min(MOST_LOADED, machine.count), set(CPU_RANKS)
+        processes, linked = min(MOST_LOADED, machine.count), LINKED_CPU_RANKS
     else:
-        processes, ranks = 1, {2, machine.count} if machine.count > 1 else set()
-    settings = {"quick": machine.quick}
+        processes, linked = 1, machine.count
+    settings = {"quick": quick}
     compute = run_workers("compute", processes, 1, machine.device, settings)
-    timings = [
-        CollectiveTiming(**row)
-        for n in sorted(ranks)
-        for row in run_workers("collectives", n, 1, machine.device, settings)[0]["timings"]
-    ]
-    return CalibrationResult(compute, timings)
+    links = run_workers("links", linked, 1, machine.device, settings)[0]
+    return CalibrationResult(
+        compute,
+        [CollectiveTiming(**timing) for timing in links["timings"]],
+        [UnitTiming(**timing) for timing in links["units"]],
+    )
+
+
+def compute_in_worker(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Measure the rates of one device."""
+    return measure_compute(device, _scale(device, quick))
+
+
+def links_in_worker(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Measure collectives and FSDP2 between all processes."""
+    timings, units = measure_links(device, _scale(device, quick), dist.get_world_size())
+    return {"timings": [vars(timing) for timing in timings], "units": [vars(timing) for timing in units]}
+
+
+def _scale(device: torch.device, quick: bool) -> Scale:
+    scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
+    return quicker(scale) if quick else scale
 
 
 MEASUREMENT = Measurement(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,9 @@ from meshwright.tools.bench.train_run import (
     resolve,
 )
 from meshwright.tools.cli import format_table, positive
+from meshwright.tools.plan.here import measure_this_machine
 from meshwright.tools.plan.report import find_kind
+from meshwright.train.calibration.measure import HERE
 from meshwright.train.config import TrainingJob
 from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import predict
@@ -124,7 +127,12 @@ class PredictionRow:
 def add_predictions_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `predictions`."""
     add = parser.add_argument
-    add("--hardware", metavar="KIND", default="cpu", help="hardware file to predict with (default cpu)")
+    add(
+        "--hardware",
+        metavar="KIND",
+        default=HERE,
+        help="hardware file to predict with (default here: this machine measures itself)",
+    )
     text = f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} are not counted)"
     add("--steps", type=positive, default=10, metavar="N", help=text)
     add("--rounds", type=positive, default=2, metavar="N", help="runs of each configuration (default 2)")
@@ -132,12 +140,13 @@ def add_predictions_options(parser: argparse.ArgumentParser) -> None:
 
 def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Predict and measure all cases. Raises BenchError, ConfigError, PlanError and DataError."""
-    hardware = find_kind(options.hardware, "--hardware")
     keys = [f"--train.steps={options.steps}", *overrides]
     cases = {case: Setup(case.processes, THREADS, [*case.keys, *keys]) for case in cpu_cases()}
     configs = {case: resolve(setup) for case, setup in cases.items()}
+    machines = find_machines(options.hardware, cases)
     predicted = {
-        case: predict_run(config.job, case.processes, THREADS, hardware) for case, config in configs.items()
+        case: predict_run(config.job, case.processes, THREADS, machines[case])
+        for case, config in configs.items()
     }
     runs = run_in_turn(cases, options.rounds)
     rows = [
@@ -145,13 +154,33 @@ def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -
         for case in cases
     ]
     figures = {
-        "hardware_file": hardware.name,
+        "hardware": options.hardware,
         **summarize(rows),
         "rows": [{**dataclasses.asdict(row), "error": row.error} for row in rows],
         "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases},
     }
     recorded = {case.name: config_to_record(config) for case, config in configs.items()}
     return BenchResult(recorded, figures, predictions_text(rows))
+
+
+def find_machines(kind: str, cases: Mapping[PredictionCase, Setup]) -> dict[PredictionCase, Hardware]:
+    """Return the hardware of each case. Each model and number of processes measures the machine anew."""
+    if kind != HERE:
+        return dict.fromkeys(cases, find_kind(kind, "--hardware"))
+    by_sweep: dict[str, Hardware] = {}
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as cache:
+        for case, setup in cases.items():
+            if case.sweep not in by_sweep:
+                keys = [*sized(setup.arguments), f"--parallel.compile.cache_dir={cache}"]
+                by_sweep[case.sweep] = measure_this_machine(keys, case.processes, THREADS, "cpu").hardware
+    return {case: by_sweep[case.sweep] for case in cases}
+
+
+def sized(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a run without the plan's degrees: the sizes of a model's operations on any
+    plan."""
+    open_keys = ("parallel.tp", "parallel.dp_", "train.micro_batch_size", "train.global_batch_size")
+    return [key for key in arguments if not key.removeprefix("--").startswith(open_keys)]
 
 
 def predict_run(job: TrainingJob, processes: int, threads: int, hardware: Hardware) -> Predicted:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshwright.models.kernels.cpu_attention import causal_attention
 from meshwright.tools.bench.harness import BenchResult, Measurement
-from meshwright.train.calibration.timing import AttentionShape, Timer, attention_runs
 from meshwright.tools.cli import format_table, positive
+from meshwright.train.calibration.timing import AttentionShape, Timer, attention_runs
 
 SHAPES = (
     AttentionShape(4, 16, 16, 16, 512),  # of `bench train`

@@ -1,0 +1,52 @@
+"""`--gpu here`: this machine as it measures itself, with as many processes as the run has on a node."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.parallel.compile.setup import use_cache_folder
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.tools.bench.harness import run_workers
+from meshwright.train.calibration.measure import HERE, measure_here, read_kept
+from meshwright.train.config_parser import parse_config
+from meshwright.train.distributed.process_group import usable_cores
+from meshwright.train.distributed.ranks import read_rank_info
+
+
+@dataclass(frozen=True)
+class ThisMachine:
+    """This machine's measurements, and the line that says how old they are."""
+
+    hardware: Hardware
+    line: str
+
+
+def measure_this_machine(
+    arguments: Sequence[str], processes: int, threads: int = 0, device: str = "auto"
+) -> ThisMachine:
+    """Measure this machine at the sizes of a run, or take what is kept from an earlier measurement.
+
+    Args:
+        arguments: of train.main
+        processes: of the run on this machine
+        threads: of each process on a CPU; 0: its share of the cores, as in a run
+
+    Raises BenchError if a process fails.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = threads or max(1, usable_cores() // processes)
+    result = run_workers("here", processes, threads, device, {"arguments": list(arguments)})[0]
+    hardware = read_kept(result["path"])
+    assert hardware is not None, f"{result['path']} was written just now"
+    return ThisMachine(hardware, f"{HERE}: {result['line']}")
+
+
+def measure_in_worker(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
+    """Measure in one of the worker's processes."""
+    config = parse_config(arguments)
+    use_cache_folder(config.parallel.compile)
+    measured = measure_here(config.job, read_rank_info(), device)
+    return {"path": str(measured.path), "line": measured.line}

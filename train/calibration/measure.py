@@ -1,0 +1,180 @@
+"""Measure this machine with the processes of a run, at the sizes of its model: for `parallel.plan=auto` and
+`tools.plan --gpu here`."""
+
+import contextlib
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from meshwright.models.llama import LlamaConfig
+from meshwright.models.size import count_parameters
+from meshwright.parallel.compile.setup import cache_folder
+from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware, read_hardware
+from meshwright.parallel.structure import structure
+from meshwright.parallel.yaml_io import YamlError
+from meshwright.train.calibration.collectives import CollectiveTiming, time_collectives
+from meshwright.train.calibration.compute import Scale, measure_compute
+from meshwright.train.calibration.hardware_file import (
+    CalibratedMachine,
+    CalibrationResult,
+    hardware_text,
+    measured_values,
+)
+from meshwright.train.calibration.host import UnitTiming, time_units
+from meshwright.train.calibration.machine import device_model
+from meshwright.train.calibration.timing import AttentionShape, Products
+from meshwright.train.config import TrainingJob
+from meshwright.train.distributed.process_group import usable_cores
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all
+from meshwright.train.files import write_atomically
+from meshwright.train.planning.device_defaults import dtype_on_device
+
+HERE = "here"  # name of a machine that measured itself
+FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied
+BUDGET_S = 0.1  # seconds of repetition of each measurement
+MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU needs less than a second
+MOST_SEQUENCES = 8  # of a measured micro batch, if the planner chooses it
+MOST_UNIT_VALUES = 2**22  # of a measured FSDP unit
+ROTATED_BYTES = 2**26
+GIVEN_BYTES = (2**14, 2**17, 2**20, 2**22)  # of collectives, besides those of the model's blocks
+
+
+@dataclass(frozen=True)
+class MeasuredHere:
+    """This machine as its processes measured it, the file that keeps it, and the line that says so."""
+
+    hardware: Hardware
+    path: Path
+    line: str
+
+
+def measure_here(job: TrainingJob, ranks: RankInfo, device: torch.device) -> MeasuredHere:
+    """Return this machine's measurements at the sizes of the job, from the cache or measured now by all
+    processes of the run, which all call this."""
+    path = kept_path(job, ranks.local_world_size, torch.get_num_threads(), device)
+    if kept := broadcast_from_rank0(ranks, lambda: read_kept(path)):
+        return MeasuredHere(kept, path, broadcast_from_rank0(ranks, lambda: _describe_age(path)))
+    started_at = time.perf_counter()
+    scale = job_scale(job, ranks.local_world_size, device)
+    result = measure_machine(device, scale, ranks.local_world_size)
+    took_s = time.perf_counter() - started_at
+    name = device_model(device)
+    base = find_hardware(name) or load_hardware()[FALLBACK[device.type]]
+    machine = CalibratedMachine(device.type, name, usable_cores(), torch.get_num_threads())
+    hardware = broadcast_from_rank0(ranks, lambda: _keep(path, machine, result, base))
+    return MeasuredHere(hardware, path, f"measured this machine for {took_s:.0f} s; kept in {path}")
+
+
+def measure_machine(device: torch.device, scale: Scale, local_processes: int) -> CalibrationResult:
+    """Measure computation, collectives and FSDP2 with all processes of the run at the same time."""
+    compute = gather_from_all(measure_compute(device, scale))
+    return CalibrationResult(compute, *measure_links(device, scale, local_processes))
+
+
+def measure_links(
+    device: torch.device, scale: Scale, local_processes: int
+) -> tuple[list[CollectiveTiming], list[UnitTiming]]:
+    """Measure collectives and FSDP2 between the processes of a node."""
+    timings = time_collectives(device, local_processes, scale.collectives_bytes, scale.budget_s)
+    return timings, time_units(device, local_processes, scale.unit_values, scale.dtypes[0])
+
+
+def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> Scale:
+    """Return the sizes of the job's own operations, without and with tensor parallelism, and for the smallest
+    and the largest micro batch, if the planner chooses them."""
+    requested = job.parallel.param_dtype
+    dtype = dtype_on_device(device) if requested == "auto" else requested
+    counts, model = count_parameters(job.model), job.model
+    sequences, degrees = _micro_batches(job, local_processes), _tp_degrees(job, local_processes)
+    tokens = [n * job.seq_len for n in sequences]
+    products = {p for t in tokens for tp in degrees for p in _products(model, t, tp)}
+    block_bytes = [counts.block * width for width in (getattr(torch, dtype).itemsize, 4)]
+    return Scale(
+        products=sorted(p for p in products if 2 * p[0] * p[1] * p[2] <= MOST_FLOPS) or [min(products)],
+        attention=[_attention(model, sequences[-1], job.seq_len)],
+        memory=(min(tokens[-1], 4096), model.dim, model.ffn_dim),
+        dtypes=(dtype,),
+        collectives_bytes=tuple(sorted({*GIVEN_BYTES, *(min(size, 2**25) for size in block_bytes)})),
+        unit_values=min(counts.block, MOST_UNIT_VALUES),
+        budget_s=BUDGET_S,
+        rotated_bytes=ROTATED_BYTES,
+    )
+
+
+def _micro_batches(job: TrainingJob, processes: int) -> list[int]:
+    if isinstance(job.micro_batch_size, int):
+        return [job.micro_batch_size]
+    share = job.global_batch_size // processes if job.global_batch_size > 0 else MOST_SEQUENCES
+    return sorted({1, max(1, min(share, MOST_SEQUENCES))})
+
+
+def _tp_degrees(job: TrainingJob, processes: int) -> list[int]:
+    if isinstance(job.parallel.tp, int):
+        return [job.parallel.tp]
+    return [1, 2] if processes % 2 == 0 and job.model.n_kv_heads % 2 == 0 else [1]
+
+
+def _products(model: LlamaConfig, tokens: int, tp: int) -> Iterator[Products]:
+    """Yield the linear layers of a block, and the head: tokens, inputs, outputs."""
+    dim, kv_dim = model.dim, model.n_kv_heads * model.head_dim
+    for outputs in (dim, kv_dim, model.ffn_dim, model.vocab_size):
+        yield tokens, dim, max(1, outputs // tp)
+    yield tokens, model.ffn_dim // tp, dim
+
+
+def _attention(model: LlamaConfig, sequences: int, seq_len: int) -> AttentionShape:
+    """Return the model's attention, with fewer sequences and then shorter ones if it would take too long."""
+
+    def flops(batch: int, length: int) -> float:
+        return 4.0 * batch * model.n_heads * model.head_dim * length**2
+
+    while sequences > 1 and flops(sequences, seq_len) > MOST_FLOPS:
+        sequences //= 2
+    while flops(sequences, seq_len) > MOST_FLOPS:
+        seq_len //= 2
+    return AttentionShape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
+
+
+def kept_path(job: TrainingJob, local_processes: int, threads: int, device: torch.device) -> Path:
+    """Return the file that keeps the measurements: one for each machine, version of torch, number of
+    processes and of their threads, and sizes."""
+    scale = job_scale(job, local_processes, device)
+    facts = (device_model(device), usable_cores(), local_processes, threads, scale, torch.__version__)
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()
+    return cache_folder(job.parallel.compile) / f"hardware-{key[:16]}.yaml"
+
+
+def read_kept(path: str | Path) -> Hardware | None:
+    """Return kept measurements; None if there are none, or those of another version of this project."""
+    try:
+        return dataclasses.replace(read_hardware(Path(path)), name=HERE)
+    except (OSError, YamlError):
+        return None
+
+
+def _keep(path: Path, machine: CalibratedMachine, result: CalibrationResult, base: Hardware) -> Hardware:
+    """Write the measurements, unless the folder cannot be written, and return them as they are read."""
+    title = f"{machine.name}, measured by its own processes for parallel.plan=auto."
+    text = hardware_text(title, measured_values(machine, result, base))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    hardware: Hardware = structure(Hardware, {**yaml.safe_load(text), "name": HERE}, str(path))
+    return hardware
+
+
+def _describe_age(path: Path) -> str:
+    """Return "this machine as it measured itself 3 hours ago; ..."."""
+    seconds = time.time() - path.stat().st_mtime
+    unit, length = next(
+        (each for each in (("day", 86400), ("hour", 3600)) if seconds >= each[1]), ("minute", 60)
+    )
+    count = max(1, int(seconds // length))
+    ago = f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return f"this machine as it measured itself {ago}; delete {path} to measure it again"
