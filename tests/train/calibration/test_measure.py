@@ -1,0 +1,103 @@
+"""A machine that measures itself: the sizes of a job, what is kept, and real processes."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.parallel.planner.hardware import COLLECTIVES, Hardware, read_hardware
+from meshwright.train.calibration import measure
+from meshwright.train.calibration.measure import (
+    HERE,
+    MOST_FLOPS,
+    job_scale,
+    kept_path,
+    measure_here,
+    read_kept,
+)
+from meshwright.train.config import TrainingJob
+from meshwright.train.config_parser import parse_config
+from meshwright.train.distributed.ranks import read_rank_info
+from tests.support.worlds import run_ranks
+
+CPU = torch.device("cpu")
+TINY = [
+    "--config=llama_debug.yaml",
+    "--model.dim=64",
+    "--model.ffn_dim=96",
+    "--train.seq_len=32",
+    "--train.global_batch_size=4",
+    "--parallel.param_dtype=float32",
+]
+
+
+def job_of(*keys: str) -> TrainingJob:
+    return parse_config([*TINY, *keys], "test").job
+
+
+def test_the_sizes_are_those_of_the_model() -> None:
+    scale = job_scale(job_of(), 2, CPU)
+    # of one sequence and of a rank's share of two; whole and halved by tp; kv heads are half as many
+    assert set(scale.products) >= {(32, 64, 64), (64, 64, 32), (64, 64, 96), (64, 96, 64), (64, 64, 264)}
+    assert {(64, 64, 48), (64, 48, 64)} <= set(scale.products)
+    assert scale.attention == [measure.AttentionShape(2, 8, 4, 8, 32)]
+    assert scale.dtypes == ("float32",)
+    block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
+    assert scale.unit_values == block
+    assert 4 * block in scale.collectives_bytes
+
+
+def test_given_keys_are_the_only_ones_measured() -> None:
+    scale = job_scale(job_of("--train.micro_batch_size=1", "--parallel.tp=1"), 2, CPU)
+    assert {tokens for tokens, _, _ in scale.products} == {32}
+    assert (32, 64, 48) not in scale.products
+
+
+def test_a_large_model_is_measured_by_parts_that_take_seconds() -> None:
+    scale = job_scale(parse_config(["--config=llama_8b.yaml"], "test").job, 2, CPU)
+    assert all(2 * a * b * c <= MOST_FLOPS for a, b, c in scale.products)
+    (shape,) = scale.attention
+    assert shape.head_dim == 128
+    assert 4 * shape.batch * shape.heads * shape.head_dim * shape.seq**2 <= MOST_FLOPS
+
+
+def test_another_model_or_number_of_processes_is_measured_anew() -> None:
+    paths = {
+        kept_path(job, processes, threads, CPU)
+        for job, processes, threads in (
+            (job_of(), 2, 1),
+            (job_of(), 4, 1),
+            (job_of(), 2, 2),
+            (job_of("--model.ffn_dim=128"), 2, 1),
+        )
+    }
+    assert len(paths) == 4
+    assert kept_path(job_of(), 2, 1, CPU) == kept_path(job_of("--optim.lr=1.0"), 2, 1, CPU)
+
+
+def measure_twice(folder: str) -> list[tuple[str, Hardware]]:
+    """Measure, and take what is kept."""
+    job, ranks = job_of(f"--parallel.compile.cache_dir={folder}"), read_rank_info()
+    both = [measure_here(job, ranks, CPU) for _ in range(2)]
+    return [(measured.line, measured.hardware) for measured in both]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_measure_once_and_agree(tmp_path: Path, processes: int) -> None:
+    results = run_ranks(processes, measure_twice, str(tmp_path))
+    (path,) = tmp_path.glob("hardware-*.yaml")
+    kept = dataclasses.replace(read_hardware(path), name=HERE)
+    for (first, measured), (second, read) in results:
+        assert first.startswith("measured this machine for ")
+        assert second == f"this machine as it measured itself 1 minute ago; delete {path} to measure it again"
+        assert measured == read == kept
+    assert set(kept.collectives_s) == (set(COLLECTIVES) if processes > 1 else set())
+    assert kept.host.unit_s > 0
+
+
+def test_measurements_of_another_version_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "hardware-0.yaml"
+    assert read_kept(path) is None
+    path.write_text("memory_gib: 1.0\n")
+    assert read_kept(path) is None
