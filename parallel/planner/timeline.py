@@ -106,6 +106,11 @@ class Timeline:
         """The share of the step that is exposed."""
         return self.exposed_s / self.step_s if self.step_s else 0.0
 
+    @property
+    def host_share(self) -> float:
+        """The share of the step that is host-bound."""
+        return self.host_s / self.step_s if self.step_s else 0.0
+
 
 def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
     """Return the step in the trace event format of https://ui.perfetto.dev and chrome://tracing: one process

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.planner.timeline import EXPOSED, Timeline, TimelineEvent, describe
+from meshwright.parallel.planner.timeline import EXPOSED, HOST_BOUND, Timeline, TimelineEvent, describe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,18 +45,28 @@ COLORS = {
     "all_reduce": "#cc79a7",
     "offload": "#8c6d31",
     EXPOSED: "#d55e00",
+    HOST_BOUND: "#7f3b08",
+    "host": "#bdbdbd",
 }
-DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED})  # colors with white text
-LEGEND = {"copies": "copy in or out", "tp": "tensor parallel", EXPOSED: "exposed: computing waits"}
+DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED, HOST_BOUND})  # colors with white text
+LEGEND = {
+    "copies": "copy in or out",
+    "tp": "tensor parallel",
+    EXPOSED: "exposed: computing waits",
+    HOST_BOUND: "host-bound: computing waits",
+}
 ROWS = {  # lane -> row of the picture
+    "host": "host",
     "compute": "compute",
     EXPOSED: "compute",
+    HOST_BOUND: "compute",
     "tp": "tensor parallel",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "offload": "host memory",
 }
+NOTABLE = 1e-3  # share of the step that is worth a figure
 Span = tuple[float, float]  # start, end
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -211,7 +221,7 @@ def _draw_bars(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
             inside[color_key(event)].append(event)
     for kind in (kind for kind in COLORS if kind in inside):
         middle = rows.index(ROWS.get(kind, "compute")) + BAR / LANE / 2
-        foot = 0 if panel.large or kind != EXPOSED else LANE - BAR - 1
+        foot = 0 if panel.large or kind not in (EXPOSED, HOST_BOUND) else LANE - BAR - 1
         # In the compute lane a widened bar would cover its neighbor.
         thinnest_s = THIN * panel.point_s if kind in ROWS else 0.0
         bars = merged(inside[kind], panel.point_s / PNG_SCALE)
@@ -278,7 +288,7 @@ def phases(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
     def name(event: TimelineEvent) -> str:
         return event.phase + (f" {event.micro_batch + 1}" if many and event.phase != "optimizer" else "")
 
-    busy = (event for event in timeline.events if event.lane in ("compute", EXPOSED, "tp"))
+    busy = (event for event in timeline.events if event.lane in ("compute", EXPOSED, HOST_BOUND, "tp"))
     for label, events in groupby(busy, name):
         first, *others = events
         yield label, first.start_s, (others or [first])[-1].end_s
@@ -290,7 +300,8 @@ def facts(timeline: Timeline) -> str:
         f"{ROWS[lane]} {in_ms(seconds)}" for lane, seconds in timeline.exposed_by_lane.items() if seconds
     ]
     exposed = f"{in_ms(timeline.exposed_s)} exposed ({timeline.exposed_share:.1%})"
-    return f"step {in_ms(timeline.step_s)} = {in_ms(timeline.compute_s)} computing + {exposed}" + (
+    host = f" + {in_ms(timeline.host_s)} host-bound" if timeline.host_share >= NOTABLE else ""
+    return f"step {in_ms(timeline.step_s)} = {in_ms(timeline.compute_s)} computing{host} + {exposed}" + (
         f": {', '.join(parts)}" if parts else ""
     )
 

@@ -273,7 +273,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--json",
         action=flag,
         help="print one JSON document: plan, reasons, advice, predicted {peak_memory_gib, reserved_gib, "
-        "memory and memory_at_peak by kind in GiB, step_time_s, compute_s, exposed_comm_s, "
+        "memory and memory_at_peak by kind in GiB, step_time_s, compute_s, exposed_comm_s, host_bound_s, "
         "tokens_per_s_per_gpu, mfu, "
         "mfu_causal, fits; values that need --gpu are null without it}, with plan=auto candidates, and if "
         "requested time_to_train, min_gpus, "

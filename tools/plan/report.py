@@ -191,6 +191,7 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
         "compute_s": timeline and timeline.compute_s,
         "exposed_comm_s": timeline and timeline.exposed_s,
         "exposed_share": timeline and timeline.exposed_share,
+        "host_bound_s": timeline and timeline.host_s,
         "exposed_by_lane_s": timeline and dict(timeline.exposed_by_lane),
         "tokens_per_s_per_gpu": prediction and prediction.tokens_per_s_per_gpu,
         "mfu": prediction and prediction.mfu,
@@ -284,6 +285,7 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
         ("MFU, full attention", _percent(prediction.mfu)),
         ("MFU, causal attention", _percent(prediction.mfu_causal)),
         ("computing", seconds(timeline.compute_s)),
+        ("host-bound", f"{seconds(timeline.host_s)}, {timeline.host_share:.1%} of the step"),
         ("exposed", f"{seconds(timeline.exposed_s)}, {timeline.exposed_share:.1%} of the step"),
     ]
     rows += [

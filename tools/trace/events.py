@@ -290,6 +290,8 @@ def _add_annotation(store: TraceEvents, event: dict[str, Any], name: str) -> Non
     if match := _STEP.fullmatch(name):
         store.steps.append((int(match[1]), *span))
         store.step_threads.add(thread)
+    elif name.startswith(_COMPILED):  # a CPU's fused loops are in it, without operators of their own
+        store.operators[thread].add(*span)
     elif name.startswith("gloo:"):
         store.carried.append(Launch(thread, find_collective(name) or name, *span))
     elif label := parse_label(name):

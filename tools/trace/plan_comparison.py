@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from meshwright.parallel.planner.timeline import EXPOSED, MicroBatchTimeline, Timeline, TimelineEvent
+from meshwright.parallel.planner.timeline import (
+    EXPOSED,
+    HOST_BOUND,
+    MicroBatchTimeline,
+    Timeline,
+    TimelineEvent,
+)
 from meshwright.parallel.planner.timeline_plot import (
     MARGIN,
     Panel,
@@ -26,8 +34,10 @@ from meshwright.parallel.planner.timeline_plot import (
     phases,
 )
 from meshwright.tools.trace.steps import ComputeSpan, ProfiledStep, Transfer, total
+from meshwright.train.calibration.measure import kept_path, read_kept
 from meshwright.train.config import Config
 from meshwright.train.config_parser import load_config
+from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.errors import DataError
 from meshwright.train.planning.predict import predict
 
@@ -42,8 +52,8 @@ SIDES = ("predicted", "measured")
 @dataclass(frozen=True)
 class LaneRow:
     """Seconds of a step. `lane`: step; compute, and within it forward, backward, copies and optimizer;
-    exposed; and each link lane (tp, all_gather, ...), while it has a collective in flight. `ratio`:
-    measured / predicted, None if nothing was predicted."""
+    exposed; each link lane (tp, all_gather, ...), while it has a collective in flight; and host_bound.
+    `ratio`: measured / predicted, None if nothing was predicted."""
 
     lane: str
     predicted_s: float
@@ -60,7 +70,7 @@ def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timelin
     Raises DataError with the reason if the step cannot be predicted.
     """
     config, plan = _read_run(run)
-    hardware = _hardware_of(device_name, config.run.threads, plan, run)
+    hardware = _hardware_of(device_name, config, processes_per_node, run)
     try:
         return predict(config.job, plan, hardware, processes_per_node).timeline
     except ValueError as error:
@@ -79,25 +89,31 @@ def _read_run(run: Path) -> tuple[Config, Plan]:
         raise DataError(f"{run}: its step cannot be predicted: {error}") from None
 
 
-def _hardware_of(device_name: str, threads: int, plan: Plan, run: Path) -> Hardware:
-    """Return the hardware that the run used: with `run.threads`, only that many cores per process."""
-    kinds = load_hardware()
-    hardware = find_hardware(device_name) or (kinds["cpu"] if device_name.startswith("CPU") else None)
-    if hardware is None:
+def _hardware_of(device_name: str, config: Config, processes: int, run: Path) -> Hardware:
+    """Return the hardware that the run used. A CPU: as it measured itself for such a run, otherwise cpu.yaml;
+    only the cores of the run's threads.
+
+    Args:
+        processes: on a node
+    """
+    if hardware := find_hardware(device_name):
+        return hardware
+    if not device_name.startswith("CPU"):
         raise DataError(
             f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}: "
             "measure it (python -m tools.bench calibrate -h)"
         )
-    if not hardware.cores or not threads:
-        return hardware
-    return dataclasses.replace(hardware, cores=min(hardware.cores, threads * plan.mesh.world_size))
+    threads = config.run.threads or max(1, usable_cores() // processes)
+    kept = read_kept(kept_path(config.job, processes, threads, torch.device("cpu")))
+    hardware = kept or load_hardware()["cpu"]
+    return dataclasses.replace(hardware, cores=min(hardware.cores, threads * processes))
 
 
 def compare_lanes(predicted: Timeline, measured: Timeline) -> list[LaneRow]:
     """Return a row for each lane that either timeline has."""
     rows = []
     expected, actual = (_lane_seconds(timeline) for timeline in (predicted, measured))
-    for lane in ("step", "compute", *COMPUTE_KINDS, EXPOSED, *LINK_LANES):
+    for lane in ("step", "compute", *COMPUTE_KINDS, EXPOSED, *LINK_LANES, HOST_BOUND):
         if expected[lane] or actual[lane]:
             rows.append(
                 LaneRow(
@@ -117,7 +133,12 @@ def _lane_seconds(timeline: Timeline) -> Mapping[str, float]:
             seconds[color_key(event)] += event.seconds  # type: ignore[assignment]
     for lane in LINK_LANES:
         seconds[lane] = _covered(event for event in timeline.events if event.lane == lane)  # type: ignore[assignment]
-    totals = {"step": timeline.step_s, "compute": timeline.compute_s, EXPOSED: timeline.exposed_s}
+    totals = {
+        "step": timeline.step_s,
+        "compute": timeline.compute_s,
+        EXPOSED: timeline.exposed_s,
+        HOST_BOUND: timeline.host_s,
+    }
     return Counter(seconds | totals)  # type: ignore[operator]
 
 
@@ -166,13 +187,14 @@ def _within(spans: Mapping[str, Span], window: Span) -> list[tuple[str, float, f
 
 def _facts(timeline: Timeline, predicted: Timeline, side: str) -> str:
     """Return the figures of a step on one line, each with its difference from the prediction."""
-    neither_s = timeline.step_s - timeline.compute_s - timeline.exposed_s
+    idle_s = timeline.step_s - timeline.compute_s - timeline.exposed_s - timeline.host_s
     parts = [
         f"{side.capitalize()}: step {_with_change(timeline.step_s, predicted.step_s, side)}",
         f"computing {_with_change(timeline.compute_s, predicted.compute_s, side)}",
         f"exposed {_with_change(timeline.exposed_s, predicted.exposed_s, side)}, "
         f"{timeline.exposed_share:.1%} of the step",
-        *([f"host-bound or idle {in_ms(neither_s)}"] if neither_s > 1e-3 * timeline.step_s else []),
+        f"host-bound {_with_change(timeline.host_s, predicted.host_s, side)}",
+        *([f"idle {in_ms(idle_s)}"] if idle_s > 1e-3 * timeline.step_s else []),
     ]
     return "; ".join(parts)
 
@@ -207,7 +229,8 @@ def to_timeline(step: ProfiledStep) -> Timeline:
             by_lane[event.work] += event.seconds
     rounds = tuple(_rounds(events, step.length_ns / 1e9))
     computing_s, exposed_s = total(step.computing) / 1e9, total(step.exposed) / 1e9
-    return Timeline(rounds, step.length_ns / 1e9, computing_s, exposed_s, dict(by_lane))
+    host_s = total(step.host) / 1e9
+    return Timeline(rounds, step.length_ns / 1e9, computing_s, exposed_s, dict(by_lane), host_s)
 
 
 def _event(

@@ -96,7 +96,7 @@ def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> S
     products = {p for t in tokens for tp in degrees for p in _products(model, t, tp)}
     block_bytes = [counts.block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
-        products=sorted(p for p in products if 2 * p[0] * p[1] * p[2] <= MOST_FLOPS) or [min(products)],
+        products=sorted({_shortened(product) for product in products}),
         attention=[_attention(model, sequences[-1], job.seq_len)],
         memory=(min(tokens[-1], 4096), model.dim, model.ffn_dim),
         dtypes=(dtype,),
@@ -126,6 +126,12 @@ def _products(model: LlamaConfig, tokens: int, tp: int) -> Iterator[Products]:
     for outputs in (dim, kv_dim, model.ffn_dim, model.vocab_size):
         yield tokens, dim, max(1, outputs // tp)
     yield tokens, model.ffn_dim // tp, dim
+
+
+def _shortened(product: Products) -> Products:
+    """Return the product with fewer tokens if it would take too long."""
+    tokens, inputs, outputs = product
+    return min(tokens, max(1, int(MOST_FLOPS / (2 * inputs * outputs)))), inputs, outputs
 
 
 def _attention(model: LlamaConfig, sequences: int, seq_len: int) -> AttentionShape:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.parallel.planner.hardware import load_hardware, read_hardware, share_at
+from meshwright.parallel.planner.hardware import COLLECTIVES, load_hardware, read_hardware, share_at
 from meshwright.train.calibration.collectives import CollectiveTiming
 from meshwright.train.calibration.hardware_file import (
     CalibratedMachine,
@@ -72,7 +72,7 @@ COMPUTE = {
     "taken_gib": 0.5,
 }
 TIMINGS = [  # a millisecond at every size
-    CollectiveTiming(op, 2, size, 1e-3) for op in ("all_gather", "reduce_scatter") for size in (4, 2**22)
+    CollectiveTiming(op, 2, size, 1e-3) for op in COLLECTIVES for size in (4, 2**22)
 ]
 
 

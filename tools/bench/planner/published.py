@@ -32,6 +32,7 @@ KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforg
 CONFIGS = {
     "llama3-8b": "config=llama_8b.yaml",
     "llama3-70b": "config=llama_70b.yaml",
+    "llama3-405b": "config=llama_405b.yaml",
     "kf-13b": "config=llama_8b.yaml model.dim=5120 model.n_layers=40 model.n_heads=40 model.ffn_dim=17920",
 }
 REDUCE_GRADIENTS = {"torchtitan": "every_micro_batch", "KempnerForge": "last_micro_batch"}
@@ -138,6 +139,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
         "parallel.reduce_gradients": REDUCE_GRADIENTS[run.framework],
         "parallel.compile.enabled": str(run.compile).lower(),
         "parallel.loss_chunk_tokens": 0,
+        "model.max_seq_len": run.seq_len,
         "train.seq_len": run.seq_len,
         "parallel.async_tp": str(run.async_tp).lower(),
         "parallel.float8.recipe": FLOAT8[run.matmul_dtype],
