@@ -4,6 +4,7 @@ body of custom operators."""
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.fx import Node
 
@@ -45,7 +46,8 @@ VIEWS = frozenset(
         "multiply_unless_one_kernel",  # in place, by the gradient of the loss, which is 1 in a training step
     }
 )
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"})
+FLOAT8_PRODUCT = "_scaled_mm"
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", FLOAT8_PRODUCT})
 REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "var_mean"})
 COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
@@ -60,7 +62,19 @@ def attention_flops(name: str, arguments: Any) -> float:
 
     `arguments` begin with q[B, N, T, H], k; those of the backward with the gradient.
     """
-    backward = "backward" in name
-    q, k = (x.meta["val"] if isinstance(x, Node) else x for x in arguments[backward : backward + 2])
+    q, k = _attended(name, arguments)
     square = q.numel() * k.shape[-2]
-    return float(square * (5 if backward else 2))
+    return float(square * (5 if "backward" in name else 2))
+
+
+def attention_shape(name: str, arguments: Any) -> tuple[int, int]:
+    """Return the tokens of a sequence and the width of a head."""
+    q, _ = _attended(name, arguments)
+    return q.shape[-2], q.shape[-1]
+
+
+def _attended(name: str, arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return q[B, N, T, H] and k."""
+    first = 1 if "backward" in name else 0
+    q, k = (x.meta["val"] if isinstance(x, Node) else x for x in arguments[first : first + 2])
+    return q, k

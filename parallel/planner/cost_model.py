@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import gcd
 
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
-from meshwright.parallel.planner.hardware import Hardware, HostCosts, seconds_at, share_at
+from meshwright.parallel.planner.hardware import Curve, Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation, Phase
 
 
@@ -67,7 +67,8 @@ class StepTimes:
     Args:
         units, modules: by name
         optimizer_s: gradient norm and update
-        overlaps, slowdown: as in `Hardware`
+        overlaps: as in `Hardware`
+        slowdown: share of its speed that compute loses during a collective, by lane
         offload_s: of one copy to or from host memory, by block, from `copy_times`
         hook_s: of the host, in FSDP2's hooks around one all-gather or one reduction of a unit
         scalars_s: all-reduces of the number of tokens, the gradient norm and the loss
@@ -77,7 +78,7 @@ class StepTimes:
     modules: Mapping[str, ModuleTimes]
     optimizer_s: float
     overlaps: bool
-    slowdown: float
+    slowdown: Mapping[str, float]
     offload_s: Mapping[str, float] = field(default_factory=dict)
     hook_s: float = 0.0
     scalars_s: float = 0.0
@@ -95,10 +96,6 @@ class StepTimes:
 
 
 FLOAT32_ATTENTION = "efficient"  # the only fused GPU kernel for float32, so the best one
-# This constant and the next are estimates, not measurements. Operands are about two thirds of the bytes that
-# a matmul moves. A cast to float8 writes half as many bytes, mostly fused into the kernel that produces the
-# operand, serves about two matmuls, and sometimes reads the operand again.
-FLOAT8_CASTING = 0.25
 # Every tensor-parallel collective of the forward, and half of those of the backward, adjoin a matmul with
 # which they can be pipelined in pieces.
 ASYNC_TP_HIDDEN = 0.5
@@ -208,6 +205,8 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     for name, key in keys.items():
         if key not in times:
             module, size = work.modules[name], plan.micro_batch_size
+            if plan.float8.all_gather and module.float8:
+                module = _without_weight_casts(module)
             times[key] = _with_host(
                 _module_times(module, size, device, groups["tp"], hidden), module, compiled[name], device.host
             )
@@ -225,11 +224,18 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
         modules=modules,
         optimizer_s=_optimizer_s(plan, work, device),
         overlaps=hardware.overlaps,
-        slowdown=hardware.slowdown,
+        slowdown=_slowdowns(groups, hardware),
         offload_s=copy_times(plan, work, device),
         hook_s=device.host.unit_s,
         scalars_s=SCALARS * collective_s("all_reduce", 4, _world_group(plan.mesh, gpus_per_node), device),
     )
+
+
+def _slowdowns(groups: Mapping[str, Group], hardware: Hardware) -> dict[str, float]:
+    """Return the slowdown of compute by the lane of the collective."""
+    within, between = hardware.slowdown, hardware.network_slowdown
+    axes = {"all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
+    return {lane: between if groups[axis].nodes > 1 else within for lane, axis in axes.items()}
 
 
 def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
@@ -250,31 +256,45 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
 def with_kernel(hardware: Hardware, attention: str) -> Hardware:
     """Return the hardware with the attention rates of a kernel; an unknown kernel gets those of the best one.
     The float32 rates of a device are those of FLOAT32_ATTENTION."""
-    share = hardware.attention_kernels.get(attention, 1.0)
-    shares = {"float32": 1.0} if attention == FLOAT32_ATTENTION else {}
+    shares = hardware.attention_kernels.get(attention, (1.0, 1.0))
     forward, backward = (
-        {dtype: rate * shares.get(dtype, share) for dtype, rate in rates.items()}
-        for rates in (hardware.attention_forward, hardware.attention_backward)
+        {
+            dtype: curve if (dtype, attention) == ("float32", FLOAT32_ATTENTION) else _scaled(curve, share)
+            for dtype, curve in rates.items()
+        }
+        for rates, share in zip(
+            (hardware.attention_forward, hardware.attention_backward), shares, strict=True
+        )
     )
     return replace(hardware, attention_forward=forward, attention_backward=backward)
+
+
+def _scaled(curve: Curve | float, factor: float) -> Curve | float:
+    return (
+        curve * factor if isinstance(curve, float) else tuple((size, share * factor) for size, share in curve)
+    )
 
 
 def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> float:
     if not flops:
         return 0.0
+    # a device without float8 products emulates them
+    dtype = operation.dtype if operation.dtype in hardware.matmul else "bfloat16"
     if operation.kind == "matmul":
-        share = share_at(hardware.matmul[operation.dtype], flops / 1e9)
+        share = share_at(hardware.matmul[dtype], flops / 1e9)
     else:
-        shares = hardware.attention_backward if "backward" in operation.name else hardware.attention_forward
-        share = shares[operation.dtype]
-    return flops / (hardware.peak_tflops[operation.dtype] * 1e12 * share)
+        rates = hardware.attention_backward if "backward" in operation.name else hardware.attention_forward
+        share = share_at(rates[dtype], operation.length)
+        share *= share_at(hardware.attention_head_dim, operation.head_dim)
+    share *= hardware.power_limit.get(operation.kind, 1.0)
+    return flops / (hardware.peak_tflops[dtype] * 1e12 * share)
 
 
 def _module_times(
     module: ModuleWorkload, micro_batch_size: int, hardware: Hardware, tp: Group, hidden: float
 ) -> ModuleTimes:
     phases = (module.forward, module.backward)
-    computing = [_phase_s(phase, micro_batch_size, hardware, module.float8_share) for phase in phases]
+    computing = [_phase_s(phase, micro_batch_size, hardware) for phase in phases]
     sending = [_collectives_s(phase, micro_batch_size, hardware, tp) * (1 - hidden) for phase in phases]
     return ModuleTimes(computing[0], sending[0], computing[1], sending[1])
 
@@ -290,25 +310,26 @@ def _with_host(times: ModuleTimes, module: ModuleWorkload, compiled: bool, host:
     return replace(times, forward_host_s=forward, backward_host_s=backward)
 
 
-def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, float8_share: float) -> float:
-    """Return the seconds of compute, with a share of the matmuls in float8."""
-    seconds = 0.0
-    for operation in phase.operations:
-        if operation.kind == "collective":
-            continue
-        share = float8_share if operation.kind == "matmul" else 0.0
-        if share:
-            cast_s = traffic_s(
-                FLOAT8_CASTING * operation.bytes.at(micro_batch_size),
-                hardware,
-                _memory_efficiency(operation, hardware),
-            )
-            dtype = "float8" if "float8" in hardware.matmul else operation.dtype  # emulated
-            seconds += share * (
-                operation_s(replace(operation, dtype=dtype), micro_batch_size, hardware) + cast_s
-            )
-        seconds += (1 - share) * operation_s(operation, micro_batch_size, hardware)
-    return seconds
+def _without_weight_casts(module: ModuleWorkload) -> ModuleWorkload:
+    """Return the module without casts of weights, which are gathered in float8: the traffic of its
+    element-wise operations that does not depend on the micro batch."""
+    forward, backward = (
+        replace(
+            phase,
+            operations=tuple(op for op in phase.operations if op.kind != "memory" or op.bytes.per_sequence),
+        )
+        for phase in (module.forward, module.backward)
+    )
+    return replace(module, forward=forward, backward=backward)
+
+
+def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware) -> float:
+    """Return the seconds of compute."""
+    return sum(
+        operation_s(operation, micro_batch_size, hardware)
+        for operation in phase.operations
+        if operation.kind != "collective"
+    )
 
 
 def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: Group) -> float:

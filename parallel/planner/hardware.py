@@ -19,7 +19,6 @@ from meshwright.parallel.structure import Amount, Natural, Positive, report, str
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
-MOST_FITTED = 4
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype
 DTYPES = ("bfloat16", "float32")  # that every kind has rates for
@@ -74,8 +73,12 @@ class Hardware:
         peak_tflops: dense matmul rate by dtype of the inputs
         matmul: share of the peak that a matmul reaches, by dtype: a curve over its size in GFLOP
         attention_forward, attention_backward: share of the peak that causal attention reaches with the best
-            kernel, by dtype
-        attention_kernels: kernels with their rate as a share of the best one's; the best one comes first
+            kernel, by dtype: a curve over the tokens of a sequence
+        attention_head_dim: the part of this share that heads of a width reach: a curve over it
+        attention_kernels: kernels with their rate as a share of the best one's, forward and backward; the
+            best one comes first
+        power_limit: the part of the rate of products and of attention that is left at the device's power
+            limit, by kind of operation; without a limit, or not listed, all of it
         memory_efficiency: share of the memory bandwidth that other operations of a module reach, by dtype
         copy_efficiency: the same for copies into and out of FSDP2's buffers
         optimizer_efficiency: the same for AdamW
@@ -89,13 +92,14 @@ class Hardware:
         host_memory_gib: host memory available to each device; 0 if there is no separate host memory, as on a
             CPU
         overlaps: whether collectives overlap with compute (streams on a GPU) or stop it (gloo on a CPU)
-        slowdown: share of its speed that compute loses while a collective runs
+        slowdown, network_slowdown: share of its speed that compute loses while a collective runs within a
+            node, or between nodes
         reserved_share, reserved_gib: memory that the allocator reserves beyond its predicted pools (on a CPU
             beyond the peak), as a share of them, and fixed memory of the process, in GiB
         cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
             CPU's rates are those of one core while the others are equally busy: a process gets
             cores / processes of them
-        fitted: keys whose values were fitted to published runs, at most four
+        fitted: keys whose values were fitted to published runs
     """
 
     name: str
@@ -104,9 +108,11 @@ class Hardware:
     memory_gb_s: Positive
     peak_tflops: Mapping[str, Positive]
     matmul: Mapping[str, Curve | Positive]
-    attention_forward: Mapping[str, Positive]
-    attention_backward: Mapping[str, Positive]
-    attention_kernels: Mapping[str, Positive]
+    attention_forward: Mapping[str, Curve | Positive]
+    attention_backward: Mapping[str, Curve | Positive]
+    attention_head_dim: Curve | Positive
+    attention_kernels: Mapping[str, tuple[Positive, Positive]]
+    power_limit: Mapping[str, Positive]
     memory_efficiency: Mapping[str, Positive]
     copy_efficiency: Positive
     optimizer_efficiency: Positive
@@ -119,10 +125,11 @@ class Hardware:
     host_memory_gib: Amount
     overlaps: bool
     slowdown: Amount
+    network_slowdown: Amount
     reserved_share: Amount
     reserved_gib: Amount
     cores: Natural
-    fitted: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_FITTED)]
+    fitted: tuple[str, ...]
 
 
 def share_at(curve: Curve | float, size: float) -> float:
@@ -180,7 +187,8 @@ def read_hardware(path: Path) -> Hardware:
 
 def _find_contradictions(kind: Hardware) -> Iterator[str]:
     """Yield mistakes that involve several keys, and those in curves."""
-    curves = {f"matmul.{dtype}": curve for dtype, curve in kind.matmul.items()}
+    curves = {f"{key}.{dtype}": curve for key in RATES for dtype, curve in getattr(kind, key).items()}
+    curves["attention_head_dim"] = kind.attention_head_dim
     for place, link in (("node", kind.node), ("network", kind.network)):
         yield from wrong_keys(link.efficiency, COLLECTIVES, f"{place}.efficiency")
         curves |= {f"{place}.efficiency.{name}": curve for name, curve in link.efficiency.items()}

@@ -48,12 +48,12 @@ class Span:
     released_by: int
 
 
-def run_tasks(tasks: Sequence[Task], slowdown: float) -> list[Span]:
+def run_tasks(tasks: Sequence[Task], slowdown: Mapping[str, float]) -> list[Span]:
     """Simulate all tasks from second 0 and return their spans.
 
     Collectives in flight at the same time share the link: each of n runs at 1/n of its speed. That is the
     worst case, because latencies add up only within one communicator. Compute runs at 1 - `slowdown` of its
-    speed during any collective. Tensor-parallel collectives are on the compute stream; they neither slow
+    speed during a collective: the largest, by lane, of those in flight. Tensor-parallel collectives are on the compute stream; they neither slow
     others down nor are slowed down. Copies to and from host memory have a separate link and copy engine. The
     host is slowed down by nothing.
     """
@@ -88,12 +88,12 @@ class _Running:
     released_by: int
 
 
-def _advance(running: Mapping[str, _Running], slowdown: float) -> tuple[str, float]:
+def _advance(running: Mapping[str, _Running], slowdown: Mapping[str, float]) -> tuple[str, float]:
     """Advance all running tasks until one ends. Return its stream and the seconds until its end."""
-    collectives = len(running.keys() - ALONE)
-    speeds = {stream: 1.0 if stream in ALONE else 1.0 / collectives for stream in running}
-    if COMPUTE in running:
-        speeds[COMPUTE] = 1.0 - slowdown if collectives and running[COMPUTE].lane == COMPUTE else 1.0
+    collectives = running.keys() - ALONE
+    speeds = {stream: 1.0 if stream in ALONE else 1.0 / len(collectives) for stream in running}
+    if collectives and COMPUTE in running and running[COMPUTE].lane == COMPUTE:
+        speeds[COMPUTE] = 1.0 - max(slowdown[stream] for stream in collectives)
     stream = min(running, key=lambda stream: running[stream].left_s / speeds[stream])
     passed_s = running[stream].left_s / speeds[stream]
     for name, task in running.items():

@@ -40,6 +40,7 @@ class Operation:
         bytes: read plus written; for a collective those of the unsharded tensor, as in
             `parallel.simulate.collectives`
         dtype: of the operands or of the tensor sent
+        length, head_dim: of attention: tokens of a sequence, and width of a head
     """
 
     kind: Literal["matmul", "attention", "memory", "collective"]
@@ -47,6 +48,8 @@ class Operation:
     flops: Linear
     bytes: Linear
     dtype: str
+    length: int = 0
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,6 @@ class ModuleWorkload:
     weights: tuple[tuple[int, int], ...] = ()
     float8: int = 0
     buffers: tuple[Buffer, ...] = ()
-
-    @property
-    def float8_share(self) -> float:
-        """The share of the matmuls with weights that is in float8."""
-        return self.float8 / max(1, sum(rows * values for rows, values in self.weights if values > 1))
 
 
 @dataclass(frozen=True)

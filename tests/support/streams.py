@@ -8,6 +8,7 @@ from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitT
 from meshwright.parallel.planner.timeline import EXPOSED, Timeline
 
 NOTHING = UnitTimes(0, 0, 0, 0, 0, 0)
+LINK_LANES = ("all_gather", "reduce_scatter", "all_reduce")
 SHORT = {"embed": "e", "head": "h"}
 
 
@@ -35,7 +36,7 @@ def times_of(
     module_times: dict[str, Any] = {
         m: dataclasses.replace(module, **(other_modules or {}).get(m, {})) for m in plan.modules
     }
-    return StepTimes(unit_times, module_times, optimizer, overlaps, slowdown)
+    return StepTimes(unit_times, module_times, optimizer, overlaps, dict.fromkeys(LINK_LANES, slowdown))
 
 
 def bars(timeline: Timeline, lane: str, phase: str = "") -> list[tuple[str, float, float]]:

@@ -94,11 +94,15 @@ def model_workload(
         )
         if key not in traced:
             case = _make_case(config, plan, unit, kind, seq_len)
-            case = dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK)
-            traced[key] = _trace(case, folder)
-            if plan.float8.linears and kind == BLOCK and case.compiled:
-                in_float8 = _trace(dataclasses.replace(case, float8=plan.float8.linears), folder)
-                traced[key] = _with_memory_of(traced[key], in_float8)
+            traced[key] = _trace(
+                dataclasses.replace(
+                    case,
+                    frozen=fixed,
+                    document_mask=document_mask and kind == BLOCK,
+                    float8=plan.float8.linears if kind == BLOCK else (),
+                ),
+                folder,
+            )
         modules[name] = traced[key]
     if parameters := count_float8(plan, block_linears(config)):
         blocks = {id(work): work for name, work in modules.items() if name.startswith(BLOCKS)}
@@ -108,18 +112,6 @@ def model_workload(
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
     tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
     return ModelWorkload(modules, {}, seq_len, "head", tables)
-
-
-def _with_memory_of(work: ModuleWorkload, other: ModuleWorkload) -> ModuleWorkload:
-    """Return a workload with the memory of another: of the same module with products in float8, whose time
-    the cost model derives from that in bfloat16."""
-    forward, backward = (
-        dataclasses.replace(phase, live_bytes=others.live_bytes)
-        for phase, others in ((work.forward, other.forward), (work.backward, other.backward))
-    )
-    return dataclasses.replace(
-        work, forward=forward, backward=backward, saved_bytes=other.saved_bytes, buffers=other.buffers
-    )
 
 
 def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> _Case:

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, custom_op_body
+from meshwright.parallel.operators import (
+    COLLECTIVES,
+    FLOAT8_PRODUCT,
+    PRODUCTS,
+    VIEWS,
+    attention_flops,
+    attention_shape,
+    custom_op_body,
+)
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
@@ -44,6 +52,8 @@ class _OpRecord:
     flops: float
     bytes: float
     dtype: str
+    length: int = 0
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,9 +181,12 @@ def _record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tens
     moved = float(sum(tensor.nbytes for tensor in (*read, *made)))
     dtype = str(made[0].dtype).removeprefix("torch.")
     if name in PRODUCTS:
+        dtype = "float8" if name == FLOAT8_PRODUCT else dtype
         return _OpRecord("matmul", name, 2.0 * made[0].numel() * read[-2].shape[-1], moved, dtype)
     if "attention" in name:
-        return _OpRecord("attention", name, attention_flops(name, args), moved, dtype)
+        return _OpRecord(
+            "attention", name, attention_flops(name, args), moved, dtype, *attention_shape(name, args)
+        )
     if name in COLLECTIVES:
         return _OpRecord(
             "collective", COLLECTIVES[name], 0.0, float(max(t.nbytes for t in (*read, *made))), dtype
@@ -197,6 +210,8 @@ def join_phases(recorded: Sequence[RecordedPhase]) -> Phase:
             fit_line([small.flops, large.flops]),
             fit_line([small.bytes, large.bytes]),
             small.dtype,
+            small.length,
+            small.head_dim,
         )  # type: ignore[arg-type]
         for small, large in zip(*(phase.operations for phase in recorded), strict=True)
     )
@@ -207,10 +222,10 @@ def join_phases(recorded: Sequence[RecordedPhase]) -> Phase:
 
 
 def _sum_by_name(operations: Sequence[_OpRecord]) -> list[_OpRecord]:
-    sums: dict[tuple[str, str, str], _OpRecord] = {}
+    sums: dict[_OpRecord, _OpRecord] = {}
     for operation in operations:
-        key = (operation.kind, operation.name, operation.dtype)
-        before = sums.get(key, _OpRecord(operation.kind, operation.name, 0.0, 0.0, operation.dtype))
+        key = replace(operation, flops=0.0, bytes=0.0)
+        before = sums.get(key, key)
         sums[key] = replace(
             before, flops=before.flops + operation.flops, bytes=before.bytes + operation.bytes
         )

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.parallel.operators import (
     COLLECTIVES,
+    FLOAT8_PRODUCT,
     PRODUCTS,
     REDUCTIONS,
     VIEWS,
     attention_flops,
+    attention_shape,
     custom_op_body,
 )
 from meshwright.parallel.planner.tracing.eager import (
@@ -34,6 +36,9 @@ from meshwright.parallel.planner.tracing.eager import (
 )
 from meshwright.parallel.planner.tracing.fusion import Kernel, Loop, Value, fuse
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks, total
+
+# A kernel with this reduction of a whole tensor, from which the scale of a cast is made, reads it twice.
+WHOLE_REDUCTION = "amax"
 
 
 @dataclass(frozen=True)
@@ -177,15 +182,16 @@ class KernelGraph:
         return list(order)
 
     def _operation(self, kernel: Kernel) -> Operation:
-        moved = total(map(self.size, kernel.reads | kernel.writes))
+        read_again = kernel.reads if WHOLE_REDUCTION in map(_name, kernel.nodes) else ()
+        moved = total(map(self.size, (*(kernel.reads | kernel.writes), *read_again)))
         first = kernel.nodes[0]
         name, dtype = _name(first), str(_tensors(first.meta["val"])[0].dtype).removeprefix("torch.")
         if name in PRODUCTS:
+            dtype = "float8" if name == FLOAT8_PRODUCT else dtype
             return Operation("matmul", name, self._scale(_product_flops(first), fixed=False), moved, dtype)
         if "attention" in name:
-            return Operation(
-                "attention", name, self._scale(attention_flops(name, first.args), fixed=False), moved, dtype
-            )
+            flops = self._scale(attention_flops(name, first.args), fixed=False)
+            return Operation("attention", name, flops, moved, dtype, *attention_shape(name, first.args))
         if name in COLLECTIVES:
             full = max((first, *self._sources(first)), key=_bytes)
             return Operation("collective", COLLECTIVES[name], Linear(), self.size(full), dtype)

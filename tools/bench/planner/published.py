@@ -17,9 +17,17 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
-from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.workload import ModelWorkload
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys, read_table
+from meshwright.tools.bench.planner.frameworks import (
+    kempnerforge_plan,
+    kempnerforge_times,
+    kempnerforge_workload,
+    torchtitan_plan,
+    torchtitan_workload,
+)
 from meshwright.tools.cli import format_table
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
@@ -35,6 +43,8 @@ CONFIGS = {
     "llama3-405b": "config=llama_405b.yaml",
     "kf-13b": "config=llama_8b.yaml model.dim=5120 model.n_layers=40 model.n_heads=40 model.ffn_dim=17920",
 }
+PLANS = {"torchtitan": torchtitan_plan, "KempnerForge": kempnerforge_plan}
+WORKLOADS = {"torchtitan": torchtitan_workload, "KempnerForge": kempnerforge_workload}
 REDUCE_GRADIENTS = {"torchtitan": "every_micro_batch", "KempnerForge": "last_micro_batch"}
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 # frameworks whose source states the dtypes of its state, and that it reports reserved memory
@@ -152,35 +162,40 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
         [*config_keys(CONFIGS[run.model]), *(f"--{key}={value}" for key, value in keys.items())]
     )
     plan = plan_run(config.job, run.n_gpus, run.gpus_per_node)
-    if run.framework == "torchtitan":
-        plan = dataclasses.replace(
-            plan, units=(*plan.units[:-1], dataclasses.replace(plan.units[-1], compiled=False))
-        )
-    return config, plan
+    return config, PLANS[run.framework](plan)
 
 
 @cache
-def predict_tokens_per_s(run: PublishedRun) -> float:
-    """Return the predicted tokens per second per GPU."""
+def trace_published(run: PublishedRun) -> tuple[Plan, ModelWorkload]:
+    """Return the plan and the workload of a published run."""
     config, plan = plan_published(run)
-    work = model_workload(config.model, plan, run.seq_len)
-    times = step_times(plan, work, load_hardware()[run.kind], run.gpus_per_node)
+    return plan, WORKLOADS[run.framework](plan, model_workload(config.model, plan, run.seq_len))
+
+
+def predict_tokens_per_s(run: PublishedRun, hardware: Hardware) -> float:
+    """Return the predicted tokens per second per GPU."""
+    plan, work = trace_published(run)
+    times = step_times(plan, work, hardware, run.gpus_per_node)
+    if run.framework == "KempnerForge":
+        times = kempnerforge_times(plan, times)
     return plan.global_batch_size * run.seq_len / simulate_step(plan, times).step_s / run.n_gpus
 
 
-@cache
-def predict_reserved_gib(run: PublishedRun) -> float:
+def predict_reserved_gib(run: PublishedRun, hardware: Hardware) -> float:
     """Return the predicted GiB that the allocator reserves on each GPU."""
-    config, plan = plan_published(run)
-    memory = predict_step_memory(plan, model_workload(config.model, plan, run.seq_len))
-    return reserved_bytes(memory, load_hardware()[run.kind]) / GIB
+    return reserved_bytes(predict_step_memory(*trace_published(run)), hardware) / GIB
 
 
 def compare_published(runs: Sequence[PublishedRun]) -> PublishedComparison:
     """Predict every run and compare."""
-    speed = tuple(ComparedRun(run, predict_tokens_per_s(run), run.tokens_per_s_per_gpu) for run in runs)
+    kinds = load_hardware()
+    speed = tuple(
+        ComparedRun(run, predict_tokens_per_s(run, kinds[run.kind]), run.tokens_per_s_per_gpu) for run in runs
+    )
     known = [run for run in runs if run.peak_memory_gib and run.framework in MEMORY_OF]
-    memory = tuple(ComparedRun(run, predict_reserved_gib(run), run.peak_memory_gib) for run in known)
+    memory = tuple(
+        ComparedRun(run, predict_reserved_gib(run, kinds[run.kind]), run.peak_memory_gib) for run in known
+    )
     return PublishedComparison(speed, memory, tuple((a.run, b.run) for a, b in wrong_order(speed)))
 
 
