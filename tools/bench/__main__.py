@@ -15,7 +15,7 @@ from meshwright.tools.bench.harness import (
     make_document,
     write_record,
 )
-from meshwright.tools.bench.planner import accumulation, dryrun, memory, predictions, published, scaling
+from meshwright.tools.bench.planner import accumulation, dryrun, fit, memory, predictions, published, scaling
 from meshwright.tools.bench.ranks import command as ranks
 from meshwright.tools.bench.speed import attention, cpu, data
 from meshwright.tools.bench.train_run import PROG
@@ -33,6 +33,7 @@ MODULES = (
     memory,
     dryrun,
     published,
+    fit,
     scaling,
     accumulation,
     ranks,

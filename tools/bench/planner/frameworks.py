@@ -90,6 +90,7 @@ def _with_operations(
     module: ModuleWorkload, change: Callable[[str, Operation], Operation | None]
 ) -> ModuleWorkload:
     """Return the module with changed operations, each given with its phase; None removes one."""
+
     def changed(name: str, phase: Phase) -> Phase:
         return replace(phase, operations=tuple(filter(None, (change(name, op) for op in phase.operations))))
 

@@ -54,8 +54,8 @@ ORDERED_APART = 1.10  # rows of one source that differ by a larger factor must b
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run, per GPU, with the columns of `tools/bench/planner/published_runs.csv`. `used_to_fit`:
-    the constants of its hardware file were fitted to it. `peak_memory_gib` 0: not published."""
+    """A published run, per GPU, with the columns of `tools/bench/planner/published_runs.csv`.
+    `peak_memory_gib` 0: not published."""
 
     source: str
     n_gpus: int
@@ -73,7 +73,6 @@ class PublishedRun:
     compile: bool
     tokens_per_s_per_gpu: float
     peak_memory_gib: float
-    used_to_fit: bool
 
     @property
     def framework(self) -> str:
@@ -245,26 +244,24 @@ def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
 
 
 def published_text(comparison: PublishedComparison) -> str:
-    """Return the comparison as tables, with separate tables for the rows to which constants were fitted."""
+    """Return the comparison as tables."""
     speed, memory = compiled(comparison.speed), list(comparison.memory)
     eager = [row for row in comparison.speed if not row.run.compile]
-    parts = [
-        _table(f"{title}, {group}", selected, form)
-        for title, rows, form in (
-            ("tokens per second per GPU", speed, ",.0f"),
-            ("tokens per second per GPU, eager", eager, ",.0f"),
-            ("reserved GiB", memory, ".1f"),
-        )
-        for used, group in ((True, "fitted to"), (False, "not fitted to"))
-        if (selected := [row for row in rows if row.run.used_to_fit == used])
-    ]
     wrong = [f"  {fast.name} is faster than {slow.name}" for fast, slow in comparison.wrong_order]
     order = (
         f"pairs of one source that differ by more than {ORDERED_APART - 1:.0%} and are predicted in the "
         f"wrong order: {len(wrong)}"
     )
     return "\n\n".join(
-        [*parts, _summary("speed, compiled", speed), _summary("memory", memory), "\n".join([order, *wrong])]
+        [
+            _table("tokens per second per GPU", speed, ",.0f"),
+            _table("tokens per second per GPU, eager", eager, ",.0f"),
+            _table("reserved GiB", memory, ".1f"),
+            _summary("speed", comparison.speed),
+            _summary("memory", memory),
+            "\n".join([order, *wrong]),
+            "Constants were fitted to these rows: `python -m tools.bench fit` has the errors on unseen rows.",
+        ]
     )
 
 
