@@ -53,9 +53,9 @@ def run_tasks(tasks: Sequence[Task], slowdown: Mapping[str, float]) -> list[Span
 
     Collectives in flight at the same time share the link: each of n runs at 1/n of its speed. That is the
     worst case, because latencies add up only within one communicator. Compute runs at 1 - `slowdown` of its
-    speed during a collective: the largest, by lane, of those in flight. Tensor-parallel collectives are on the
-    compute stream; they neither slow others down nor are slowed down. Copies to and from host memory have a
-    separate link and copy engine. The host is slowed down by nothing.
+    speed during a collective: the largest, by lane, of those in flight. Tensor-parallel collectives are on
+    the compute stream; they neither slow others down nor are slowed down. Copies to and from host memory have
+    a separate link and copy engine. The host is slowed down by nothing.
     """
     spans: dict[int, Span] = {}
     queues = _queues(tasks)

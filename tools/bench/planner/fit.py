@@ -1,9 +1,9 @@
-"""Fit the constants of the published runs' machines that nothing else tells, all together and once, and say what
-the fit is worth: errors on the rows that it saw, on each row and on each source that it did not see.
+"""Fit the constants of the published runs' machines that no source tells, all together, and measure what the
+fit is worth: errors on the rows that it saw, and on rows and sources that it did not see.
 
 Every other number of those machines has a source of its own in configs/hardware. A fit minimizes the squared
-logarithms of predicted / measured tokens per second (Gauss-Newton); each constant starts from a published value
-or an estimate, to which a weak prior holds one that the rows do not determine.
+logarithms of predicted / measured tokens per second (Gauss-Newton). Each constant starts from a published
+value or an estimate; a weak prior keeps it there if the rows do not determine it.
 """
 
 import argparse
@@ -96,10 +96,8 @@ def fit(rows: Sequence[PublishedRun], kinds: Kinds) -> list[float]:
     values = list(start)
     for _ in range(ITERATIONS):
         here = _log_errors(rows, kinds, values)
-        slopes = [
-            (_log_errors(rows, kinds, _moved(values, i)) - here) / math.log1p(STEP)
-            for i in range(len(values))
-        ]
+        moved = [_log_errors(rows, kinds, _moved(values, i)) for i in range(len(values))]
+        slopes = [(there - here) / math.log1p(STEP) for there in moved]
         away = np.log(np.array(values) / start)
         matrix = np.vstack([np.array(slopes).T, PRIOR * np.eye(len(values))])
         change = np.linalg.lstsq(matrix, -np.concatenate([here, PRIOR * away]), rcond=None)[0]
@@ -209,16 +207,11 @@ def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
 def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
     """Return the constants and the errors as tables."""
     constants = [
-        (
-            constant.name,
-            f"{constant.start:.3g}",
-            f"{value:.3g}",
-            ", ".join(map(".yaml: ".join, constant.keys.items())),
-        )
+        (constant.name, f"{constant.start:.3g}", f"{value:.3g}", _places(constant.keys))
         for constant, value in zip(CONSTANTS, report.values, strict=True)
     ]
-    memory = ", ".join(map(".yaml: ".join, RESERVED.items()))
-    constants.append(("memory reserved beyond the pools", "0", f"{report.reserved_share:.3g}", memory))
+    reserved = f"{report.reserved_share:.3g}"
+    constants.append(("memory reserved beyond the pools", "0", reserved, _places(RESERVED)))
     groups = {
         "nothing fitted": report.unfitted,
         "seen: fitted to all rows": report.seen,
@@ -226,14 +219,9 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
         **{f"unseen: {name} by a fit to the rest": each for name, each in report.left_out_source.items()},
     }
     cells = [
-        (
-            name,
-            str(len(e.values)),
-            f"{e.mean:.1%}",
-            f"{e.worst:.1%}",
-            "{:+.1%} to {:+.1%}".format(*e.interval),
-        )
+        (name, str(len(e.values)), f"{e.mean:.1%}", f"{e.worst:.1%}", f"{low:+.1%} to {high:+.1%}")
         for name, e in groups.items()
+        for low, high in [e.interval]
     ]
     by_row = [
         (row.name, f"{seen:+.1%}", f"{unseen:+.1%}")
@@ -246,6 +234,10 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
             format_table(("row", "seen", "left out"), by_row),
         ]
     )
+
+
+def _places(keys: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind}.yaml: {key}" for kind, key in keys.items())
 
 
 def fit_figures(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, Any]:
@@ -279,10 +271,10 @@ MEASUREMENT = Measurement(
     fit_published,
     summary="fit the planner's constants to published runs",
     description=(
-        "Fit the constants of the published runs' machines that no source tells to their tokens per second, all "
-        "together, and print their values and the errors on seen and unseen rows: by a fit to all other rows, "
-        "and by a fit to the other sources. The values are put into configs/hardware by hand. It takes about a "
-        "minute."
+        "Fit those constants of the published runs' machines that no source tells to the published tokens "
+        "per second, all together, and print their values and the errors on seen and unseen rows: by a fit to "
+        "all other rows, and by a fit to the other sources. The values are put into configs/hardware by hand. It "
+        "takes about a minute."
     ),
     takes_keys=False,
 )

@@ -6,7 +6,6 @@ Shapes: T tokens, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import StepTimes, UnitTimes
@@ -44,8 +43,8 @@ def torchtitan_workload(plan: Plan, work: ModelWorkload) -> ModelWorkload:
 
 
 def kempnerforge_plan(plan: Plan) -> Plan:
-    """Return the plan as KempnerForge carries it out: embedding and head are one unit, which is resharded after
-    the forward; parameters are stored in bfloat16; the loss is not compiled."""
+    """Return the plan as KempnerForge carries it out: embedding and head are one unit, which is resharded
+    after the forward, and parameters are stored in bfloat16."""
     first, *blocks, last = plan.units
     root = replace(first, modules=first.modules + last.modules, reshard_after_forward=True)
     return replace(
@@ -57,8 +56,8 @@ def kempnerforge_plan(plan: Plan) -> Plan:
 
 
 def kempnerforge_workload(plan: Plan, work: ModelWorkload) -> ModelWorkload:
-    """Return the workload of KempnerForge: moments in bfloat16, and with tensor parallelism its collectives, an
-    embedding and logits that are not sharded."""
+    """Return the workload of KempnerForge: moments in bfloat16, and with tensor parallelism its collectives,
+    an embedding and logits that are not sharded."""
     work = replace(work, moment_bytes=BF16_BYTES)
     if plan.mesh.tp == 1:
         return work
@@ -104,8 +103,8 @@ def _rotating_complex_numbers(module: ModuleWorkload) -> ModuleWorkload:
 
 
 def _gathering_float8(block: ModuleWorkload, tp: int) -> ModuleWorkload:
-    """Return the block with tensor-parallel all-gathers of float8: half the bytes, and each rank casts its part
-    before the all-gather, where this project casts the whole after it."""
+    """Return the block with tensor-parallel all-gathers of float8: half the bytes, and each rank casts its
+    part before the all-gather, where this project casts the whole after it."""
     forward, backward = (
         replace(phase, operations=tuple(_cast_first(phase.operations, tp)))
         for phase in (block.forward, block.backward)
@@ -114,13 +113,15 @@ def _gathering_float8(block: ModuleWorkload, tp: int) -> ModuleWorkload:
 
 
 def _cast_first(operations: Sequence[Operation], tp: int) -> Iterator[Operation]:
-    for before, operation in pairwise((None, *operations)):
+    gathered = False
+    for operation in operations:
         if operation.name == "all_gather":
             yield replace(operation, bytes=operation.bytes.times(0.5))
-        elif before and before.name == "all_gather" and operation.kind == "memory":
+        elif gathered and operation.kind == "memory":
             yield replace(operation, bytes=operation.bytes.times(1 / tp))
         else:
             yield operation
+        gathered = operation.name == "all_gather"
 
 
 def _gathering_for_every_layer(module: ModuleWorkload) -> ModuleWorkload:
