@@ -9,7 +9,6 @@ import pytest
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.planner.cost_model import (
     ASYNC_TP_HIDDEN,
-    FLOAT8_CASTING,
     Group,
     axis_groups,
     collective_s,
@@ -289,13 +288,17 @@ def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
     assert times.backward_tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
 
 
-def float8_work(share: float) -> ModelWorkload:
-    """Return a workload with one matmul per module; a share of the 1,000 matmul parameters of each block is
-    in float8, the head's are not."""
-    product = [operation("matmul", flops=100 * GB, moved=0.1 * GB)]
-    plain = work_of(product)
+def float8_work() -> ModelWorkload:
+    """Return a workload with one product per module, in float8 in the blocks, which also cast an operand and
+    a weight."""
+    product = operation("matmul", flops=100 * GB, moved=0.1 * GB)
+    casts = (
+        operation("memory", moved=GB),
+        Operation("memory", "cast", Linear(), Linear(3 * GB, 0.0), "bfloat16"),
+    )
+    plain = work_of([product])
     block = dataclasses.replace(
-        plain.modules["layers.0"], weights=((10, 100), (50, 1)), float8=round(1000 * share)
+        work_of([*casts, dataclasses.replace(product, dtype="float8")]).modules["layers.0"], float8=1000
     )
     return dataclasses.replace(
         plain,
@@ -303,20 +306,82 @@ def float8_work(share: float) -> ModelWorkload:
     )
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_float8_is_for_the_products_of_the_blocks_that_are_in_it(share: float) -> None:
-    times = step_times(plan_of(8), float8_work(share), MACHINE, 8).modules
-    in_float8_s = 0.5e-3 + 1e-6 + FLOAT8_CASTING * 0.1 / 500
+def test_float8_is_for_the_products_of_the_blocks_that_are_in_it() -> None:
+    times = step_times(plan_of(8), float8_work(), MACHINE, 8).modules
     assert times["head"].forward_s == pytest.approx(1e-3 + 1e-6)
-    assert times["layers.0"].forward_s == pytest.approx(share * in_float8_s + (1 - share) * (1e-3 + 1e-6))
+    assert times["layers.0"].forward_s == pytest.approx(0.5e-3 + (1 + 3) / 500 + 3e-6)
+
+
+def test_weights_that_are_gathered_in_float8_are_not_cast() -> None:
+    plan = plan_of(8)
+    gathered = dataclasses.replace(plan, float8=dataclasses.replace(plan.float8, all_gather=True))
+    times = step_times(gathered, float8_work(), MACHINE, 8).modules
+    assert times["layers.0"].forward_s == pytest.approx(0.5e-3 + 1 / 500 + 2e-6)
 
 
 def test_a_device_without_float8_emulates_it() -> None:
     without = dataclasses.replace(
         MACHINE, matmul={d: rates for d, rates in MACHINE.matmul.items() if d != "float8"}
     )
-    slower = step_times(plan_of(8), float8_work(1.0), without, 8).modules["layers.0"].forward_s
-    assert slower == pytest.approx(1e-3 + 1e-6 + FLOAT8_CASTING * 0.1 / 500)
+    slower = step_times(plan_of(8), float8_work(), without, 8).modules["layers.0"].forward_s
+    assert slower == pytest.approx(1e-3 + (1 + 3) / 500 + 3e-6)
+
+
+def attention_s(name: str, length: int, head_dim: int, hardware: Hardware) -> float:
+    work = Operation("attention", name, Linear(0.0, GB), Linear(), "bfloat16", length, head_dim)
+    return operation_s(work, 1, hardware) - hardware.operation_s
+
+
+def test_attention_is_as_fast_as_its_length_and_head_dim_allow() -> None:
+    kind = dataclasses.replace(
+        MACHINE,
+        attention_forward={"bfloat16": ((1000.0, 0.25), (4000.0, 0.5)), "float32": 0.5},
+        attention_head_dim=((64.0, 0.5), (128.0, 1.0)),
+    )
+    full_s = GB / 100e12
+    assert attention_s("attention", 4000, 128, kind) == pytest.approx(full_s / 0.5)
+    assert attention_s("attention", 2000, 128, kind) == pytest.approx(full_s / 0.375)
+    assert attention_s("attention", 4000, 64, kind) == pytest.approx(full_s / 0.25)
+    assert attention_s("attention_backward", 4000, 128, kind) == pytest.approx(full_s / 0.25)
+
+
+def test_a_power_limit_slows_products_and_attention_but_not_memory() -> None:
+    limited = dataclasses.replace(MACHINE, power_limit={"matmul": 0.5, "attention": 0.8})
+    product, moving = operation("matmul", flops=100 * GB), operation("memory", moved=GB)
+    assert operation_s(product, 1, limited) == pytest.approx(2e-3 + 1e-6)
+    assert operation_s(moving, 1, limited) == operation_s(moving, 1, MACHINE)
+    assert attention_s("attention", 1, 1, limited) == pytest.approx(
+        attention_s("attention", 1, 1, MACHINE) / 0.8
+    )
+
+
+def test_compute_is_slowed_by_the_link_of_the_collective() -> None:
+    kind = dataclasses.replace(MACHINE, slowdown=0.2, network_slowdown=0.1)
+    work = work_of([operation("matmul", flops=GB)])
+    plan = plan_of(16, dp_replicate=2)
+    assert step_times(plan, work, kind, 8).slowdown == {
+        "all_gather": 0.2,
+        "reduce_scatter": 0.2,
+        "all_reduce": 0.1,
+    }
+
+
+def test_the_host_launches_graphs_kernels_and_operators() -> None:
+    host = HostCosts(operator_s=5e-6, kernel_s=1e-6, graph_s=1e-4, unit_s=2e-4)
+    operations = [operation("matmul", flops=GB)] * 3
+    plan = plan_of(8)
+    times = step_times(plan, work_of(operations, operations * 2), dataclasses.replace(MACHINE, host=host), 8)
+    eager, compiled = times.modules["embed"], times.modules["layers.0"]
+    assert (eager.forward_host_s, eager.backward_host_s) == pytest.approx((15e-6, 30e-6))
+    assert (compiled.forward_host_s, compiled.backward_host_s) == pytest.approx((103e-6, 106e-6))
+    assert times.hook_s == 2e-4
+    busy = sum(m.forward_host_s + m.backward_host_s for m in times.modules.values())
+    slow_host = dataclasses.replace(
+        times, modules={name: dataclasses.replace(m, forward_host_s=1.0) for name, m in times.modules.items()}
+    )
+    assert slow_host.step_lower_bound_s(1) >= len(times.modules), "a step is bound by whichever is later"
+    serial = dataclasses.replace(times, overlaps=False)
+    assert serial.step_lower_bound_s(1) == pytest.approx(times.step_lower_bound_s(1) + busy)
 
 
 def test_async_tp_hides_part_of_the_collectives() -> None:

@@ -50,7 +50,11 @@ def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arg
     unit = UnitTimes(gathers, gathers, 1.0, 1.0, scatters, 1.0 if plan.mesh.dp_replicate > 1 else 0.0)
     module = ModuleTimes(1.0, tp, 1.0, tp)
     times = StepTimes(
-        dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
+        dict.fromkeys((u.name for u in plan.units), unit),
+        dict.fromkeys(plan.modules, module),
+        0,
+        True,
+        dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0),
     )
     tasks = launch_tasks(plan, times, start_ahead(plan))
     assert describe_collective(map(_collective, _launched(tasks))) == describe_collective(
@@ -68,18 +72,25 @@ def _collective(task: Task) -> Collective:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_laws_of_any_step(seed):
-    plan, times = random_step(random.Random(seed))
+    rng = random.Random(seed)
+    plan, times = random_step(rng)
+    times = with_random_host(times, rng)
     step = simulate_step(plan, times)
-    assert step.compute_s + step.exposed_s == pytest.approx(step.step_s, abs=1e-9)
+    assert step.compute_s + step.exposed_s + step.host_s == pytest.approx(step.step_s, abs=1e-9)
     assert sum(step.exposed_by_lane.values()) == pytest.approx(step.exposed_s, abs=1e-9)
     assert max(event.end_s for event in step.events) == pytest.approx(step.step_s, abs=1e-9)
     for lane in LANES:
         _check_no_overlap(step, {lane})
-    _check_no_overlap(step, {"compute", "exposed", "tp"})
+    _check_no_overlap(step, {"compute", "exposed", "host_bound", "tp"})
     if not any(type(unit.reshard_after_forward) is int for unit in plan.units):
         _check_no_overlap(step, {"all_gather", "reduce_scatter"})  # one communicator
     if not times.overlaps:
-        _check_no_overlap(step, set(LANES) - {"exposed"})
+        _check_no_overlap(step, set(LANES) - {"exposed", "host_bound"})
+    without = simulate_step(plan, random_step(random.Random(seed))[1])
+    launched_s = sum(event.seconds for event in step.events if event.lane == "host")
+    if not times.overlaps:
+        assert step.step_s == pytest.approx(without.step_s + launched_s)
+    assert step.step_s >= launched_s - 1e-9
 
 
 def _check_no_overlap(step: Timeline, lanes: set[str]) -> None:
@@ -175,8 +186,24 @@ def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
         for name in plan.modules
     }
     return plan, StepTimes(
-        of_units, of_modules, _random_s(rng), rng.random() < 0.8, rng.choice([0.0, 0.1, 0.5])
+        of_units,
+        of_modules,
+        _random_s(rng),
+        rng.random() < 0.8,
+        dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), rng.choice([0.0, 0.1, 0.5])),
     )
+
+
+def with_random_host(times: StepTimes, rng: random.Random) -> StepTimes:
+    """Return the times with a host that needs random times to launch, shorter or longer than the compute."""
+    slow = rng.choice([0.01, 1.0])
+    modules = {
+        name: dataclasses.replace(
+            module, forward_host_s=slow * _random_s(rng), backward_host_s=slow * _random_s(rng)
+        )
+        for name, module in times.modules.items()
+    }
+    return dataclasses.replace(times, modules=modules, hook_s=slow * rng.random())
 
 
 def _random_s(rng: random.Random) -> float:

@@ -27,9 +27,9 @@ from meshwright.tools.bench.planner.published import (
 from meshwright.tools.cli import format_table
 
 Kinds = Mapping[str, Hardware]
-ITERATIONS = 4
+ITERATIONS = 5
 STEP = 0.02  # of a constant, for its derivative
-PRIOR = 0.02  # error of a prediction that weighs as much as a constant e times its start
+PRIOR = 0.005  # error of a prediction that weighs as much as a constant e times its start
 QUANTILE_90 = 1.645  # of the normal distribution, on both sides
 TORCHTITAN, KEMPNERFORGE = "h100-500w-torchtitan", "h200-kempnerforge"
 
@@ -272,9 +272,9 @@ MEASUREMENT = Measurement(
     summary="fit the planner's constants to published runs",
     description=(
         "Fit those constants of the published runs' machines that no source tells to the published tokens "
-        "per second, all together, and print their values and the errors on seen and unseen rows: by a fit to "
-        "all other rows, and by a fit to the other sources. The values are put into configs/hardware by hand. It "
-        "takes about a minute."
+        "per second, all together, and print their values and the errors on seen and unseen rows: by a fit "
+        "to all other rows, and by a fit to the other sources. The values are put into configs/hardware by "
+        "hand. It takes about two minutes."
     ),
     takes_keys=False,
 )

@@ -221,11 +221,6 @@ def worst_error(rows: Iterable[ComparedRun]) -> float:
     return max(abs(row.error) for row in rows)
 
 
-def compiled(rows: Iterable[ComparedRun]) -> list[ComparedRun]:
-    """Return the rows of compiled runs."""
-    return [row for row in rows if row.run.compile]
-
-
 def check_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Compare all published runs."""
     comparison = compare_published(published_rows())
@@ -245,8 +240,6 @@ def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
 
 def published_text(comparison: PublishedComparison) -> str:
     """Return the comparison as tables."""
-    speed, memory = compiled(comparison.speed), list(comparison.memory)
-    eager = [row for row in comparison.speed if not row.run.compile]
     wrong = [f"  {fast.name} is faster than {slow.name}" for fast, slow in comparison.wrong_order]
     order = (
         f"pairs of one source that differ by more than {ORDERED_APART - 1:.0%} and are predicted in the "
@@ -254,11 +247,10 @@ def published_text(comparison: PublishedComparison) -> str:
     )
     return "\n\n".join(
         [
-            _table("tokens per second per GPU", speed, ",.0f"),
-            _table("tokens per second per GPU, eager", eager, ",.0f"),
-            _table("reserved GiB", memory, ".1f"),
+            _table("tokens per second per GPU", comparison.speed, ",.0f"),
+            _table("reserved GiB", comparison.memory, ".1f"),
             _summary("speed", comparison.speed),
-            _summary("memory", memory),
+            _summary("memory", comparison.memory),
             "\n".join([order, *wrong]),
             "Constants were fitted to these rows: `python -m tools.bench fit` has the errors on unseen rows.",
         ]
