@@ -35,7 +35,7 @@ from meshwright.train.calibration.timing import (
     rotate,
 )
 from meshwright.train.config import Config
-from meshwright.train.memory import resident_bytes
+from meshwright.train.memory import resident_bytes, return_free_memory
 from meshwright.train.planning.device_defaults import attention_on_device
 
 
@@ -131,7 +131,29 @@ def quicker(scale: Scale) -> Scale:
 
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     """Measure one device, at the same time as the other processes. Returns plain data: rates in operations or
-    bytes per second, costs of the host in seconds."""
+    bytes per second, costs of the host in seconds, each the better of two rounds: what disturbs the machine
+    for a moment does not affect both."""
+    half = replace(scale, budget_s=scale.budget_s / 2)
+    first, second = (_measure_round(device, half) for _ in range(2))
+    return {**better(first, second), "taken_gib": taken_gib(device)}
+
+
+def better(first: Any, second: Any, key: str = "") -> Any:
+    """Return the faster of two equal measurements, part by part: the lower seconds, the higher rate. A
+    product is a pair of its size and its rate."""
+    match first:
+        case dict():
+            return {name: better(first[name], second[name], name) for name in first}
+        case list() | tuple():
+            return type(first)(better(a, b, key) for a, b in zip(first, second, strict=True))
+        case _:
+            return min(first, second) if key in SECONDS else max(first, second)
+
+
+SECONDS = ("operation_s", "operator_s", "graph_s", "kernel_s")
+
+
+def _measure_round(device: torch.device, scale: Scale) -> dict[str, Any]:
     clock = Timer(device, scale.budget_s)
     rotated = scale.rotated_bytes
     dist.barrier()
@@ -158,7 +180,6 @@ def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
         "operator_s": clock.host_seconds([tiny_operations(device)]) / TINY_OPERATIONS,
         "graph_s": graph_s,
         "kernel_s": kernel_s,
-        "taken_gib": taken_gib(device),
     }
 
 
@@ -166,6 +187,7 @@ def taken_gib(device: torch.device) -> float:
     """Return the memory of this process without a model, after a first compilation: on the GPU, or resident
     host memory on a CPU."""
     if device.type == "cpu":
+        return_free_memory()
         return resident_bytes() / GIB
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / GIB

@@ -9,6 +9,7 @@ from meshwright.train.calibration.compute import (
     CPU_SCALE,
     GPU_SCALE,
     attention_work,
+    better,
     fused_rate,
     measure_attention,
     measure_product,
@@ -51,3 +52,13 @@ def test_quick_is_a_part_of_the_whole(scale) -> None:
     quick = quicker(scale)
     assert set(quick.products) < set(scale.products)
     assert set(quick.attention) < set(scale.attention)
+
+
+def test_the_better_of_two_rounds_counts() -> None:
+    first = {"matmul": {"float32": [(1.0, 5.0), (2.0, 9.0)]}, "graph_s": 3.0, "copy_bytes_s": 7.0}
+    second = {"matmul": {"float32": [(1.0, 6.0), (2.0, 8.0)]}, "graph_s": 2.0, "copy_bytes_s": 8.0}
+    assert better(first, second) == {
+        "matmul": {"float32": [(1.0, 6.0), (2.0, 9.0)]},
+        "graph_s": 2.0,
+        "copy_bytes_s": 8.0,
+    }
