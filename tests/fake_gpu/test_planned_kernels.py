@@ -20,3 +20,5 @@ def test_the_bytes_of_every_phase_are_those_of_inductors_kernels(fake_gpu: FakeG
     assert {(e.module, e.phase): e.predicted_bytes for e in kernels} == pytest.approx(
         {(e.module, e.phase): e.generated_bytes for e in kernels}, rel=0.05
     )
+    # the host's cost of a graph is counted by its launches
+    assert all(abs(each.predicted - each.generated) <= 2 for each in kernels)

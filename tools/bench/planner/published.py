@@ -29,6 +29,7 @@ from meshwright.tools.bench.planner.frameworks import (
     torchtitan_workload,
 )
 from meshwright.tools.cli import format_table
+from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
@@ -126,9 +127,22 @@ class PublishedComparison:
 
 
 def published_rows(path: Path = PUBLISHED) -> list[PublishedRun]:
-    """Return the published runs."""
-    rows = [{key: text or "0" for key, text in row.items()} for row in read_table(path)]
-    return msgspec.convert(rows, list[PublishedRun], strict=False)
+    """Return the published runs of a file. Raises BenchError for a file that is not such a table, or names a
+    model, framework or dtype that is not known."""
+    try:
+        rows = [{key: text or "0" for key, text in row.items()} for row in read_table(path)]
+        runs = msgspec.convert(rows, list[PublishedRun], strict=False)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--runs {path}: {error}") from None
+    for run in runs:
+        for key, value, known in (
+            ("model", run.model, CONFIGS),
+            ("source", run.framework, KINDS),
+            ("matmul_dtype", run.matmul_dtype, FLOAT8),
+        ):
+            if value not in known:
+                raise BenchError(f"--runs {path}: {key}={value}: use one of {', '.join(known)}")
+    return runs
 
 
 def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
@@ -223,7 +237,7 @@ def worst_error(rows: Iterable[ComparedRun]) -> float:
 
 def check_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Compare all published runs."""
-    comparison = compare_published(published_rows())
+    comparison = compare_published(published_rows(options.runs))
     return BenchResult(None, published_figures(comparison), published_text(comparison))
 
 
@@ -269,15 +283,26 @@ def _summary(title: str, rows: Sequence[ComparedRun]) -> str:
     return f"{title}: mean error {mean_error(rows):.1%}, worst {worst_error(rows):.1%} of {len(rows)} runs"
 
 
+def add_published_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `published`."""
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=PUBLISHED,
+        metavar="FILE.csv",
+        help="other runs, with the columns of tools/bench/planner/published_runs.csv",
+    )
+
+
 MEASUREMENT = Measurement(
     "published",
-    lambda parser: None,
+    add_published_options,
     check_published,
     summary="the planner against published runs",
     description=(
         "Predict published training runs with the planner, using hardware files of their machines and "
         "frameworks (configs/hardware), and compare tokens per second and reserved memory with the published "
-        "measurements."
+        "measurements. Constants were fitted to the rows of the default file: see `fit`."
     ),
     takes_keys=False,
 )
