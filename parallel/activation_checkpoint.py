@@ -7,6 +7,7 @@ starts no additional all-gather or prefetch.
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import cache, partial
 from types import MethodType
 from typing import Any
@@ -56,17 +57,31 @@ def _recomputed_forward(module: Any, *inputs: Tensor) -> Tensor:
 
 def selective_contexts(ops: tuple[str, ...]) -> Any:
     """Return the contexts of the forward and of its recompute; each counts its own calls."""
+    saved = {is_recompute: count_saved(ops) for is_recompute in (False, True)}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if saved[context.is_recompute](op)
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def count_saved(ops: tuple[str, ...]) -> Callable[[Any], bool]:
+    """Return a function that takes each operator that a forward calls, in order, and returns whether its
+    result is saved."""
     calls: Counter[Any] = Counter()
     intervals = _save_intervals(ops)
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def is_saved(op: Any) -> bool:
         packet = getattr(op, "overloadpacket", op)
+        calls[packet] += 1
         n = intervals.get(packet, 0)
-        calls[packet, context.is_recompute] += 1
-        saved = n and calls[packet, context.is_recompute] % n == 0
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return n > 0 and calls[packet] % n == 0
 
-    return create_selective_checkpoint_contexts(policy)
+    return is_saved
 
 
 @cache

@@ -51,7 +51,8 @@ class StreamPool:
         """Return the address of the smallest sufficient gap. The one at the end can grow, so it comes
         last."""
         end = self.reserved_bytes
-        for gap, address in self._gaps[bisect_left(self._gaps, (size, 0)) :]:
+        for position in range(bisect_left(self._gaps, (size, 0)), len(self._gaps)):
+            gap, address = self._gaps[position]
             if address + gap < end:
                 return address
         last = self._gap_ending.get(end, end)

@@ -11,7 +11,6 @@ reduce-scatter stream, and casts of gradients that were summed over replicas on 
 other tensors on the compute stream.
 """
 
-from collections.abc import Iterator
 from math import prod
 from operator import attrgetter
 
@@ -41,7 +40,7 @@ def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     """Return a step's memory under AdamW: parameters and gradients in the plan's storage_dtype and two
     moments, all with the same sharding. Host memory of `cpu_offload` is not included."""
     timeline = _MemoryTimeline(plan, work)
-    moments = list(timeline.moments())
+    moments = timeline.run()
     most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryBreakdown.__annotations__}
     return PredictedMemory(
         MemoryBreakdown(**most), max(moments, key=attrgetter("total")), timeline.log.reserved_bytes()
@@ -77,7 +76,7 @@ class _MemoryTimeline:
         self._bytes = UnitBytes(plan, work)
         trained = sum(map(self._bytes.trained_values, plan.modules))
         self._params = sum(map(self._bytes.values, plan.modules)) * self._bytes.stored
-        self._moments = 2 * trained * work.moment_bytes
+        self._optimizer = 2 * trained * work.moment_bytes
         kept = any(sums_whole_gradients(unit, plan) or keeps_parameters(unit, plan) for unit in plan.units)
         kinds = [kind for kind, _ in micro_batch_kinds(plan)]
         self._micro_batches = kinds if kept else kinds[-1:]
@@ -85,22 +84,24 @@ class _MemoryTimeline:
         begun = not self._micro_batches[0].first
         self._shard_grads = {unit.name: begun * self._bytes.accumulated(unit) for unit in plan.units}
         self._whole_grads = dict.fromkeys(self._shard_grads, 0)
+        self._moments: list[MemoryBreakdown] = []
         self.log = AllocationLog()
         self._tensors = ModuleTensors(self.log, work, plan.micro_batch_size)
         self._repeated = repeated_blocks(plan, work)  # their tensors are logged in total
         self._log_state()
 
-    def moments(self) -> Iterator[MemoryBreakdown]:
-        """Yield the memory at every moment that can be the peak in total or of one kind."""
+    def run(self) -> list[MemoryBreakdown]:
+        """Return the memory at every moment that can be the peak in total or of one kind."""
         for micro_batch in self._micro_batches:
-            yield from self._micro_batch(micro_batch)
-        yield self._moment()  # the optimizer's
+            self._micro_batch(micro_batch)
+        self._note_moment()  # the optimizer's
+        return self._moments
 
-    def _micro_batch(self, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a forward and its backward."""
+    def _micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Note the moments of a forward and its backward."""
         for name in self._plan.modules:
             self.log.muted = name in self._repeated
-            yield from self._forward(name)
+            self._forward(name)
             if self.log.muted:
                 self._log_repeated_forward(name)
         self._copied_out = 0
@@ -108,7 +109,7 @@ class _MemoryTimeline:
         for name in reversed(self._plan.modules):
             if self._work.has_backward((name,)):
                 self.log.muted = name in self._repeated
-                yield from self._backward(name, micro_batch)
+                self._backward(name, micro_batch)
                 if self.log.muted:
                     self._log_repeated_backward(name, micro_batch)
         self._reducing, self._all_reduced, self._passing = 0, 0, Linear()
@@ -174,17 +175,17 @@ class _MemoryTimeline:
         log = self.log
         log.hold("compute", KEPT, self._work.tables)
         if not self._plan.cpu_offload:
-            log.hold("compute", KEPT, self._params, self._moments)
+            log.hold("compute", KEPT, self._params, self._optimizer)
             for unit in reversed(self._plan.units):
                 log.hold("reduce_scatter", (unit.name, "sharded gradients"), self._shard_grads[unit.name])
 
-    def _forward(self, name: str) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a module's forward."""
+    def _forward(self, name: str) -> None:
+        """Note the moments of a module's forward."""
         unit, module = self._unit_of[name], self._work.modules[name]
         if name in self._first:
-            yield from self._gather(unit, "forward")
+            self._gather(unit, "forward")
         for live in module.forward.live_bytes:
-            yield self._moment(name, live)
+            self._note_moment(name, live)
         if name in self._plan.modules[1:2]:
             self.log.hold("compute", KEPT, WORKSPACE_BYTES)
         self._tensors.forward(name)
@@ -198,23 +199,23 @@ class _MemoryTimeline:
             if type(reshard := unit.reshard_after_forward) is int:  # copied weight by weight
                 kept = [size // reshard for size in self._by_weight(unit, self._bytes.gathered(unit))]
                 self._gathered[f"{unit.name}, kept"] = kept[0]
-                yield self._moment()
+                self._note_moment()
                 self._gathered[f"{unit.name}, kept"] = sum(kept)
                 self.log.hold("compute", (unit.name, "kept"), *kept)
             self._gathered.pop(unit.name)
             self.log.drop((unit.name, "gathered"))
 
-    def _backward(self, name: str, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a module's backward, and of the end of its unit's."""
+    def _backward(self, name: str, micro_batch: MicroBatch) -> None:
+        """Note the moments of a module's backward, and of the end of its unit's."""
         unit, module = self._unit_of[name], self._work.modules[name]
         if name in self._last:
-            yield from self._gather(unit, "backward")
+            self._gather(unit, "backward")
         if previous := self._previous_offloaded.get(name):
             self._add_saved(self._work.modules[previous].saved_bytes)
             self._tensors.restore(previous)
         self._add_saved(module.saved_bytes.times(-1))
         for live in module.backward.live_bytes:
-            yield self._moment(name, live)
+            self._note_moment(name, live)
         if name in self._plan.modules[-2:-1]:
             self.log.hold("compute", KEPT, WORKSPACE_BYTES)
         self._tensors.backward(name, f"{unit.name}, full gradients")
@@ -222,26 +223,26 @@ class _MemoryTimeline:
         trained = self._bytes.trained_parameters(name) * DTYPE_BYTES[unit.param_dtype]
         self._full_grads[unit.name] = self._full_grads.get(unit.name, 0) + trained
         if name in self._first_backward:
-            yield from self._end_backward(unit, micro_batch)
+            self._end_backward(unit, micro_batch)
 
-    def _end_backward(self, unit: UnitPlan, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of the end of a unit's backward: free its gathered parameters unless they are
+    def _end_backward(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """Note the moments of the end of a unit's backward: free its gathered parameters unless they are
         kept, and sum or reduce its gradients."""
         sums = sums_whole_gradients(unit, self._plan)
         if sums and not micro_batch.first:
-            yield from self._sum(unit, micro_batch)
+            self._sum(unit, micro_batch)
         self._gathered.pop(f"{unit.name}, kept", None)
         self.log.drop((unit.name, "kept"))
         if micro_batch.last or not keeps_parameters(unit, self._plan):
             self._gathered.pop(unit.name, None)
             self.log.drop((unit.name, "gathered"))
         if sums and micro_batch.first:
-            yield from self._sum(unit, micro_batch)
+            self._sum(unit, micro_batch)
         if micro_batch.last or not sums:
-            yield from self._reduce(unit, micro_batch)
+            self._reduce(unit, micro_batch)
 
-    def _sum(self, unit: UnitPlan, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
-        """Yield the moment in which a unit's full gradients become, or are added to, its sums in
+    def _sum(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """Note the moment in which a unit's full gradients become, or are added to, its sums in
         reduce_dtype; a cast holds the last weight's gradient in both dtypes."""
         full = self._full_grads.pop(unit.name)
         if micro_batch.first:
@@ -250,9 +251,9 @@ class _MemoryTimeline:
             )
             casts = unit.param_dtype != unit.reduce_dtype
             last = self._bytes.last_weight(unit) * DTYPE_BYTES[unit.param_dtype]
-            yield self._moment(copies=min(last, full) if casts else 0)
+            self._note_moment(copies=min(last, full) if casts else 0)
         else:
-            yield self._moment(copies=full)
+            self._note_moment(copies=full)
         self._log_sums(unit, micro_batch)
 
     def _log_sums(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
@@ -272,18 +273,18 @@ class _MemoryTimeline:
         end of the next block's forward, and are back when the next block's backward begins."""
         self._saved = total((self._saved, more))
 
-    def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a unit's all-gather unless it is gathered or not needed by the backward: its
+    def _gather(self, unit: UnitPlan, phase: str) -> None:
+        """Note the moments of a unit's all-gather unless it is gathered or not needed by the backward: its
         buffer is filled, copied out, then kept (forward) or freed (backward). Then start the prefetched
         all-gathers."""
         if unit.name not in self._gathered and (phase == "forward" or unit.unshard_in_backward):
             self._start_gather(unit)
-            yield self._moment()
+            self._note_moment()
             self._copied_out = 0
             self._gathered[unit.name] = self._bytes.gathered(unit)
             self._gathered.pop(f"{unit.name}, kept", None)
             self._log_copy_out(unit)
-            yield self._moment()
+            self._note_moment()
             buffer = self._in_flight.pop(unit.name)
             self._copied_out = buffer if phase == "forward" else 0
             if phase == "backward":
@@ -321,15 +322,15 @@ class _MemoryTimeline:
             log.drop((unit.name, "cast"))
         log.move((unit.name, "buffer"), COPIED_OUT)
 
-    def _reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> Iterator[MemoryBreakdown]:
-        """Yield the moments of a unit's reduction: the unsharded gradient, or the sums, and the buffer that
+    def _reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """Note the moments of a unit's reduction: the unsharded gradient, or the sums, and the buffer that
         it is copied into, which lives until the next reduction; then the result in reduce_dtype and in
         storage_dtype, and the gradient of the last weight, which torch's loop still holds."""
         shards, (result, cast) = self._plan.mesh.dp_shard, self._bytes.reduction(unit, micro_batch.last)
         self._reducing = result * shards
         self.log.drop(REDUCTION)
         self.log.hold("compute", REDUCTION, self._reducing)
-        yield self._moment()
+        self._note_moment()
         if sums := sums_whole_gradients(unit, self._plan):
             full, dtype = self._whole_grads[unit.name], unit.reduce_dtype
             self._whole_grads[unit.name] = 0
@@ -338,11 +339,11 @@ class _MemoryTimeline:
         self.log.drop(f"{unit.name}, full gradients")
         self._log_reduction(unit, micro_batch)
         if shards == 1:  # no reduce-scatter: the division copies the buffer, and the result is copied again
-            yield self._moment(copies=self._reducing + max(self._reducing, cast))
+            self._note_moment(copies=self._reducing + max(self._reducing, cast))
         else:
             last = min(full, self._bytes.last_weight(unit) * DTYPE_BYTES[dtype])
             self._whole_grads[unit.name] = last if sums else 0
-            yield self._moment(copies=result + cast + (0 if sums else last))
+            self._note_moment(copies=result + cast + (0 if sums else last))
             self._whole_grads[unit.name] = 0
         trained = sum(map(self._bytes.trained_values, unit.modules))
         self._shard_grads[unit.name] = (
@@ -350,7 +351,7 @@ class _MemoryTimeline:
         )
         if cast and self._plan.mesh.dp_replicate > 1:
             self._all_reduced += result
-        yield self._moment()
+        self._note_moment()
 
     def _log_reduction(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
         """Log the result of a unit's reduction, its cast to storage_dtype if there is one, and how both
@@ -378,13 +379,16 @@ class _MemoryTimeline:
             log.drop(reduced)
         log.move(reduced, gradients)
 
-    def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryBreakdown:
-        """Return the memory now.
+    def _note_moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> None:
+        """Note the memory now, except in a block that repeats others: from each of these to the next it
+        changes by the same bytes, so that it is largest next to one of the ends of their row.
 
         Args:
             name, live: the running module and its live bytes; without them those between two modules
             copies: bytes of buffers that exist only at this moment
         """
+        if self.log.muted:
+            return
         sequences = self._plan.micro_batch_size
         activations = int(total((self._saved, live or self._passing)).at(sequences)) - int(
             (live or self._passing).fixed
@@ -394,10 +398,10 @@ class _MemoryTimeline:
         if live and name == self._work.logits:
             logits = max(0, int(live.per_sequence - self._input(name).per_sequence) * sequences)
         on_device, whole = not self._plan.cpu_offload, sum(self._whole_grads.values())
-        return MemoryBreakdown(
+        moment = MemoryBreakdown(
             params=self._params * on_device,
             grads=(sum(self._shard_grads.values()) + whole) * on_device,
-            optimizer=self._moments * on_device,
+            optimizer=self._optimizer * on_device,
             unsharded=sum(self._gathered.values()) + sum(self._in_flight.values()) + self._copied_out,
             activations=activations - logits,
             logits=logits,
@@ -407,6 +411,7 @@ class _MemoryTimeline:
             + int(live.fixed if live else 0)
             + whole * (not on_device),
         )
+        self._moments.append(moment)
 
     def _input(self, name: str) -> Linear:
         """Return the bytes of a module's input, the output of the previous module."""

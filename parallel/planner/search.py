@@ -4,8 +4,10 @@ Keys that have a value in the config keep it; keys at `auto` are searched.
 """
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
 from operator import attrgetter
 from typing import Any
@@ -122,8 +124,9 @@ def search(
     ):
         raise PlanError("\n".join(map(key_line, mistakes)))
     state = _Search(config, model, shape, machines, trace)
-    for candidate in sorted(state.legal_candidates(), key=lambda c: (-c.rate(), _complexity(c))):
-        state.classify(candidate)
+    with _without_collector():
+        for candidate in sorted(state.legal_candidates(), key=lambda c: (-c.rate(), _complexity(c))):
+            state.classify(candidate)
     state.does_not_fit.sort(key=attrgetter("needed_bytes"))
     if not state.ranked:
         nearest = [
@@ -132,6 +135,19 @@ def search(
         ]
         state.does_not_fit[:NEAREST] = sorted(nearest, key=attrgetter("needed_bytes"))
     return SearchResult(tuple(_ranked(state.ranked)), tuple(state.does_not_fit), tuple(state.pruned))
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause Python's garbage collector: the search makes millions of small objects, and none in cycles. Going
+    through all of them, time and again, would take a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def least_memory(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
@@ -171,6 +187,11 @@ class _Search:
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     # by all choices except resharding, reducing and prefetching, which do not change the bounds
     bounds: dict[tuple[Any, ...], Bounds] = field(default_factory=dict)
+    # by the same choices as `plans`, which decide what is computed
+    works: dict[tuple[Any, ...], ModelWorkload] = field(default_factory=dict)
+    # by all choices
+    memories: dict[tuple[Any, ...], PredictedMemory] = field(default_factory=dict)
+    timelines: dict[tuple[Any, ...], Timeline] = field(default_factory=dict)
     # fewest blocks that fit, by the same choices without the number of blocks; the first resharding and
     # prefetching tried decides
     fewest: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -220,24 +241,20 @@ class _Search:
 
     def evaluate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory and, if it fits, its simulated step."""
-        plan, machines = candidate.plan, self.machines
-        work = self.trace(plan)
-        memory = predict_step_memory(plan, work)
-        needed = reserved_bytes(memory, machines.hardware)
+        memory = self._memory(candidate)
+        needed = reserved_bytes(memory, self.machines.hardware)
         evaluated = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
-        if needed > machines.available_bytes:
+        if needed > self.machines.available_bytes:
             return evaluated
-        times = step_times(plan, work, machines.hardware, machines.gpus_per_node)
-        return dataclasses.replace(evaluated, timeline=simulate_step(plan, times))
+        return dataclasses.replace(evaluated, timeline=self._timeline(candidate.choices, candidate.plan))
 
     def _with_simulated_bound(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the simulated step as its lower bound, which costs less than its memory:
         with the fewest blocks that could fit, if they are still to be counted."""
         if len(self.ranked) < MIN_TIMED:
             return candidate
-        plan, machines = self._plan(candidate.choices), self.machines
-        times = step_times(plan, self.trace(plan), machines.hardware, machines.gpus_per_node)
-        return dataclasses.replace(candidate, lower_bound_s=simulate_step(plan, times).step_s)
+        plan = self._plan(candidate.choices) if candidate.at_least else candidate.plan
+        return dataclasses.replace(candidate, lower_bound_s=self._timeline(candidate.choices, plan).step_s)
 
     def _is_slower(self, candidate: Candidate) -> bool:
         return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= MIN_TIMED
@@ -245,11 +262,31 @@ class _Search:
     def _plan(self, choices: Mapping[str, Any]) -> Plan:
         """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the
         plans that differ in nothing else only one is made and checked."""
-        key = (*_without_gathering(choices), choices.get("activation_checkpoint_blocks"))
+        key = _plan_key(choices)
         if key not in self.plans:
             config, shape = with_choices(self.config, self.shape, choices)
             self.plans[key] = make_plan(config, self.model, shape)
         return with_gathering(self.plans[key], self.config, choices)
+
+    def _work(self, choices: Mapping[str, Any], plan: Plan) -> ModelWorkload:
+        key = _plan_key(choices)
+        if key not in self.works:
+            self.works[key] = self.trace(plan)
+        return self.works[key]
+
+    def _memory(self, candidate: Candidate) -> PredictedMemory:
+        key = tuple(candidate.choices.values())
+        if key not in self.memories:
+            work = self._work(candidate.choices, candidate.plan)
+            self.memories[key] = predict_step_memory(candidate.plan, work)
+        return self.memories[key]
+
+    def _timeline(self, choices: Mapping[str, Any], plan: Plan) -> Timeline:
+        key, machines = tuple(choices.values()), self.machines
+        if key not in self.timelines:
+            times = step_times(plan, self._work(choices, plan), machines.hardware, machines.gpus_per_node)
+            self.timelines[key] = simulate_step(plan, times)
+        return self.timelines[key]
 
     def _blocks(self, plan: Plan) -> int:
         """The number of units that can use activation checkpointing."""
@@ -271,13 +308,13 @@ class _Search:
     def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
         bounds = self._bounds_of(choices, plan)
         in_order = {name: choices[name] for name in CHOICES}
-        needed = bounds.needed_bytes + whole_gradient_bytes(plan, self.trace(plan))
+        needed = bounds.needed_bytes + whole_gradient_bytes(plan, self._work(choices, plan))
         return Candidate(in_order, plan, bounds.lower_bound_s, needed, bounds.host_bytes)
 
     def _bounds_of(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
-        key = (*_without_gathering(choices), choices["activation_checkpoint_blocks"])
+        key = _plan_key(choices)
         if key not in self.bounds:
-            work = self.trace(plan)
+            work = self._work(choices, plan)
             times = step_times(plan, work, self.machines.hardware, self.machines.gpus_per_node)
             self.bounds[key] = Bounds(
                 times,
@@ -299,7 +336,7 @@ class _Search:
         kept = self.bounds.get((*_without_gathering(keeping), 0)) or self._bounds_of(
             keeping, self._plan(keeping)
         )
-        available = self.machines.available_bytes - whole_gradient_bytes(plan, self.trace(plan))
+        available = self.machines.available_bytes - whole_gradient_bytes(plan, self._work(choices, plan))
         excess = kept.needed_bytes - available
         share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / blocks)
         if (count := math.ceil(share * blocks)) >= blocks:
@@ -321,9 +358,7 @@ class _Search:
             return self._candidate(choices, self._plan(choices))
 
         def fits(count: int) -> bool:
-            plan = with_blocks(count).plan
-            memory = predict_step_memory(plan, self.trace(plan))
-            needed[count] = reserved_bytes(memory, self.machines.hardware)
+            needed[count] = reserved_bytes(self._memory(with_blocks(count)), self.machines.hardware)
             return needed[count] <= self.machines.available_bytes
 
         # The resharding and prefetching tried first need the least memory: the others never need fewer
@@ -375,6 +410,11 @@ def _without_gathering(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     return _without(
         choices, "reshard_after_forward", "reduce_gradients", "reshard_after_backward", "prefetch"
     )
+
+
+def _plan_key(choices: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the choices that `with_gathering` does not change."""
+    return (*_without_gathering(choices), choices.get("activation_checkpoint_blocks"))
 
 
 def _without_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:

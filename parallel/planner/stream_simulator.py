@@ -1,6 +1,7 @@
 """A discrete-event simulator of tasks on the host and on the streams of one GPU: their dependencies, and
 their speed while they overlap."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,23 +58,27 @@ def run_tasks(tasks: Sequence[Task], slowdown: Mapping[str, float]) -> list[Span
     the compute stream; they neither slow others down nor are slowed down. Copies to and from host memory have
     a separate link and copy engine. The host is slowed down by nothing.
     """
+    queues, running = _queues(tasks), dict[str, _Running]()  # by stream
     spans: dict[int, Span] = {}
-    queues = _queues(tasks)
-    running: dict[str, _Running] = {}  # by stream
+    ends_s = [math.nan] * len(tasks)
+    # stream -> the task whose end it waits for: the one in flight, or one before its next task
+    waits_for, ended = dict.fromkeys(queues, -1), -1
     now_s = 0.0
-    while True:
+    while len(spans) < len(tasks):
         for stream, queue in queues.items():
-            if stream not in running and queue and all(i in spans for i in tasks[queue[-1]].after):
+            if queue and waits_for[stream] == ended:
                 task = tasks[queue[-1]]
-                released_by = max(task.after, key=lambda i: spans[i].end_s, default=-1)
-                running[stream] = _Running(queue.pop(), task.lane, task.alone_s, now_s, released_by)
-        if not running:
-            break
+                waits_for[stream] = next((i for i in task.after if i not in spans), queue[-1])
+                if waits_for[stream] == queue[-1]:
+                    released_by = max(task.after, key=ends_s.__getitem__, default=-1)
+                    running[stream] = _Running(queue.pop(), task.lane, task.alone_s, now_s, released_by)
+        assert running, "a task waits for a task that is launched later"
         stream, passed_s = _advance(running, slowdown)
         now_s += passed_s
-        ended = running.pop(stream)
-        spans[ended.index] = Span(ended.start_s, now_s, ended.released_by)
-    assert len(spans) == len(tasks), "a task waits for a task that is launched later"
+        task_ended = running.pop(stream)
+        ended = task_ended.index
+        ends_s[ended] = now_s
+        spans[ended] = Span(task_ended.start_s, now_s, task_ended.released_by)
     return [spans[i] for i in range(len(tasks))]
 
 
@@ -86,19 +91,24 @@ class _Running:
     left_s: float  # the rest of `alone_s`
     start_s: float
     released_by: int
+    speed: float = 1.0
 
 
 def _advance(running: Mapping[str, _Running], slowdown: Mapping[str, float]) -> tuple[str, float]:
     """Advance all running tasks until one ends. Return its stream and the seconds until its end."""
     collectives = running.keys() - ALONE
-    speeds = {stream: 1.0 if stream in ALONE else 1.0 / len(collectives) for stream in running}
-    if collectives and COMPUTE in running and running[COMPUTE].lane == COMPUTE:
-        speeds[COMPUTE] = 1.0 - max(slowdown[stream] for stream in collectives)
-    stream = min(running, key=lambda stream: running[stream].left_s / speeds[stream])
-    passed_s = running[stream].left_s / speeds[stream]
-    for name, task in running.items():
-        task.left_s = max(task.left_s - passed_s * speeds[name], 0.0)
-    return stream, passed_s
+    beside = 1.0 - max((slowdown[stream] for stream in collectives), default=0.0)
+    first, passed_s = "", math.inf
+    for stream, task in running.items():
+        if stream not in ALONE:
+            task.speed = 1.0 / len(collectives)
+        else:
+            task.speed = beside if task.lane == COMPUTE else 1.0
+        if (seconds := task.left_s / task.speed) < passed_s:
+            first, passed_s = stream, seconds
+    for task in running.values():
+        task.left_s = max(task.left_s - passed_s * task.speed, 0.0)
+    return first, passed_s
 
 
 def _queues(tasks: Sequence[Task]) -> dict[str, list[int]]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.llama import Block, Llama, LlamaConfig, init_weights
 from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.trace import module_workload
+from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload, eager_workload
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.process_group import start_process
@@ -137,7 +137,9 @@ def build_block(fused: bool) -> Callable[[int], TracedModule]:
 def test_nothing_more_is_kept_for_the_backward(compiled: bool) -> None:
     """Neither the compiler nor autograd saves the concatenated weights, or queries and keys along with the
     values."""
-    separate, fused = (module_workload(build_block(fused), compiled).saved_bytes for fused in (False, True))
+    builds = build_block(False), build_block(True)
+    works = (compiled_workload(capture_joint(each)) if compiled else eager_workload(each) for each in builds)
+    separate, fused = (work.saved_bytes for work in works)
     assert fused == separate
 
 

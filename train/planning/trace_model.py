@@ -20,8 +20,11 @@ from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.float8 import PRODUCT, multiply_in_float8
 from meshwright.parallel.planner.tracing.trace import (
     MOST_TRACED_SEQUENCES,
+    JointGraph,
     apply_as_single_tp_rank,
-    module_workload,
+    capture_joint,
+    compiled_workload,
+    eager_workload,
 )
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.files import write_atomically
@@ -141,10 +144,38 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
 
 @cache
 def _trace(case: _Case, folder: Path | None) -> ModuleWorkload:
-    trace = partial(
-        module_workload, partial(_build, case), case.compiled, case.sequences, case.activation_budget
-    )
+    trace = partial(_trace_compiled if case.compiled else _trace_eager, case)
     return remember(folder, case, trace) if folder else trace()
+
+
+def _trace_eager(case: _Case) -> ModuleWorkload:
+    return eager_workload(partial(_build, case))
+
+
+def _trace_compiled(case: _Case) -> ModuleWorkload:
+    """Return the workload of a compiled module. Cases that differ in activation checkpointing share one
+    captured graph, unless it decomposes an operator whose results are to be saved."""
+    joint = _capture(
+        dataclasses.replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
+    )
+    saved_ops = _saved_ops(case)
+    if joint.decomposes(saved_ops or ()):
+        joint, saved_ops = _capture(dataclasses.replace(case, activation_budget=1.0)), None
+    return compiled_workload(joint, saved_ops, case.activation_budget)
+
+
+@cache
+def _capture(case: _Case) -> JointGraph:
+    return capture_joint(partial(_build, case), case.sequences)
+
+
+def _saved_ops(case: _Case) -> tuple[str, ...] | None:
+    """Return the operators whose results activation checkpointing saves; None without it."""
+    if case.activation_checkpoint not in ("full", "selective"):
+        return None
+    return case.saved_ops + tuple(
+        op.replace(MATMUL, PRODUCT) for op in case.saved_ops if case.float8 and MATMUL in op
+    )
 
 
 def _build(case: _Case, sequences: int) -> TracedModule:
@@ -162,11 +193,8 @@ def _build(case: _Case, sequences: int) -> TracedModule:
     # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.
     for name in case.frozen if case.module != "tok_embeddings" else ():
         module.get_parameter(name).requires_grad_(False)
-    if case.activation_checkpoint in ("full", "selective"):
-        in_float8 = tuple(
-            op.replace(MATMUL, PRODUCT) for op in case.saved_ops if case.float8 and MATMUL in op
-        )
-        recompute(module, case.saved_ops + in_float8)
+    if (saved_ops := _saved_ops(case)) is not None:
+        recompute(module, saved_ops)
     ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
     tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
     # Not a leaf: autograd would keep a leaf alive, but in a run only the operators that need the input do.

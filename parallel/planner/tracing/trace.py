@@ -7,8 +7,10 @@ activations the forward saves and which the backward recomputes, as in the run.
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from torch._functorch import config as functorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Placement, Shard
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
+from meshwright.parallel.activation_checkpoint import count_saved
 from meshwright.parallel.plan.schema import TensorPlan
+from meshwright.parallel.plan.selective_policy import find_op
 from meshwright.parallel.planner.tracing.buffers import module_buffers
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
 from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
@@ -40,55 +45,70 @@ def apply_as_single_tp_rank(model: nn.Module, tensor: TensorPlan, degree: int) -
 MOST_TRACED_SEQUENCES = 2  # the graphs of all larger micro batches are the same, except for sizes
 
 
-def module_workload(
-    build: Callable[[int], TracedModule], compiled: bool, micro_batch_size: int = 2, budget: float = 1.0
-) -> ModuleWorkload:
-    """Return the workload of the module that `build` returns for a number of sequences.
-
-    Args:
-        micro_batch_size: the graph of one sequence has fewer copies than that of several
-        compiled: as inductor would run it; otherwise as it runs eagerly
-        budget: share of the activations that a compiled module saves
-    """
+def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
+    """Return the workload of the module that `build` returns for a number of sequences, as it runs
+    eagerly."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        if compiled:
-            sequences = min(micro_batch_size, MOST_TRACED_SEQUENCES)
-            return _trace_compiled(build(sequences), sequences, budget)
         forward, backward, saved, output = trace_eager(build)
         module = build(1).module
     return ModuleWorkload(count_parameters(module), forward, backward, saved, output, list_weights(module))
 
 
-def _trace_compiled(subject: TracedModule, sequences: int, budget: float) -> ModuleWorkload:
-    graphs: dict[str, GraphModule] = {}
-    weights: list[bool] = []
-    with _quiet_compiler(), functorch.patch(activation_memory_budget=budget):
-        # all of it: some modules compile only a part of themselves
-        nn.Module.compile(subject.module, fullgraph=True, backend=_keep_graphs(graphs, weights))
-        result = subject.call()
-        result.backward(torch.empty_like(result))
-    return _read(graphs["forward"].graph, graphs["backward"].graph, weights, subject, sequences)
+@dataclass(frozen=True)
+class JointGraph:
+    """The graph of a module's forward and backward that the compiler captures before it decides which
+    activations to save. All ways of activation checkpointing share it.
+
+    Args:
+        graph: as AOTAutograd captures it
+        options: of the partitioner
+        weights: whether each input is a weight
+        subject: the captured module with its arguments, of `sequences` sequences
+    """
+
+    graph: GraphModule
+    options: Mapping[str, Any]
+    weights: tuple[bool, ...]
+    subject: TracedModule
+    sequences: int
+
+    def decomposes(self, ops: Iterable[str]) -> bool:
+        """Whether the graph has other operations in place of one of these operators."""
+        packets = {find_op(op) for op in ops}
+        return any(
+            _packet(node.meta.get("original_aten")) in packets and _packet(node.target) not in packets
+            for node in self.graph.graph.nodes
+            if node.target is not getitem
+        )
 
 
-def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
-    """Return a torch.compile backend that compiles nothing: it stores in `graphs` the graphs that inductor
-    would compile, and in `weights` whether each input is a weight."""
+def _packet(op: Any) -> Any:
+    return getattr(op, "overloadpacket", op)
+
+
+def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 2) -> JointGraph:
+    """Capture the module that `build` returns for a number of sequences. The graph of one sequence has fewer
+    copies than that of several."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def keep(name: str) -> Callable[..., Any]:
-        def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-            graphs[name] = graph
-            return make_boxed_func(graph.forward)
+    captured: list[JointGraph] = []
+    weights: list[bool] = []
+    sequences = min(micro_batch_size, MOST_TRACED_SEQUENCES)
 
-        return compiler
+    def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        captured.append(JointGraph(_copy(joint), options, tuple(weights), subject, sequences))
+        return default_partition(joint, inputs, **options)  # any: only the forward runs, on fake tensors
+
+    def compile_nothing(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        return make_boxed_func(graph.forward)
 
     inner = aot_autograd(
-        fw_compiler=keep("forward"),
-        bw_compiler=keep("backward"),
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=compile_nothing,
+        bw_compiler=compile_nothing,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
     )
 
@@ -96,15 +116,60 @@ def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
         weights.extend(isinstance(x, nn.Parameter) for x in inputs)
         return inner(graph, inputs)
 
-    return backend
+    with FakeTensorMode(allow_non_fake_inputs=True), _quiet_compiler():
+        subject = build(sequences)
+        # all of it: some modules compile only a part of themselves
+        nn.Module.compile(subject.module, fullgraph=True, backend=backend)
+        subject.call()
+    (joint,) = captured
+    return joint
 
 
-def _read(
-    forward: Graph, backward: Graph, weights: Sequence[bool], subject: TracedModule, sequences: int
+def compiled_workload(
+    joint: JointGraph, saved_ops: tuple[str, ...] | None = None, budget: float = 1.0
 ) -> ModuleWorkload:
+    """Return the workload of a captured module as inductor would run it.
+
+    Args:
+        saved_ops: with activation checkpointing, the operators whose results are saved, none of which the
+            graph decomposes; None: without it, or the captured module does it itself
+        budget: share of the activations that the compiler saves
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    graph = _copy(joint.graph)
+    if saved_ops is not None:
+        _tag_recomputed(graph.graph, saved_ops)
+    with FakeTensorMode(allow_non_fake_inputs=True), functorch.patch(activation_memory_budget=budget):
+        forward, backward = min_cut_rematerialization_partition(graph, (), **joint.options)
+        return _read(forward.graph, backward.graph, joint)
+
+
+def _copy(module: GraphModule) -> GraphModule:
+    """Copy a graph and the tags of its nodes; their fake tensors are shared."""
+    graph, (end,) = Graph(), module.graph.find_nodes(op="output")
+    graph.output(graph.graph_copy(module.graph, {})).meta = dict(end.meta)
+    return GraphModule(module, graph)
+
+
+def _tag_recomputed(joint: Graph, saved_ops: tuple[str, ...]) -> None:
+    """Tag the operations of the forward for the partitioner as torch.utils.checkpoint does around all of it
+    (_CachingTorchDispatchMode)."""
+    is_saved, policies = count_saved(saved_ops), dict[Node, CheckpointPolicy]()
+    for node in joint.nodes:
+        if node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward":
+            if node.target is getitem:  # one of an operation's results
+                policies[node] = policies[node.args[0]]
+            else:
+                saved = is_saved(node.target)
+                policies[node] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta |= {"ac_graph_id": 0, "recompute": policies[node]}
+
+
+def _read(forward: Graph, backward: Graph, joint: JointGraph) -> ModuleWorkload:
     """Convert both graphs to kernels. The forward returns its result, then the tensors saved for the
     backward, whose placeholders have the same names."""
-    primals = _placeholders(forward)
+    weights, sequences, primals = joint.weights, joint.sequences, _placeholders(forward)
     assert len(primals) == len(weights), "the compiled graph must take every input of the module, in order"
     counted = {
         node
@@ -135,7 +200,7 @@ def _read(
     received = {backward_kernels.storage[node]: owner for node in same_as if (owner := storage[node.name])}
     saved_bytes = total(map(forward_kernels.size, {node for node in saved if node is not None}))
     result = forward_kernels.size(output) if output is not None else Linear()
-    module = subject.module
+    module = joint.subject.module
     return ModuleWorkload(
         count_parameters(module),
         forward_kernels.phase(),

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.trace import module_workload
+from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload
 
 SEQUENCES, TOKENS = 2, 128
 MODEL = LlamaConfig(
@@ -86,5 +86,5 @@ def kept_bytes(build: Callable[[int], TracedModule]) -> int:
 def test_a_compiled_module_keeps_what_its_trace_says(build: Callable[[int], TracedModule]) -> None:
     """The allocator rounds scalars up by a few bytes."""
     assert kept_bytes(build) == pytest.approx(
-        module_workload(build, compiled=True).saved_bytes.at(SEQUENCES), abs=64
+        compiled_workload(capture_joint(build)).saved_bytes.at(SEQUENCES), abs=64
     )

@@ -11,8 +11,10 @@ from torch import nn
 from meshwright.models.cost import matmul_parameters
 from meshwright.models.size import count_parameters
 from meshwright.parallel.compile.stats import count_compiled_graphs
+from meshwright.parallel.planner.tracing.trace import capture_joint
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.config_parser import parse_config
+from meshwright.train.planning import trace_model
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import model_workload
@@ -186,3 +188,26 @@ def test_a_block_of_another_setting_is_traced_by_itself() -> None:
     kept = [work.modules[f"layers.{i}"].saved_bytes for i in range(3)]
     assert sorted({k.per_sequence for k in kept}) == sorted({64 * 32 * 4, alone.saved_bytes.per_sequence})
     assert dataclasses.astuple(kept[0]) == dataclasses.astuple(kept[2])
+
+
+def test_activation_checkpointing_shares_one_captured_graph(monkeypatch) -> None:
+    """Except where a saved operator is decomposed, so that only torch knows which results are its own."""
+    captured = list[object]()
+
+    def count(build, sequences):
+        captured.append(build.args[0])
+        return capture_joint(build, sequences)
+
+    monkeypatch.setattr(trace_model, "capture_joint", count)
+
+    def trace(*keys: str) -> ModuleWorkload:
+        job = parse_config(["--config=llama_debug.yaml", "--train.seq_len=48", *keys]).job
+        return model_workload(job.model, plan_run(job, 1), 48).modules["layers.0"]
+
+    modes = ("none", "full", "selective", "budget")
+    kept = [trace(f"--parallel.activation_checkpoint={mode}").saved_bytes.at(1) for mode in modes]
+    assert len(captured) == 2, captured  # a block, and the head
+    assert kept[1] < kept[2] < kept[0]
+    selective = "--parallel.activation_checkpoint=selective"
+    assert trace(selective, "--parallel.selective_policy=aten.silu") != trace(selective)
+    assert len(captured) == 3

@@ -30,8 +30,8 @@ def counted(monkeypatch) -> list[object]:
 
     import meshwright.train.planning.trace_model
 
-    original = meshwright.train.planning.trace_model.module_workload
-    monkeypatch.setattr(meshwright.train.planning.trace_model, "module_workload", trace)
+    original = meshwright.train.planning.trace_model.eager_workload
+    monkeypatch.setattr(meshwright.train.planning.trace_model, "eager_workload", trace)
     return traced
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.trace import module_workload
+from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload
 from meshwright.parallel.planner.workload import Buffer, Linear, ModuleWorkload, total
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import run_workload
@@ -38,7 +38,7 @@ def per_sequence(size: float) -> Linear:
 def test_the_lifetimes_of_a_small_module_by_hand() -> None:
     """Forward: up, tanh, which overwrites up's result, and down. Backward: the gradients of down, of tanh's
     result, of its input, which overwrites tanh's result, of up, and of the input."""
-    buffers = module_workload(build, compiled=True).buffers
+    buffers = compiled_workload(capture_joint(build)).buffers
     assert [(buffer.role, buffer.size, buffer.begin, buffer.end) for buffer in buffers] == [
         ("input", per_sequence(X), -4, 4),
         ("inner", per_sequence(H), -3, -3),
@@ -87,4 +87,4 @@ def test_the_head_has_its_gradient_and_the_logits_of_a_chunk() -> None:
 
 
 def test_two_traces_have_the_same_buffers_in_the_same_order() -> None:
-    assert module_workload(build, compiled=True) == module_workload(build, compiled=True)
+    assert compiled_workload(capture_joint(build)) == compiled_workload(capture_joint(build))

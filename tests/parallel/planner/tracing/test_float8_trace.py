@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.float8 import multiply_in_float8
-from meshwright.parallel.planner.tracing.trace import module_workload
+from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload
 from meshwright.parallel.planner.workload import ModuleWorkload
 
 DIM, HIDDEN, TOKENS = 4096, 14336, 8192
@@ -39,7 +39,7 @@ def traced(convert: Callable[[nn.Module], object]) -> ModuleWorkload:
 
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return module_workload(build, compiled=True)
+        return compiled_workload(capture_joint(build))
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,0 +1,58 @@
+"""All ways of activation checkpointing share one captured graph, and get what torch makes of each."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.activation_checkpoint import recompute
+from meshwright.parallel.planner.tracing.eager import TracedModule
+from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload
+
+TOKENS, DIM = 16, 8
+
+
+class Gated(nn.Module):
+    """x[B, T, D] -> x + down · (silu(gate · x) * up · x) -> [B, T, D], with a norm before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.gate, self.up, self.down = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        first, second = torch.split(self.down(nn.functional.silu(self.gate(y)) * self.up(y)), DIM // 2, -1)
+        z: Tensor = x + torch.cat((first.tanh(), second), -1)
+        return z
+
+
+def build(sequences: int, saved_ops: tuple[str, ...] | None = None) -> TracedModule:
+    module = Gated()
+    if saved_ops is not None:
+        recompute(module, saved_ops)
+    return TracedModule(module, (torch.empty(sequences, TOKENS, DIM, requires_grad=True).clone(),))
+
+
+@pytest.mark.parametrize(
+    "saved_ops",
+    [(), ("aten.mm",), ("aten.mm/2",), ("aten.split", "aten.tanh"), ("aten.mm/3", "aten.tanh")],
+    ids=str,
+)
+def test_a_shared_graph_is_recomputed_as_torch_does(saved_ops: tuple[str, ...]) -> None:
+    plain = capture_joint(build)
+    by_torch = compiled_workload(capture_joint(lambda sequences: build(sequences, saved_ops)))
+    assert compiled_workload(plain, saved_ops) == by_torch != compiled_workload(plain)
+
+
+def test_an_operator_that_the_compiler_decomposes_is_reported() -> None:
+    plain = capture_joint(build)
+    assert plain.decomposes(("aten.silu",))
+    assert not plain.decomposes(("aten.mm/2", "aten.split", "aten.tanh", "aten.gelu"))
+
+
+def test_the_captured_graph_stays_as_it_is() -> None:
+    plain = capture_joint(build)
+    before = compiled_workload(plain)
+    compiled_workload(plain, ("aten.mm",))
+    compiled_workload(plain, (), budget=0.5)
+    assert compiled_workload(plain) == before
