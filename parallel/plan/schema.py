@@ -4,6 +4,7 @@ import fnmatch
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.structure import Count, Integer
@@ -124,7 +125,7 @@ class UnitPlan:
     reduce_dtype: str
     output_dtype: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The names of the modules, joined by "+"."""
         return "+".join(self.modules)
