@@ -241,7 +241,7 @@ class _Search:
 
     def evaluate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory and, if it fits, its simulated step."""
-        memory = self._memory(candidate)
+        memory = self._memory(candidate.choices, candidate.plan)
         needed = reserved_bytes(memory, self.machines.hardware)
         evaluated = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
         if needed > self.machines.available_bytes:
@@ -274,11 +274,10 @@ class _Search:
             self.works[key] = self.trace(plan)
         return self.works[key]
 
-    def _memory(self, candidate: Candidate) -> PredictedMemory:
-        key = tuple(candidate.choices.values())
+    def _memory(self, choices: Mapping[str, Any], plan: Plan) -> PredictedMemory:
+        key = tuple(choices.values())
         if key not in self.memories:
-            work = self._work(candidate.choices, candidate.plan)
-            self.memories[key] = predict_step_memory(candidate.plan, work)
+            self.memories[key] = predict_step_memory(plan, self._work(choices, plan))
         return self.memories[key]
 
     def _timeline(self, choices: Mapping[str, Any], plan: Plan) -> Timeline:
@@ -358,7 +357,9 @@ class _Search:
             return self._candidate(choices, self._plan(choices))
 
         def fits(count: int) -> bool:
-            needed[count] = reserved_bytes(self._memory(with_blocks(count)), self.machines.hardware)
+            choices = {**candidate.choices, "activation_checkpoint_blocks": count}
+            memory = self._memory(choices, self._plan(choices))
+            needed[count] = reserved_bytes(memory, self.machines.hardware)
             return needed[count] <= self.machines.available_bytes
 
         # The resharding and prefetching tried first need the least memory: the others never need fewer

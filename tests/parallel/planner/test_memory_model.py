@@ -529,3 +529,25 @@ def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: l
     # In the pytest process, unlike in a separate one, a simulated step can keep a small tensor a little
     # longer: up to 1% here.
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.035)
+
+
+@pytest.mark.parametrize("mode", ["none", "offload"])
+def test_blocks_that_repeat_others_note_no_moments_and_miss_no_peak(mode: str, monkeypatch) -> None:
+    noted = list[int]()
+    original = memory_model._MemoryTimeline.run
+
+    def run(timeline):
+        moments = original(timeline)
+        noted.append(len(moments))
+        return moments
+
+    monkeypatch.setattr(memory_model._MemoryTimeline, "run", run)
+    plan, work = make(4, n_blocks=40, activation_checkpoint=mode), make_work(n_blocks=40)
+    block = work.modules["layers.0"]  # one object for all: they are known to be alike
+    modules = {name: block if name in plan.modules[1:-1] else module for name, module in work.modules.items()}
+    work = dataclasses.replace(work, modules=modules)
+    short = predict_step_memory(plan, work)
+    monkeypatch.setattr(memory_model, "repeated_blocks", lambda plan, work: {})
+    full = predict_step_memory(plan, work)
+    assert (short.memory, short.at_peak) == (full.memory, full.at_peak)
+    assert noted[0] < noted[1] / 3

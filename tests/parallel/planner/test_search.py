@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner import search as search_module
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
@@ -489,3 +491,20 @@ def test_one_process_has_nothing_to_say_of_communication() -> None:
 def test_memory_of_a_candidate_is_that_of_its_plan() -> None:
     best = find(8).best
     assert best.memory == predict_step_memory(best.plan, trace(best.plan))
+
+
+def test_no_memory_and_no_step_of_a_plan_is_predicted_twice(monkeypatch) -> None:
+    calls = Counter[str]()
+
+    def counted(function):
+        def call(plan, *others):
+            calls[f"{function.__name__} {plan}"] += 1
+            return function(plan, *others)
+
+        return call
+
+    for name in ("predict_step_memory", "simulate_step"):
+        monkeypatch.setattr(search_module, name, counted(getattr(search_module, name)))
+    assert any(0 < c.choices["activation_checkpoint_blocks"] < BLOCKS for c in find(8, machines(24)).ranked)
+    assert calls
+    assert max(calls.values()) == 1
