@@ -2,8 +2,8 @@
 reductions of each FSDP unit, and the exposed waits."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from meshwright.parallel.plan.schema import (
@@ -21,6 +21,7 @@ from meshwright.parallel.planner.stream_simulator import (
     HOST,
     OFFLOAD,
     STREAMS,
+    Span,
     Task,
     find_waits,
     run_tasks,
@@ -39,22 +40,32 @@ SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatt
 
 
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
-    """Simulate one optimizer step of one rank under FSDP2 (its rules are in `_FsdpLaunchOrder`).
+    """Simulate one optimizer step of one rank under FSDP2 (its rules are in `_FsdpLaunchOrder`)."""
+    rounds = [(round_.timeline(), count) for round_, count in _simulate_rounds(plan, times)]
+    return _join([*rounds, (_optimizer(times), 1)])
+
+
+def step_seconds(plan: Plan, times: StepTimes) -> float:
+    """Return the seconds of a simulated step, without its timeline."""
+    seconds = sum(round_.seconds * count for round_, count in _simulate_rounds(plan, times))
+    return seconds + times.scalars_s + times.optimizer_s
+
+
+def _simulate_rounds(plan: Plan, times: StepTimes) -> Iterator[tuple["_Round", int]]:
+    """Yield one micro batch of each kind, and its count.
 
     At the end of every backward FSDP2 waits for all collectives in flight, and the next forward's first
     all-gather starts after that. Micro batches therefore share nothing but the parameters that stay gathered,
     and one of each kind is simulated.
     """
     ahead, kept = start_ahead(plan), frozenset[str]()
-    rounds = list[tuple[MicroBatchTimeline, int]]()
-    simulated: dict[tuple[MicroBatch, frozenset[str]], tuple[MicroBatchTimeline, frozenset[str]]] = {}
+    simulated: dict[tuple[MicroBatch, frozenset[str]], _Round] = {}
     for micro_batch, count in micro_batch_kinds(plan):
         key = _same_tasks(micro_batch, plan, times), kept
         if key not in simulated:
             simulated[key] = _simulate_round(plan, times, ahead, *key)
-        timeline, kept = simulated[key]
-        rounds.append((timeline, count))
-    return _join([*rounds, (_optimizer(times), 1)])
+        kept = simulated[key].kept
+        yield simulated[key], count
 
 
 def _same_tasks(micro_batch: MicroBatch, plan: Plan, times: StepTimes) -> MicroBatch:
@@ -325,29 +336,42 @@ class _FsdpLaunchOrder:
         return index
 
 
+@dataclass(frozen=True)
+class _Round:
+    """A simulated micro batch, from second 0: its tasks and their spans, and the units that are gathered at
+    its end."""
+
+    tasks: Sequence[Task]
+    spans: Sequence[Span]
+    kept: frozenset[str]
+
+    @property
+    def seconds(self) -> float:
+        """The duration."""
+        return max(span.end_s for span in self.spans)
+
+    def timeline(self) -> MicroBatchTimeline:
+        """Return its events and waits."""
+        events = [
+            _event(task, task.lane, task.work, span.start_s, span.end_s)
+            for task, span in zip(self.tasks, self.spans, strict=True)
+        ]
+        for wait in find_waits(self.tasks, self.spans):
+            task = self.tasks[wait.task]
+            lane = HOST_BOUND if task.lane == HOST else EXPOSED
+            events.append(_event(task, lane, task.lane, wait.start_s, wait.end_s))
+        events = [event for event in events if event.end_s > event.start_s]
+        return MicroBatchTimeline(0.0, self.seconds, tuple(sorted(events, key=lambda event: event.start_s)))
+
+
 def _simulate_round(
     plan: Plan, times: StepTimes, ahead: Ahead, micro_batch: MicroBatch, kept: frozenset[str]
-) -> tuple[MicroBatchTimeline, frozenset[str]]:
-    """Simulate one micro batch, from second 0. Return it and the units that are gathered at its end; `kept`:
-    those at its begin."""
+) -> _Round:
+    """Simulate one micro batch. `kept`: the units that are gathered at its begin."""
     launches = _FsdpLaunchOrder(plan, times, ahead, kept)
     launches.launch_forward()
     launches.launch_backward(micro_batch)
-    tasks = launches.tasks
-    spans = run_tasks(tasks, times.slowdown)
-    events = [
-        _event(task, task.lane, task.work, span.start_s, span.end_s)
-        for task, span in zip(tasks, spans, strict=True)
-    ]
-    for wait in find_waits(tasks, spans):
-        task = tasks[wait.task]
-        lane = HOST_BOUND if task.lane == HOST else EXPOSED
-        events.append(_event(task, lane, task.lane, wait.start_s, wait.end_s))
-    events = [event for event in events if event.end_s > event.start_s]
-    timeline = MicroBatchTimeline(
-        0.0, max(span.end_s for span in spans), tuple(sorted(events, key=lambda event: event.start_s))
-    )
-    return timeline, launches.kept
+    return _Round(launches.tasks, run_tasks(launches.tasks, times.slowdown), launches.kept)
 
 
 def _event(task: Task, lane: str, work: str, start_s: float, end_s: float) -> TimelineEvent:

@@ -19,8 +19,8 @@ from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
-from meshwright.parallel.planner.cost_model import host_bytes, step_times
-from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.cost_model import StepTimes, host_bytes, step_times
+from meshwright.parallel.planner.fsdp_schedule import simulate_step, step_seconds
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search_space import (
@@ -139,8 +139,9 @@ def search(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector: the search makes millions of small objects, and none in cycles. Going
-    through all of them, time and again, would take a third of its time."""
+    """Pause Python's garbage collector, which would take a third of the search's time: it goes through the
+    search's millions of small objects, which are not in cycles, again and again. The compiler's traces leave
+    some cycles; they are collected afterwards."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -191,7 +192,7 @@ class _Search:
     works: dict[tuple[Any, ...], ModelWorkload] = field(default_factory=dict)
     # by all choices
     memories: dict[tuple[Any, ...], PredictedMemory] = field(default_factory=dict)
-    timelines: dict[tuple[Any, ...], Timeline] = field(default_factory=dict)
+    steps_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
     # fewest blocks that fit, by the same choices without the number of blocks; the first resharding and
     # prefetching tried decides
     fewest: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -246,7 +247,9 @@ class _Search:
         evaluated = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
         if needed > self.machines.available_bytes:
             return evaluated
-        return dataclasses.replace(evaluated, timeline=self._timeline(candidate.choices, candidate.plan))
+        return dataclasses.replace(
+            evaluated, timeline=simulate_step(*self._timed(candidate.choices, candidate.plan))
+        )
 
     def _with_simulated_bound(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the simulated step as its lower bound, which costs less than its memory:
@@ -254,7 +257,7 @@ class _Search:
         if len(self.ranked) < MIN_TIMED:
             return candidate
         plan = self._plan(candidate.choices) if candidate.at_least else candidate.plan
-        return dataclasses.replace(candidate, lower_bound_s=self._timeline(candidate.choices, plan).step_s)
+        return dataclasses.replace(candidate, lower_bound_s=self._step_s(candidate.choices, plan))
 
     def _is_slower(self, candidate: Candidate) -> bool:
         return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= MIN_TIMED
@@ -280,12 +283,15 @@ class _Search:
             self.memories[key] = predict_step_memory(plan, self._work(choices, plan))
         return self.memories[key]
 
-    def _timeline(self, choices: Mapping[str, Any], plan: Plan) -> Timeline:
-        key, machines = tuple(choices.values()), self.machines
-        if key not in self.timelines:
-            times = step_times(plan, self._work(choices, plan), machines.hardware, machines.gpus_per_node)
-            self.timelines[key] = simulate_step(plan, times)
-        return self.timelines[key]
+    def _step_s(self, choices: Mapping[str, Any], plan: Plan) -> float:
+        key = tuple(choices.values())
+        if key not in self.steps_s:
+            self.steps_s[key] = step_seconds(*self._timed(choices, plan))
+        return self.steps_s[key]
+
+    def _timed(self, choices: Mapping[str, Any], plan: Plan) -> tuple[Plan, StepTimes]:
+        kind, per_node = self.machines.hardware, self.machines.gpus_per_node
+        return plan, step_times(plan, self._work(choices, plan), kind, per_node)
 
     def _blocks(self, plan: Plan) -> int:
         """The number of units that can use activation checkpointing."""

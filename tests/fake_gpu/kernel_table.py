@@ -88,7 +88,7 @@ def short(dtype: torch.dtype) -> str:
 def memory_bytes_per_s() -> float:
     """Return the rate of an H100's memory that the planner assumes."""
     hardware = load_hardware()["h100-sxm"]
-    return hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
+    return hardware.memory_gb_s * 1e9 * hardware.optimizer_efficiency
 
 
 def to_row(compiled: Compiled) -> list[str]:

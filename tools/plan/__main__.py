@@ -34,7 +34,7 @@ from meshwright.tools.plan.export import (
     save_plan,
     save_timeline,
 )
-from meshwright.tools.plan.here import measure_this_machine
+from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.tools.plan.report import (
     PlanReport,
     Target,
@@ -46,7 +46,6 @@ from meshwright.tools.plan.report import (
     time_to_train,
 )
 from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json, sweep_text
-from meshwright.train.calibration.measure import HERE
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError

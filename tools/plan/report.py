@@ -303,7 +303,12 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
             )
         )
     plural = "s" if gpus > 1 else ""
-    return format_table(("predicted", f"on {gpus} {name}, {target.gpus_per_node} GPU{plural} per node"), rows)
+    where = (
+        f"on {gpus} process{'es' if gpus > 1 else ''}, {target.gpus_per_node} per node: {name}"
+        if target.hardware and target.hardware.cores
+        else f"on {gpus} {name}, {target.gpus_per_node} GPU{plural} per node"
+    )
+    return format_table(("predicted", where), rows)
 
 
 def _verdict(report: PlanReport, prediction: Prediction) -> str:

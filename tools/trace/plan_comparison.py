@@ -22,6 +22,7 @@ from meshwright.parallel.planner.timeline import (
 )
 from meshwright.parallel.planner.timeline_plot import (
     MARGIN,
+    NOTABLE,
     Panel,
     Span,
     backward_spans,
@@ -187,14 +188,15 @@ def _within(spans: Mapping[str, Span], window: Span) -> list[tuple[str, float, f
 
 def _facts(timeline: Timeline, predicted: Timeline, side: str) -> str:
     """Return the figures of a step on one line, each with its difference from the prediction."""
+    host = _with_change(timeline.host_s, predicted.host_s, side)
     idle_s = timeline.step_s - timeline.compute_s - timeline.exposed_s - timeline.host_s
     parts = [
         f"{side.capitalize()}: step {_with_change(timeline.step_s, predicted.step_s, side)}",
         f"computing {_with_change(timeline.compute_s, predicted.compute_s, side)}",
         f"exposed {_with_change(timeline.exposed_s, predicted.exposed_s, side)}, "
         f"{timeline.exposed_share:.1%} of the step",
-        f"host-bound {_with_change(timeline.host_s, predicted.host_s, side)}",
-        *([f"idle {in_ms(idle_s)}"] if idle_s > 1e-3 * timeline.step_s else []),
+        *([f"host-bound {host}"] if timeline.host_share > NOTABLE else []),
+        *([f"idle {in_ms(idle_s)}"] if idle_s > NOTABLE * timeline.step_s else []),
     ]
     return "; ".join(parts)
 

@@ -4,6 +4,7 @@ The formula: a ring of n members takes n - 1 hops with equal latency (twice as m
 every member sends (n - 1) / n of the full tensor (twice as much in an all-reduce).
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from meshwright.parallel.planner.hardware import Curve, Link
 
 ROUNDS = 3
+ROTATED = 8  # tensors
 WARM_UP_RUNS = 3
 MIN_RUNS, MAX_RUNS = 5, 100
 
@@ -108,14 +110,26 @@ def time_collectives(
 def _collectives(
     device: torch.device, size_bytes: int, members: int, group: dist.ProcessGroup
 ) -> dict[str, Callable[[], Any]]:
-    """Return the collectives by name, on flat float32 tensors as FSDP2 issues them, and on zeros, so that
-    repeated sums stay finite."""
+    """Return the collectives by name, on flat float32 tensors as FSDP2 issues them: into new memory, from
+    tensors that are used in turn, and on zeros, so that repeated sums stay finite."""
     values = max(1, size_bytes // 4 // members)
-    full, part = (torch.zeros(n, device=device) for n in (values * members, values))
+    wholes, parts = (
+        itertools.cycle([torch.zeros(n, device=device) for _ in range(ROTATED)])
+        for n in (values * members, values)
+    )
+
+    def all_gather() -> None:
+        part = next(parts)
+        dist.all_gather_into_tensor(part.new_empty(values * members), part, group)
+
+    def reduce_scatter() -> None:
+        whole = next(wholes)
+        dist.reduce_scatter_tensor(whole.new_empty(values), whole, group=group)
+
     return {
-        "all_gather": lambda: dist.all_gather_into_tensor(full, part, group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full, group=group),
-        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": lambda: dist.all_reduce(next(wholes), group=group),
     }
 
 

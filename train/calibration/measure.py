@@ -35,7 +35,7 @@ from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, g
 from meshwright.train.files import write_atomically
 from meshwright.train.planning.device_defaults import dtype_on_device
 
-HERE = "here"  # name of a machine that measured itself
+HERE = "this machine"  # name of a kind that measured itself
 FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied
 BUDGET_S = 0.1  # seconds of repetition of each measurement
 MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU needs less than a second

@@ -181,8 +181,10 @@ def _record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tens
     moved = float(sum(tensor.nbytes for tensor in (*read, *made)))
     dtype = str(made[0].dtype).removeprefix("torch.")
     if name in PRODUCTS:
-        dtype = "float8" if name == FLOAT8_PRODUCT else dtype
-        return _OpRecord("matmul", name, 2.0 * made[0].numel() * read[-2].shape[-1], moved, dtype)
+        in_float8 = name == FLOAT8_PRODUCT
+        left = read[0] if in_float8 else read[-2]  # its scales come last, and a bias first
+        flops = 2.0 * made[0].numel() * left.shape[-1]
+        return _OpRecord("matmul", name, flops, moved, "float8" if in_float8 else dtype)
     if "attention" in name:
         return _OpRecord(
             "attention", name, attention_flops(name, args), moved, dtype, *attention_shape(name, args)

@@ -503,7 +503,7 @@ def test_no_memory_and_no_step_of_a_plan_is_predicted_twice(monkeypatch) -> None
 
         return call
 
-    for name in ("predict_step_memory", "simulate_step"):
+    for name in ("predict_step_memory", "simulate_step", "step_seconds"):
         monkeypatch.setattr(search_module, name, counted(getattr(search_module, name)))
     assert any(0 < c.choices["activation_checkpoint_blocks"] < BLOCKS for c in find(8, machines(24)).ranked)
     assert calls

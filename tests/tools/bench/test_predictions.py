@@ -75,7 +75,10 @@ def test_the_text_shows_every_run_and_what_is_asked_for() -> None:
     rows = [row("first", "x", 1.0, 2.0), row("second", "x", 2.0, 1.0)]
     text = predictions_text(rows)
     assert "first   1,000         2,000        -50.0%" in text
-    assert re.search(r"mean error 75.0% \(.*15%\), worst 100.0%; Kendall's tau -1.00 \(.*0.8\)", text)
+    assert re.search(
+        r"mean error 75.0% \(.*6%\), worst 100.0% \(.*15%\), on average \+25.0%; Kendall's tau -1.00 \(.*0.8",
+        text,
+    )
     assert "chosen for x: 100.0% slower" in text
 
 

@@ -37,6 +37,7 @@ FIGURES = {
     "step_time_s",
     "compute_s",
     "exposed_comm_s",
+    "host_bound_s",
     "exposed_share",
     "exposed_by_lane_s",
     "tokens_per_s_per_gpu",
@@ -69,7 +70,9 @@ def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
     predicted = answer["predicted"]
     assert set(answer) == {"plan", "reasons", "advice", "predicted"}
     assert set(predicted) == FIGURES
-    assert predicted["step_time_s"] == pytest.approx(predicted["compute_s"] + predicted["exposed_comm_s"])
+    assert predicted["step_time_s"] == pytest.approx(
+        predicted["compute_s"] + predicted["exposed_comm_s"] + predicted["host_bound_s"]
+    )
     assert predicted["exposed_comm_s"] == pytest.approx(sum(predicted["exposed_by_lane_s"].values()))
     assert predicted["tokens_per_s_per_gpu"] == pytest.approx(8 * 48 / 4 / predicted["step_time_s"])
     assert predicted["fits"] is True

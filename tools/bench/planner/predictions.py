@@ -24,9 +24,8 @@ from meshwright.tools.bench.train_run import (
     resolve,
 )
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.plan.here import measure_this_machine
+from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.tools.plan.report import find_kind
-from meshwright.train.calibration.measure import HERE
 from meshwright.train.config import TrainingJob
 from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import predict
