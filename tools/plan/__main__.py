@@ -166,6 +166,8 @@ examples:
   your own plan, and a picture of a step:
     python -m tools.plan --config llama_8b.yaml --gpus 8 --gpu h100-sxm --parallel.activation_checkpoint=full \\
         --timeline step.svg
+  the best plan for this machine, which measures itself first:
+    python -m tools.plan --config llama_debug.yaml --gpus 2 --gpu here --parallel.plan=auto
   the fewest GPUs, and the scaling:
     python -m tools.plan --config llama_405b.yaml --gpu h200 --min-gpus --parallel.plan=auto
     python -m tools.plan --config llama_70b.yaml --gpu h100-sxm --sweep gpus=8..4096 --parallel.plan=auto
@@ -336,11 +338,13 @@ def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
         return
     for name in NEED_GPU:
         if getattr(options, name):
-            raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {', '.join(load_hardware())}")
+            raise ConfigError(
+                f"{_option(name)} needs --gpu KIND, one of {', '.join(load_hardware())}, or --gpu here"
+            )
     if job.parallel.plan == "auto":
         raise ConfigError(
             "parallel.plan=auto needs --gpu KIND to predict memory and speed, one of "
-            + ", ".join(load_hardware())
+            + ", ".join([*load_hardware(), "here"])
         )
 
 

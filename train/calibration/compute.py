@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,6 +235,11 @@ def copy_rate(clock: Timer, rotated_bytes: int) -> float:
     return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
 
 
+@partial(torch.compile, dynamic=False)
+def _fused(weight: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return x + F.rms_norm(x, x.shape[-1:], weight, 1e-5), F.silu(a) * b
+
+
 def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
     """Return the necessary bytes read and written per second by the compiled element-wise operations of a
     block, forward and backward: x + norm(x) and silu(a) * b.
@@ -243,18 +249,13 @@ def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
     """
     tokens, width, ffn_width = scale.memory
     weight = torch.ones(width, dtype=getattr(torch, dtype), device=clock.device, requires_grad=True)
-
-    def fused(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return x + F.rms_norm(x, x.shape[-1:], weight, 1e-5), F.silu(a) * b
-
-    compiled = torch.compile(fused, dynamic=False)
     moved = tokens * (5 * width + 8 * ffn_width) * weight.element_size()
 
     def make_run() -> Run:
         sizes = [(tokens, width), (tokens, ffn_width), (tokens, ffn_width)]
         leaves = [draw(size, dtype, clock.device).requires_grad_() for size in sizes]
         grads = [draw(size, dtype, clock.device) for size in sizes[:2]]
-        return lambda: torch.autograd.grad(compiled(*leaves), leaves, grads)
+        return lambda: torch.autograd.grad(_fused(weight, *leaves), leaves, grads)
 
     return moved / clock.seconds(rotate(make_run, moved // 2, scale.rotated_bytes))
 

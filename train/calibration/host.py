@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,16 +49,16 @@ def graph_seconds(clock: Timer) -> tuple[float, float]:
 
 def _chain_seconds(clock: Timer, products: int) -> float:
     """Return the seconds of a compiled chain of products of x[8, 8], forward and backward."""
-
-    def chain(x: Tensor, w: Tensor) -> Tensor:
-        for _ in range(products):
-            x = x @ w
-        return x
-
-    compiled = torch.compile(chain, dynamic=False)
     x, w = (torch.randn(8, 8, device=clock.device, requires_grad=True) for _ in range(2))
     grad = torch.randn(8, 8, device=clock.device)
-    return clock.host_seconds([lambda: torch.autograd.grad(compiled(x, w), (x, w), grad)])
+    return clock.host_seconds([lambda: torch.autograd.grad(_chain(x, w, products), (x, w), grad)])
+
+
+@partial(torch.compile, dynamic=False)
+def _chain(x: Tensor, w: Tensor, products: int) -> Tensor:
+    for _ in range(products):
+        x = x @ w
+    return x
 
 
 @dataclass(frozen=True)

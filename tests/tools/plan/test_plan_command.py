@@ -366,3 +366,17 @@ def test_a_bad_path_is_one_line(tool: Tool) -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("ConfigError: ")
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured_and_the_prediction_says_so(tool: Tool, tmp_path: Path) -> None:
+    options = [
+        *("--config=llama_debug", "--gpus=2", "--gpu=here", "--train.seq_len=32", "--model.dim=64"),
+        f"--parallel.compile.cache_dir={tmp_path}",
+    ]
+    first, second = (tool("plan", *options) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert "here: measured this machine for" in first.stderr
+    assert "on 2 processes, 2 per node: this machine" in first.stdout
+    assert "here: this machine as it measured itself 1 minute ago" in second.stderr
+    assert second.stdout == first.stdout
