@@ -36,7 +36,7 @@ from meshwright.train.calibration.timing import (
     rotate,
 )
 from meshwright.train.config import Config
-from meshwright.train.memory import resident_bytes, return_free_memory
+from meshwright.train.memory import resident_bytes
 from meshwright.train.planning.device_defaults import attention_on_device
 
 
@@ -188,7 +188,6 @@ def taken_gib(device: torch.device) -> float:
     """Return the memory of this process without a model, after a first compilation: on the GPU, or resident
     host memory on a CPU."""
     if device.type == "cpu":
-        return_free_memory()
         return resident_bytes() / GIB
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / GIB

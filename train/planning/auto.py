@@ -17,7 +17,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.memory import device_memory_bytes
+from meshwright.train.memory import device_memory_bytes, peak_resident_bytes
 from meshwright.train.planning.device_defaults import dtype_on_device
 from meshwright.train.planning.predict import Prediction, predict, run_workload, search_plans
 from meshwright.train.planning.resolve import check_device_support
@@ -76,8 +76,11 @@ def _headline(predicted: Prediction, hardware: Hardware) -> str:
 
 
 def _measured_peak(predicted: Prediction, device: torch.device) -> int:
-    """Return the peak that metrics record: allocated memory on a GPU, of the entire process on a CPU."""
-    return predicted.memory.peak_bytes if device.type == "cuda" else predicted.reserved_bytes
+    """Return the peak that metrics record: allocated memory on a GPU, of the entire process on a CPU, which
+    may have had it already, while it measured the machine and planned."""
+    if device.type == "cuda":
+        return predicted.memory.peak_bytes
+    return max(predicted.reserved_bytes, peak_resident_bytes())
 
 
 def choose_plan(job: TrainingJob, world_size: int, machines: Cluster) -> SearchResult:
