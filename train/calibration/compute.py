@@ -90,6 +90,7 @@ CPU_SCALE = Scale(
     collectives_bytes=(2**14, 2**17, *(2**power for power in range(19, 25))),
     unit_values=2**19,
     budget_s=0.3,
+    rotated_bytes=2**26,
 )
 # Layers of Llama 8B, 70B and 405B, full and sharded by tp, and the head of the 8B.
 GPU_SCALE = Scale(

@@ -115,7 +115,8 @@ def measured_values(
     )
     stamp = _stamp(machine)
     values["host"] = SourcedValue(
-        host_costs(result), f"{stamp}: an eager operator, a kernel and a call of a compiled graph, FSDP2"
+        host_costs(result, machine.count if machine.device == "cpu" else 0),
+        f"{stamp}: an eager operator, a kernel and a call of a compiled graph, FSDP2",
     )
     values["fitted"] = SourcedValue([], "no value in this file is fitted to runs")
     if result.timings:
@@ -147,7 +148,8 @@ def _cpu_values(
         **_rates(stamp, compute, curves, peaks, base),
         **_memory_shares(stamp, compute, copy, base),
         "copy_efficiency": SourcedValue(
-            copy_share(result, copy), f"{stamp}: copies of FSDP2, from a sharded unit without computation"
+            copy_share(result, copy, machine.count),
+            f"{stamp}: copies of FSDP2, from a sharded unit without computation",
         ),
         "operation_s": SourcedValue(0.0, "a CPU launches what it computes: host has the costs"),
         "host_gb_s": SourcedValue(copy / 1e9, "equal to memory_gb_s: a copy within memory"),
@@ -196,25 +198,31 @@ def _gpu_values(
     }
 
 
-def host_costs(result: CalibrationResult) -> HostCosts:
+def host_costs(result: CalibrationResult, cores: int = 0) -> HostCosts:
     """Return the costs of launching, medians over the processes. FSDP2's is what a tiny unit takes besides
-    its collectives."""
+    its collectives. `cores` of a CPU; 0 if each process has its own device."""
     tiny, _ = result.units
     operator_s, kernel_s, graph_s = (
         median_of(result.compute, key) for key in ("operator_s", "kernel_s", "graph_s")
     )
-    unit_s = max(0.0, tiny.seconds - _collectives_s(tiny, result.timings)) / EVENTS
+    unit_s = _alone_s(tiny, result, cores) / EVENTS
     return HostCosts(operator_s, kernel_s, graph_s, unit_s)
 
 
-def copy_share(result: CalibrationResult, copy_bytes_s: float) -> float:
+def copy_share(result: CalibrationResult, copy_bytes_s: float, cores: int) -> float:
     """Return the share of the memory bandwidth that FSDP2's copies reach: those of a large unit, without its
     collectives and FSDP2's fixed cost. At most 1."""
     _, large = result.units
-    fixed_s = EVENTS * host_costs(result).unit_s
-    seconds = large.seconds - _collectives_s(large, result.timings) - fixed_s
+    seconds = _alone_s(large, result, cores) - EVENTS * host_costs(result, cores).unit_s
     alone_s = large.copied_bytes / copy_bytes_s
     return alone_s / max(seconds, alone_s)
+
+
+def _alone_s(unit: UnitTiming, result: CalibrationResult, cores: int) -> float:
+    """Return the seconds of a probed unit without its collectives, on a core of its own: processes that share
+    cores took turns."""
+    turns = max(1.0, unit.members / cores) if cores else 1.0
+    return max(0.0, unit.seconds - _collectives_s(unit, result.timings)) / turns
 
 
 def _collectives_s(unit: UnitTiming, timings: Sequence[CollectiveTiming]) -> float:

@@ -87,11 +87,14 @@ def test_fsdp_costs_are_what_the_collectives_do_not_explain() -> None:
     large = dataclasses.replace(large, seconds=3e-3 + EVENTS * 2e-4 + copies_s)
     result = CalibrationResult([COMPUTE], TIMINGS, [tiny, large])
     assert host_costs(result).unit_s == pytest.approx(2e-4, rel=1e-6)
-    assert copy_share(result, 2e10) == pytest.approx(0.5)
+    assert copy_share(result, 2e10, 2) == pytest.approx(0.5)
+    # two processes on one core took turns
+    assert host_costs(result, cores=1).unit_s == pytest.approx(1e-4)
+    assert copy_share(result, 2e10, cores=1) == pytest.approx(1.0)
     # collectives that took longer when they were timed alone
     short = CalibrationResult([COMPUTE], TIMINGS, [dataclasses.replace(tiny, seconds=1e-3)] * 2)
     assert host_costs(short).unit_s == 0.0
-    assert copy_share(short, 2e10) == 1.0
+    assert copy_share(short, 2e10, 2) == 1.0
 
 
 def test_a_file_of_this_machine_says_what_was_measured(tmp_path: Path) -> None:
