@@ -9,9 +9,9 @@ T tokens, D dim, F ffn dim.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -235,7 +235,11 @@ def copy_rate(clock: Timer, rotated_bytes: int) -> float:
     return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
 
 
-@partial(torch.compile, dynamic=False)
+@cache
+def _compiled_fused() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_fused, dynamic=False)
+
+
 def _fused(weight: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return x + F.rms_norm(x, x.shape[-1:], weight, 1e-5), F.silu(a) * b
 
@@ -255,7 +259,7 @@ def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
         sizes = [(tokens, width), (tokens, ffn_width), (tokens, ffn_width)]
         leaves = [draw(size, dtype, clock.device).requires_grad_() for size in sizes]
         grads = [draw(size, dtype, clock.device) for size in sizes[:2]]
-        return lambda: torch.autograd.grad(_fused(weight, *leaves), leaves, grads)
+        return lambda: torch.autograd.grad(_compiled_fused()(weight, *leaves), leaves, grads)
 
     return moved / clock.seconds(rotate(make_run, moved // 2, scale.rotated_bytes))
 
