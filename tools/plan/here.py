@@ -50,5 +50,5 @@ def measure_in_worker(device: torch.device, arguments: Sequence[str]) -> dict[st
     """Measure in one of the worker's processes."""
     config = parse_config(arguments)
     use_cache_folder(config.parallel.compile)
-    measured = measure_here(config.job, read_rank_info(), device)
+    measured = measure_here(config.job, read_rank_info(), device, print)
     return {"path": str(measured.path), "line": measured.line}

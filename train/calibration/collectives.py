@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshwright.parallel.planner.hardware import Curve, Link
 
 ROUNDS = 3
-ROTATED = 8  # tensors
+ROTATED, ROTATED_BYTES = 8, 2**25  # tensors of an operation: at most, and together
 WARM_UP_RUNS = 3
 MIN_RUNS, MAX_RUNS = 5, 100
 
@@ -113,8 +113,9 @@ def _collectives(
     """Return the collectives by name, on flat float32 tensors as FSDP2 issues them: into new memory, from
     tensors that are used in turn, and on zeros, so that repeated sums stay finite."""
     values = max(1, size_bytes // 4 // members)
+    rotated = max(2, min(ROTATED, ROTATED_BYTES // size_bytes))
     wholes, parts = (
-        itertools.cycle([torch.zeros(n, device=device) for _ in range(ROTATED)])
+        itertools.cycle([torch.zeros(n, device=device) for _ in range(rotated)])
         for n in (values * members, values)
     )
 

@@ -36,7 +36,7 @@ from meshwright.train.calibration.timing import (
     rotate,
 )
 from meshwright.train.config import Config
-from meshwright.train.memory import resident_bytes
+from meshwright.train.memory import resident_bytes, return_free_memory
 from meshwright.train.planning.device_defaults import attention_on_device
 
 
@@ -189,6 +189,9 @@ def taken_gib(device: torch.device) -> float:
     """Return the memory of this process without a model, after a first compilation: on the GPU, or resident
     host memory on a CPU."""
     if device.type == "cpu":
+        import torch.utils.tensorboard  # of every run, and not small
+
+        return_free_memory()
         return resident_bytes() / GIB
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / GIB
@@ -214,7 +217,8 @@ def measure_attention(
         )
     forward_runs, both_runs = attention_runs(attention, shape, dtype, clock.device, rotated_bytes)
     forward_s = clock.seconds(forward_runs)
-    backward_s = clock.seconds(both_runs) - forward_s
+    # a disturbed machine could take longer for the forward alone
+    backward_s = max(forward_s, clock.seconds(both_runs) - forward_s)
     forward, backward = attention_work(shape)
     return forward / forward_s, backward / backward_s
 

@@ -119,11 +119,9 @@ def measured_values(
         f"{stamp}: an eager operator, a kernel and a call of a compiled graph, FSDP2",
     )
     values["fitted"] = SourcedValue([], "no value in this file is fitted to runs")
+    values["collectives_s"] = SourcedValue(curves_of(result.timings), f"{stamp}: medians, bytes and seconds")
     if result.timings:
         values["node"] = _node(stamp, result.timings)
-        values["collectives_s"] = SourcedValue(
-            curves_of(result.timings), f"{stamp}: medians, bytes and seconds"
-        )
     return values
 
 

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from meshwright.train.calibration.compute import Scale, measure_compute
 from meshwright.train.calibration.hardware_file import (
     CalibratedMachine,
     CalibrationResult,
+    SourcedValue,
     hardware_text,
     measured_values,
 )
@@ -54,12 +55,15 @@ class MeasuredHere:
     line: str
 
 
-def measure_here(job: TrainingJob, ranks: RankInfo, device: torch.device) -> MeasuredHere:
+def measure_here(
+    job: TrainingJob, ranks: RankInfo, device: torch.device, say: Callable[[str], None]
+) -> MeasuredHere:
     """Return this machine's measurements at the sizes of the job, from the cache or measured now by all
-    processes of the run, which all call this."""
+    processes of the run, which all call this. `say` is told before a measurement, which takes a while."""
     path = kept_path(job, ranks.local_world_size, torch.get_num_threads(), device)
     if kept := broadcast_from_rank0(ranks, lambda: read_kept(path)):
         return MeasuredHere(kept, path, broadcast_from_rank0(ranks, lambda: _describe_age(path)))
+    say(f"measuring this machine with {ranks.local_world_size} processes, up to a minute")
     started_at = time.perf_counter()
     scale = job_scale(job, ranks.local_world_size, device)
     result = measure_machine(device, scale, ranks.local_world_size)
@@ -167,7 +171,10 @@ def read_kept(path: str | Path) -> Hardware | None:
 def _keep(path: Path, machine: CalibratedMachine, result: CalibrationResult, base: Hardware) -> Hardware:
     """Write the measurements, unless the folder cannot be written, and return them as they are read."""
     title = f"{machine.name}, measured by its own processes for parallel.plan=auto."
-    text = hardware_text(title, measured_values(machine, result, base))
+    values = measured_values(machine, result, base)
+    if machine.name not in base.device_names:
+        values["device_names"] = SourcedValue([], "empty: no MFU, because the device's peak is not known")
+    text = hardware_text(title, values)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())

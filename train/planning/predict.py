@@ -41,6 +41,7 @@ class Prediction:
         timeline: a step of one rank
         tokens_per_s_per_gpu: trained tokens
         mfu, mfu_causal: share of the device's peak, with FLOPs of full or causal attention; None for a CPU
+            and a GPU that no file describes
     """
 
     memory: PredictedMemory
@@ -68,8 +69,8 @@ def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
     rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
     peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
     full, causal = (rate * flops_per_token(job.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
-    # no MFU on a CPU: its peak_tflops is the best measured rate of one core
-    mfu, mfu_causal = (None, None) if hardware.cores else (full, causal)
+    # without a name, peak_tflops is not a device's own: on a CPU, it is the best measured rate of one core
+    mfu, mfu_causal = (full, causal) if hardware.device_names else (None, None)
     allocator, reserved = allocator_bytes(memory, hardware), reserved_bytes(memory, hardware)
     return Prediction(memory, allocator, reserved, timeline, rate, mfu, mfu_causal)
 

@@ -87,7 +87,7 @@ def _choose(
 
     kind = find_hardware(device_name)
     if kind is None:
-        measured = measure_here(job, ranks, device)
+        measured = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
         kind = measured.hardware
         console.print(f"planner: {measured.line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")

@@ -116,5 +116,6 @@ def test_a_file_of_this_machine_says_what_was_measured(tmp_path: Path) -> None:
     assert read.matmul["float32"] == base.matmul["float32"]
     assert (read.operation_s, read.host.operator_s, read.host.graph_s) == (0.0, 4e-6, 6e-5)
     assert read.collectives_s["all_gather"][2][-1][0] == pytest.approx(2**22, rel=1e-3)
+    assert read.reserved_gib == 0.5
     assert "float32: as in cpu.yaml" in source_in(path, "matmul")
     assert "float32: as bfloat16" in source_in(path, "memory_efficiency")

@@ -79,7 +79,9 @@ def test_another_model_or_number_of_processes_is_measured_anew() -> None:
 def measure_twice(folder: str) -> list[tuple[str, Hardware]]:
     """Measure, and take what is kept."""
     job, ranks = job_of(f"--parallel.compile.cache_dir={folder}"), read_rank_info()
-    both = [measure_here(job, ranks, CPU) for _ in range(2)]
+    said: list[str] = []
+    both = [measure_here(job, ranks, CPU, said.append) for _ in range(2)]
+    assert said == [f"measuring this machine with {ranks.world_size} processes, up to a minute"]
     return [(measured.line, measured.hardware) for measured in both]
 
 

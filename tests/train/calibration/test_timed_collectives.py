@@ -19,7 +19,7 @@ SIZES = [2.0**power for power in range(14, 26, 2)]
 
 def timings_over(link: Link) -> list[CollectiveTiming]:
     """Return the planner's times of collectives over this link: the fit inverts its formula."""
-    hardware = dataclasses.replace(load_hardware()["cpu"], node=link)
+    hardware = dataclasses.replace(load_hardware()["cpu"], node=link, collectives_s={})
     return [
         CollectiveTiming(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
         for op in COLLECTIVES
