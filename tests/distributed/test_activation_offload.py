@@ -107,12 +107,12 @@ def check(plain: dict[str, Any], offloaded: dict[str, Any], micro_batches: int) 
 
 def check_device(plain: dict[str, Any], offloaded: dict[str, Any]) -> None:
     """Check that device memory shrinks by the bytes in host memory, and that a step leaves no more allocated.
-    The tolerance is one block's output, which an autograd thread may free just before or after a profile
+    The tolerances are of outputs of blocks, which an autograd thread may free just before or after a profile
     ends."""
     assert plain["after_forward"] - offloaded["after_forward"] == pytest.approx(
         offloaded["held"][0], abs=1.25 * HIDDEN
     )
-    assert offloaded["after_backward"] <= plain["after_backward"] + HIDDEN * BLOCKS
+    assert offloaded["after_backward"] <= plain["after_backward"] + 2 * BLOCKS * HIDDEN
 
 
 def test_the_same_training_with_less_on_the_device() -> None:

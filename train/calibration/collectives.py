@@ -7,15 +7,15 @@ every member sends (n - 1) / n of the full tensor (twice as much in an all-reduc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshwright.parallel.planner.hardware import Curve, Link
+from meshwright.train.calibration.timing import Run, make_interlude
 
 ROUNDS = 3
 ROTATED, ROTATED_BYTES = 8, 2**25  # tensors of an operation: at most, and together
@@ -109,7 +109,7 @@ def time_collectives(
 
 def _collectives(
     device: torch.device, size_bytes: int, members: int, group: dist.ProcessGroup
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, Run]:
     """Return the collectives by name, on flat float32 tensors as FSDP2 issues them: into new memory, from
     tensors that are used in turn, and on zeros, so that repeated sums stay finite."""
     values = max(1, size_bytes // 4 // members)
@@ -134,17 +134,19 @@ def _collectives(
     }
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, budget_s: float) -> list[float]:
+def _seconds(run: Run, device: torch.device, budget_s: float) -> list[float]:
     """Return the mean seconds over the ranks of each repetition. All ranks compute the same means, so they
     repeat equally often."""
-    first_s = statistics.median(_times(run, device, WARM_UP_RUNS))
-    return _times(run, device, max(MIN_RUNS, min(MAX_RUNS, int(budget_s / first_s))))
+    interlude = make_interlude(device, dist.get_world_size())
+    first_s = statistics.median(_times(run, interlude, device, WARM_UP_RUNS))
+    return _times(run, interlude, device, max(MIN_RUNS, min(MAX_RUNS, int(budget_s / first_s))))
 
 
-def _times(run: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+def _times(run: Run, interlude: Run, device: torch.device, count: int) -> list[float]:
     times = []
     dist.barrier()
     for _ in range(count):
+        interlude()
         started_at = time.perf_counter()
         run()
         if device.type == "cuda":

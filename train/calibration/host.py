@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.train.calibration.timing import Timer
+from meshwright.train.calibration.timing import Run, Timer, make_interlude
 
 FEW, MANY = 1, 9  # matrix products of two compiled graphs, whose difference is the cost of a kernel
 TINY_OPERATIONS = 256
@@ -120,10 +120,13 @@ def time_units(device: torch.device, members: int, values: int, param_dtype: str
 
 
 def _unit_seconds(device: torch.device, mesh: DeviceMesh, rows: int, param_dtype: torch.dtype) -> float:
-    """Return the seconds per unit and micro batch by which units without computation are slower if they are
-    sharded."""
+    """Return the seconds per unit and micro batch by which sharded units are slower than unsharded ones,
+    with little computation."""
     x = torch.ones(TINY_VALUES, device=device, requires_grad=True)
-    plain, sharded = (nn.Sequential(*(_Unit(rows, device) for _ in range(UNITS))) for _ in range(2))
+    interlude = make_interlude(device, mesh.size())
+    plain, sharded = (
+        nn.Sequential(*(_Unit(rows, device, interlude) for _ in range(UNITS))) for _ in range(2)
+    )
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -151,26 +154,31 @@ def _step_seconds(model: nn.Module, x: Tensor) -> float:
 
 
 class _Unit(nn.Module):
-    """Parameters of a block, without its computation."""
+    """Parameters of a block, with a product in place of its computation."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, interlude: Run) -> None:
         super().__init__()
+        self.interlude = interlude
         shape = (rows, TINY_VALUES)
         self.weights = nn.ParameterList(torch.zeros(shape, device=device) for _ in range(PARAMETERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _GivenGradients.apply(x, *self.weights)  # type: ignore[no-any-return, no-untyped-call]
+        return _GivenGradients.apply(x, self.interlude, *self.weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _GivenGradients(torch.autograd.Function):
     """Passes x on; the gradients of the weights are zeros, without any computation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, interlude: Run, *weights: Tensor) -> Tensor:
+        ctx.interlude = interlude
+        interlude()
         ctx.shape, ctx.dtype, ctx.count = weights[0].shape, weights[0].dtype, len(weights)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        return grad, *(torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device) for _ in range(ctx.count))
+        ctx.interlude()
+        zeros = (torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device) for _ in range(ctx.count))
+        return grad, None, *zeros

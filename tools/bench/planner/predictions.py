@@ -7,8 +7,9 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
@@ -176,37 +177,41 @@ def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -
     chosen = choice_cases() if options.choice else cpu_cases()
     cases = {case: Setup(case.processes, THREADS, [*case.keys, *keys]) for case in chosen}
     configs = {case: resolve(setup) for case, setup in cases.items()}
-    machines = find_machines(options.hardware, cases)
-    predicted = {
-        case: predict_run(config.job, case.processes, THREADS, machines[case])
-        for case, config in configs.items()
-    }
-    runs = run_in_turn(cases, options.rounds)
+    predicted_s: dict[PredictionCase, list[float]] = {case: [] for case in cases}
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as cache:
+
+        def predict_now(case: PredictionCase) -> None:
+            """The machine's speed drifts, so every run has a prediction of its own."""
+            machine = find_machine(options.hardware, case, cases[case], cache)
+            prediction = predict_run(configs[case].job, case.processes, THREADS, machine)
+            predicted_s[case].append(prediction.step_s)
+
+        runs = run_in_turn(cases, options.rounds, before=predict_now)
     rows = [
-        PredictionRow(case.name, case.sweep, case.choice, predicted[case].step_s, step_seconds(runs[case]))
+        PredictionRow(
+            case.name, case.sweep, case.choice, statistics.median(predicted_s[case]), step_seconds(runs[case])
+        )
         for case in cases
     ]
     figures = {
         "hardware": options.hardware,
         **summarize(rows),
         "rows": [{**dataclasses.asdict(row), "error": row.error} for row in rows],
+        "predicted_s": {case.name: predicted_s[case] for case in cases},
         "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases},
     }
     recorded = {case.name: config_to_record(config) for case, config in configs.items()}
     return BenchResult(recorded, figures, predictions_text(rows))
 
 
-def find_machines(kind: str, cases: Mapping[PredictionCase, Setup]) -> dict[PredictionCase, Hardware]:
-    """Return the hardware of each case. Each model and number of processes measures the machine anew."""
+def find_machine(kind: str, case: PredictionCase, setup: Setup, cache: str) -> Hardware:
+    """Return the hardware of a kind, or this machine as it measures itself now for the case."""
     if kind != HERE:
-        return dict.fromkeys(cases, find_kind(kind, "--hardware"))
-    by_sweep: dict[str, Hardware] = {}
-    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as cache:
-        for case, setup in cases.items():
-            if case.sweep not in by_sweep:
-                keys = [*sized(setup.arguments), f"--parallel.compile.cache_dir={cache}"]
-                by_sweep[case.sweep] = measure_this_machine(keys, case.processes, THREADS, "cpu").hardware
-    return {case: by_sweep[case.sweep] for case in cases}
+        return find_kind(kind, "--hardware")
+    for kept in Path(cache).glob("hardware-*.yaml"):
+        kept.unlink()
+    keys = [*sized(setup.arguments), f"--parallel.compile.cache_dir={cache}"]
+    return measure_this_machine(keys, case.processes, THREADS, "cpu").hardware
 
 
 def sized(arguments: Sequence[str]) -> list[str]:
@@ -224,11 +229,17 @@ def predict_run(job: TrainingJob, processes: int, threads: int, hardware: Hardwa
     return Predicted(prediction.timeline.step_s, prediction.memory.peak_bytes / GIB)
 
 
-def run_in_turn(cases: Mapping[PredictionCase, Setup], rounds: int) -> dict[PredictionCase, list[RunFigures]]:
-    """Run all cases in turn, `rounds` times, so that a drift of the machine's speed affects all equally."""
+def run_in_turn(
+    cases: Mapping[PredictionCase, Setup],
+    rounds: int,
+    before: Callable[[PredictionCase], None] = lambda case: None,
+) -> dict[PredictionCase, list[RunFigures]]:
+    """Run all cases in turn, `rounds` times, so that a drift of the machine's speed affects all equally.
+    `before` is called before each run."""
     runs: dict[PredictionCase, list[RunFigures]] = {case: [] for case in cases}
     for turn in range(rounds):
         for case, setup in cases.items():
+            before(case)
             runs[case].append(measure_run(setup, {}))
             print(
                 f"round {turn + 1} {case.name}: {1e3 * step_seconds(runs[case][-1:]):,.0f} ms",
@@ -306,6 +317,6 @@ MEASUREMENT = Measurement(
         "Run configurations of 1 to 4 ranks on this CPU in turn, and compare their step times with the "
         "planner's predictions. Print every error, the mean error, Kendall's tau of the order, and how much "
         "slower the plan that the planner would choose is than the best. Run nothing else meanwhile: the "
-        "machine measures itself first. `gpu` makes this comparison on a GPU."
+        "machine measures itself before each run. `gpu` makes this comparison on a GPU."
     ),
 )
