@@ -7,6 +7,52 @@ folder; in the folder of a checkout `python -m train.main` and `python -m tools.
 """
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.parallel.apply import apply_plan
+    from meshwright.parallel.model.check import CheckReport, check
+    from meshwright.parallel.config import CompileConfig, ParallelConfig
+    from meshwright.parallel.model.describe import describe
+    from meshwright.parallel.errors import PlanError
+    from meshwright.parallel.model.materialize import load_weights, materialize
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.parallel.plan.diff import diff_plans
+    from meshwright.parallel.plan.make import RunShape, make_plan
+    from meshwright.parallel.plan.schema import ModelUnits, Plan
+    from meshwright.parallel.plan.serialize import load_plan, plan_to_table, plan_to_yaml
+    from meshwright.parallel.sharded_model import ShardedModel
+    from meshwright.parallel.simulate.simulator import TrainingCode, simulate
+    from meshwright.train.checkpoint.own_loop import load, save
+
+# the public names, and the modules that have them; imported when first used, because torch takes seconds
+_PUBLIC = {
+    "describe": "parallel.model.describe",
+    "ModelUnits": "parallel.plan.schema",
+    "make_plan": "parallel.plan.make",
+    "ParallelConfig": "parallel.config",
+    "CompileConfig": "parallel.config",
+    "RunShape": "parallel.plan.make",
+    "Plan": "parallel.plan.schema",
+    "plan_to_table": "parallel.plan.serialize",
+    "plan_to_yaml": "parallel.plan.serialize",
+    "load_plan": "parallel.plan.serialize",
+    "diff_plans": "parallel.plan.diff",
+    "build_mesh": "parallel.mesh",
+    "apply_plan": "parallel.apply",
+    "ShardedModel": "parallel.sharded_model",
+    "materialize": "parallel.model.materialize",
+    "load_weights": "parallel.model.materialize",
+    "check": "parallel.model.check",
+    "CheckReport": "parallel.model.check",
+    "save": "train.checkpoint.own_loop",
+    "load": "train.checkpoint.own_loop",
+    "simulate": "parallel.simulate.simulator",
+    "TrainingCode": "parallel.simulate.simulator",
+    "PlanError": "parallel.errors",
+}
+__all__ = [*_PUBLIC]
 
 __version__ = "0.1.0"
 
@@ -15,3 +61,15 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "train")):
         "meshwright/train is not a folder: git checked out the symbolic links as text files. Restore them "
         "with `git config core.symlinks true; git checkout -- meshwright`"
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_PUBLIC]

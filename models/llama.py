@@ -10,6 +10,7 @@ feed_forward(norm(x)).
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,7 +18,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from meshwright.models.attention import CausalAttention, Documents, document_mask
+from meshwright.models.attention import (
+    ATTENTION_OPS,
+    KERNELS,
+    CausalAttention,
+    Documents,
+    document_mask,
+)
 from meshwright.models.head import Head
 from meshwright.models.projections import Projection, project_as_one
 from meshwright.models.rope import apply_rope, rope_tables
@@ -154,6 +161,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer block, x[B, T, D] -> [B, T, D]."""
 
+    draws_random_numbers = False
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -191,6 +200,22 @@ class Llama(nn.Module):
             self.head.output.weight = self.tok_embeddings.weight
         for name in ("cos_TH", "sin_TH"):
             self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
+
+    def sharding(self) -> dict[str, Any]:
+        """Return the description that planning reads (`parallel.shardable.ShardableModel`)."""
+        blocks = [f"layers.{i}" for i in range(self.config.n_layers)]
+        return {
+            "modules": ["tok_embeddings", *blocks, "head"],
+            "units": fsdp_units(self.config),
+            "compiled": frozenset({*blocks, "head"}),
+            "checkpointed": frozenset(blocks),
+            "styles": SHARDING,
+            "tp_divides": tp_divides(self.config),
+            "shared_parts": frozenset({"embedding", "head"} if self.config.tie_embeddings else ()),
+            "attention_ops": ATTENTION_OPS,
+            "attention_kernels": tuple(KERNELS),
+            "linears": block_linears(self.config),
+        }
 
     def choose_kernels(self, attention: str, loss_chunk_tokens: int, fused_projections: bool) -> None:
         """Set the attention kernel of all blocks (one of `models.attention.KERNELS`), the loss's

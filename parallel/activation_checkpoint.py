@@ -12,7 +12,8 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.parallel.plan.schema import Plan
@@ -39,20 +40,21 @@ def recompute(module: nn.Module, saved_ops: tuple[str, ...]) -> None:
     module.forward = MethodType(_recomputed_forward, module)
 
 
-def _recomputed_forward(module: Any, *inputs: Tensor) -> Tensor:
+def _recomputed_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of the module's class under activation checkpointing. One function for all modules, so that
     they share a compiled graph.
 
-    The models' forwards draw no random numbers, so no RNG state is saved.
+    The state of the random generators is saved, so that a recomputed dropout drops the same values, unless
+    the module's class says that it draws no random numbers.
     """
 
-    def forward(*inputs: Tensor) -> Tensor:
-        return type(module).forward(module, *inputs)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
 
-    if not module.saved_ops:
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-    contexts = partial(selective_contexts, module.saved_ops)
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    settings = {"use_reentrant": False, "preserve_rng_state": getattr(module, "draws_random_numbers", True)}
+    if module.saved_ops:
+        settings["context_fn"] = partial(selective_contexts, module.saved_ops)
+    return checkpoint(forward, *args, **settings, **kwargs)
 
 
 def selective_contexts(ops: tuple[str, ...]) -> Any:
@@ -77,11 +79,16 @@ def count_saved(ops: tuple[str, ...]) -> Callable[[Any], bool]:
 
     def is_saved(op: Any) -> bool:
         packet = getattr(op, "overloadpacket", op)
+        if packet is _ADDMM and packet not in intervals:
+            packet = _MM  # a linear layer with a bias
         calls[packet] += 1
         n = intervals.get(packet, 0)
         return n > 0 and calls[packet] % n == 0
 
     return is_saved
+
+
+_MM, _ADDMM = torch.ops.aten.mm, torch.ops.aten.addmm
 
 
 @cache

@@ -18,6 +18,7 @@ class CompileConfig:
         dynamic: compile one graph for all sequence lengths and batch sizes; false compiles one for each
         on_recompile: reaction to a recompile after the first step: warn (rank 0 logs the guard that failed),
             error, or ignore; metrics count recompiles on all ranks
+        fullgraph: refuse a block that cannot be compiled as one graph; false splits it where it breaks
         float32_matmul_precision: precision of float32 matrix products: highest, high (TF32 on a GPU) or
             medium
         cache_dir: folder of the compile cache, which makes later starts faster; null is
@@ -29,6 +30,7 @@ class CompileConfig:
     mode: str = "default"
     dynamic: bool = False
     on_recompile: Literal["warn", "error", "ignore"] = "warn"
+    fullgraph: bool = True
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cache_dir: str | None = None
 
@@ -51,6 +53,9 @@ class Float8Config:
     linears: tuple[str, ...] = ("layers.*",)
     min_dim: int = 1024
     all_gather: bool = False
+
+
+TP_MODULES = ("embedding", "attention", "feed_forward", "head")  # parts of the Llama
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class ParallelConfig:
     dp_replicate: Auto | int = "auto"
     dp_shard: Auto | int = "auto"
     tp: Auto | int = "auto"
-    tp_modules: tuple[str, ...] = ("embedding", "attention", "feed_forward", "head")
+    tp_modules: tuple[str, ...] = TP_MODULES
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: Auto | bool | int = "auto"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,23 @@ from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
 
 
+Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
+
+
 def apply_fsdp(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    gradients: Gradients = "sum",
+    group_timeout: timedelta | None = None,
 ) -> None:
     """Shard each unit, then the root (which has no parameters left), in place.
 
     Applies to one process too, so that code, precision policy and parameter names are the same everywhere.
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
+    whole = {model.get_parameter(name) for name in plan.unsharded}
+    first = plan.forward_order[0]
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
         for unit in plan.units:
@@ -39,16 +48,18 @@ def apply_fsdp(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
                 reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=_precision(unit),
+                mp_policy=_precision(unit, casts_inputs=unit is first),
                 offload_policy=offload,
+                ignored_params=whole,
             )
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
-    fully_shard(model, mesh=mesh, offload_policy=offload)
+    fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=whole)
+    divisor = 1.0 if gradients == "sum" else float(plan.mesh.data_parallel)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Sum gradients: the loss is already divided by the tokens of the global batch. For other divisors
-            # FSDP2 uses PREMUL_SUM, which gloo does not support.
-            module.set_gradient_divide_factor(1.0)
+            # Reduce by sums, and divide them: for other divisors FSDP2 uses PREMUL_SUM, which gloo does not
+            # support.
+            module.set_gradient_divide_factor(divisor)
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -80,14 +91,14 @@ def _same_groups_for_all_units(timeout: timedelta | None) -> Iterator[None]:
         fsdp._get_post_forward_mesh_info = make_mesh
 
 
-def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:
-    # Inputs are not cast: hidden states leave the previous unit in this unit's dtype (the plan's check
-    # ensures it), and RoPE's tables stay float32.
+def _precision(unit: UnitPlan, casts_inputs: bool) -> MixedPrecisionPolicy:
+    # Only inputs of the first unit are cast, such as images: hidden states leave the previous unit in this
+    # unit's dtype (the plan's check ensures it), and RoPE's tables stay float32.
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, unit.param_dtype),
         reduce_dtype=getattr(torch, unit.reduce_dtype),
         output_dtype=None if unit.output_dtype == "same" else getattr(torch, unit.output_dtype),
-        cast_forward_inputs=False,
+        cast_forward_inputs=casts_inputs,
     )
 
 

@@ -14,6 +14,12 @@ Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D d
     logits     x[B, T, D]       · w[V/tp, D]                                    -> logits[B, T, V/tp]
     loss       logits[B, T, V/tp], targets[B, T]                                -> the same loss on every rank
     gathered_logits             logits, then gathered over the vocabulary       -> logits[B, T, V]
+    own_colwise                 colwise; its backward sums the gradient of x    -> h[B, T, F/tp]
+    own_gathered                own_colwise, then gathered over the outputs     -> h[B, T, F]
+    per_head   h[.., H]         a whole weight on this rank's heads             -> h[.., H]
+
+`own_` is for models whose norms are not `sequence`: each layer sums its input's gradient itself. A bias is split
+like the outputs, or added after the sum.
 
 `whole_STYLE` is the style in a part that is not split: the weight is replicated, all tp ranks compute the
 same, and only the sharding of the tokens changes.
@@ -29,6 +35,7 @@ the saved random state is placed between tensors and DeviceMesh. Our CPU attenti
 random state is saved differently.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType
@@ -39,6 +46,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from meshwright.parallel.plan.rules import STYLE_NAMES
@@ -85,12 +93,22 @@ def apply_styles(
         if hasattr(module, "matrix"):  # other modules read the weight through it
             module.matrix = MethodType(_weight, module)
         forward, placement = STYLES[style]
-        full = module.get_parameter("weight")
-        if full not in split:
-            split[full] = nn.Parameter(shard(full.detach(), placement), requires_grad=full.requires_grad)
-        module.weight = split[full]
+        if style == "per_head" or (style in NORM_STYLES and not isinstance(module, nn.RMSNorm)):
+            module.unsharded = (copy_with_parameters(module),)  # in a tuple: not a submodule
+        for key, full in list(module.named_parameters(recurse=False)):
+            if full not in split:
+                place = Replicate() if key != "weight" and placement == Shard(1) else placement
+                split[full] = nn.Parameter(shard(full.detach(), place), requires_grad=full.requires_grad)
+            setattr(module, key, split[full])
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
+
+
+def copy_with_parameters(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with its present parameters: its formula, for parameters handed in."""
+    copied = copy.copy(module)
+    copied._parameters = dict(module._parameters)
+    return copied
 
 
 def synchronize_replicated_gradients(parameters: Iterable[Tensor]) -> None:
@@ -193,15 +211,23 @@ def _leave(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
 
 
 def _weight(module: nn.Module, partial: bool = False) -> Tensor:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.to_local(grad_placements=[Partial()]) if partial else weight.to_local()
+    return _local(module.weight, partial)  # type: ignore[arg-type]
+
+
+def _local(parameter: Tensor, partial: bool = False) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()]) if partial else parameter.to_local()
 
 
 def _product(module: Any, x: Tensor) -> Tensor:
     """x[..., K] · weight[N, K] -> [..., N], by the module's `product` if parallel/float8.py has set one."""
     return getattr(module, "product", F.linear)(x, _weight(module))
+
+
+def _with_bias(module: Any, y: Tensor, partial: bool = False) -> Tensor:
+    """Add the bias, if there is one; `partial`: y has this rank's tokens only."""
+    return y if getattr(module, "bias", None) is None else y + _local(module.bias, partial)
 
 
 def _vocab(self: Any, ids_BT: Tensor) -> Tensor:
@@ -212,17 +238,44 @@ def _vocab(self: Any, ids_BT: Tensor) -> Tensor:
     return _leave(x, self.tensor_axis, split=True)
 
 
+def _norm(self: Any, x: Tensor) -> Tensor:
+    partial = self.tensor_axis.sequence_parallel  # a gradient of this rank's tokens
+    if isinstance(self, nn.RMSNorm):
+        return F.rms_norm(x, self.normalized_shape, _weight(self, partial), self.eps)
+    return _formula(self, partial, x)
+
+
+def _formula(self: Any, partial: bool, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the module's class with whole weights; `partial`: the ranks' gradients are summed."""
+    (unsharded,) = self.unsharded
+    weights = {name: _local(weight, partial) for name, weight in self.named_parameters(recurse=False)}
+    return functional_call(unsharded, weights, args, kwargs)
+
+
 def _sequence(self: Any, x: Tensor) -> Tensor:
-    weight = _weight(self, partial=self.tensor_axis.sequence_parallel)  # a gradient of this rank's tokens
-    return _enter(F.rms_norm(x, self.normalized_shape, weight, self.eps), self.tensor_axis, split=True)
+    return _enter(_norm(self, x), self.tensor_axis, split=True)
+
+
+def _per_head(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _formula(self, True, *args, **kwargs)
 
 
 def _linear(self: Any, x: Tensor) -> Tensor:
-    return _product(self, x)
+    return _with_bias(self, _product(self, x))
 
 
 def _rowwise(self: Any, h: Tensor) -> Tensor:
-    return _leave(_product(self, h), self.tensor_axis, split=True)
+    y = _leave(_product(self, h), self.tensor_axis, split=True)
+    return _with_bias(self, y, partial=self.tensor_axis.sequence_parallel)
+
+
+def _own_colwise(self: Any, x: Tensor) -> Tensor:
+    return _linear(self, _enter(x, self.tensor_axis, split=True))
+
+
+def _own_gathered(self: Any, x: Tensor) -> Tensor:
+    y = _own_colwise(self, x)
+    return _Exchange.apply(y, self.tensor_axis, _gather, _local_chunk, y.dim() - 1)
 
 
 def _gathered_logits(self: Any, x: Tensor) -> Tensor:
@@ -234,12 +287,12 @@ def _whole_vocab(self: Any, ids_BT: Tensor) -> Tensor:
 
 
 def _whole_sequence(self: Any, x: Tensor) -> Tensor:
-    weight = _weight(self, partial=self.tensor_axis.sequence_parallel)
-    return _enter(F.rms_norm(x, self.normalized_shape, weight, self.eps), self.tensor_axis, split=False)
+    return _enter(_norm(self, x), self.tensor_axis, split=False)
 
 
 def _whole_rowwise(self: Any, h: Tensor) -> Tensor:
-    return _leave(_product(self, h), self.tensor_axis, split=False)
+    y = _leave(_product(self, h), self.tensor_axis, split=False)
+    return _with_bias(self, y, partial=self.tensor_axis.sequence_parallel)
 
 
 STYLES: dict[str, tuple[Callable[..., Tensor], Placement]] = {
@@ -254,5 +307,9 @@ STYLES: dict[str, tuple[Callable[..., Tensor], Placement]] = {
     "whole_colwise": (_linear, Replicate()),
     "whole_rowwise": (_whole_rowwise, Replicate()),
     "whole_logits": (_linear, Replicate()),
+    "own_colwise": (_own_colwise, Shard(0)),
+    "own_gathered": (_own_gathered, Shard(0)),
+    "per_head": (_per_head, Replicate()),
 }
+NORM_STYLES = ("sequence", "whole_sequence")
 assert STYLES.keys() == set(STYLE_NAMES)

@@ -52,7 +52,7 @@ def shard_model(
     for parameter in model.parameters():  # not the buffers: the RoPE tables stay float32
         parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
     freeze(model, frozen)
-    apply_plan(model, plan, mesh, group_timeout)
+    apply_plan(model, plan, mesh, gradients="sum", group_timeout=group_timeout)
     return model
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from meshwright.models.head import LinearCrossEntropySum
 from meshwright.parallel.forward_only import without_backward
+from meshwright.parallel.sharded_model import summed
 from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
-from meshwright.train.step import count_targets, summed
+from meshwright.train.step import count_targets
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.Pro
     with without_backward(model), _loss_only(model):
         for batch in batches:
             loss = model(batch.tokens, batch.targets, batch.first).detach()
-            add = torch.stack((loss, count_targets([batch]))).double()
+            add = torch.stack((loss, count_targets(batch))).double()
             totals = add if totals is None else totals + add
     assert totals is not None, "a set has at least one batch on every rank"
     return summed(totals, data_parallel)

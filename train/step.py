@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.parallel.fsdp import set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.parallel.plan.schema import UnitPlan
+from meshwright.parallel.sharded_model import global_count, set_micro_batches, summed
 from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
 from meshwright.train.data.batch import Batch
 
@@ -46,11 +46,9 @@ def train_step(
     not depend on how sequences and padding are divided into micro batches and ranks. `units`: those of the
     plan that was applied to the model.
     """
-    # clamp: a batch of empty documents has no targets
-    global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)
+    global_tokens = global_count(micro_batches, count_targets, data_parallel)
     loss = torch.zeros_like(global_tokens)
-    for i, batch in enumerate(micro_batches):
-        set_last_micro_batch(model, units, last=i == len(micro_batches) - 1)
+    for batch in set_micro_batches(model, units, micro_batches):
         micro_loss = model(batch.tokens, batch.targets, batch.first, global_tokens)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -65,13 +63,6 @@ def train_step(
     return StepResult(summed(loss, data_parallel), grad_norm, skipped)
 
 
-def count_targets(batches: Sequence[Batch]) -> Tensor:
-    """Number of targets that count in the loss, as a float32 scalar on the device (exact up to 16.7 million
-    per rank and step)."""
-    return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum().float()
-
-
-def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce `value` over a group in place (sum), and return it."""
-    dist.all_reduce(value, group=group)
-    return value
+def count_targets(batch: Batch) -> Tensor:
+    """Number of targets that count in the loss, a float32 scalar on the device."""
+    return (batch.targets != IGNORE_INDEX).sum().float()

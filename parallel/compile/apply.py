@@ -3,6 +3,7 @@ for the whole process)."""
 
 from collections.abc import Callable
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.compile.async_tp import enable_async_tp
 from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 
 
 def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
-    """Compile every module of the plan's compiled units in place, as one graph each (fullgraph).
+    """Compile every module of the plan's compiled units in place, as one graph each unless `fullgraph` is
+    off.
 
     Blocks of equal shape share one compiled graph, so compile time does not grow with depth. `module.compile`
     keeps parameter names; `torch.compile(module)` would prefix them. The embedding stays eager: it is one
@@ -35,9 +38,39 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
         for name in unit.modules if unit.compiled else ():
             module = model.get_submodule(name)
             if not isinstance(module, nn.Embedding):
+                _through_own_frame(module)
                 module.compile(
-                    fullgraph=True, dynamic=config.dynamic, **_backend(config, unit.activation_budget)
+                    fullgraph=config.fullgraph, dynamic=config.dynamic, **_backend(config, unit.activation_budget)
                 )
+                if module._compiled_call_impl is not None and config.fullgraph:
+                    module._compiled_call_impl = _explained(name, module._compiled_call_impl)
+
+
+def _explained(name: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled module's call that explains why a module cannot be one graph."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+            raise PlanError(
+                f"{name} cannot be compiled as one graph: {reason}. Change the module, or let it be several "
+                "graphs: parallel.compile.fullgraph=false"
+            ) from error
+
+    return call
+
+
+def _through_own_frame(module: nn.Module) -> None:
+    """Let dynamo compile a module of torch's own, such as nn.TransformerEncoderLayer: it skips functions of
+    torch, unless a function of somebody else calls them."""
+    if "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn."):
+        module.forward = MethodType(_class_forward, module)
+
+
+def _class_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.parallel.config import Float8Config, ParallelConfig
+from meshwright.parallel.config import TP_MODULES, Float8Config, ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_float8
 from meshwright.parallel.plan.mistakes import Mistake, key_line
-from meshwright.parallel.plan.rules import nearest, split_styles
+from meshwright.parallel.plan.rules import nearest, split_styles, splits_tokens
 from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan, only_look_up
 from meshwright.parallel.plan.selective_policy import blocks_of_every, policy_mistakes, saved_ops
 from meshwright.parallel.plan.strategy import resolve_strategy
@@ -70,7 +70,7 @@ def _resolve_config(
     if config.strategy:
         tp = max(_resolve(config.tp, 1), 1)
         config, mistakes = resolve_strategy(config, tp, shape.world_size, shape.gpus_per_node)
-    for part in dict.fromkeys(config.tp_modules):
+    for part in dict.fromkeys(() if config.tp_modules == TP_MODULES else config.tp_modules):
         if model.styles and part not in model.styles:
             hint = nearest(part, model.styles) or f" Use {', '.join(model.styles)}."
             mistakes.append(Mistake("parallel.tp_modules", f": {part} is not a part of this model.{hint}"))
@@ -136,14 +136,17 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         tensor=tensor,
         cpu_offload=config.cpu_offload,
         storage_dtype=config.storage_dtype,
-        attention=_resolve(config.attention, shape.attention),
-        loss_chunk_tokens=_loss_chunk(config, micro_batch_size * shape.seq_len, tensor),
+        attention=_resolve(config.attention, shape.attention if model.attention_kernels else ""),
+        loss_chunk_tokens=_loss_chunk(
+            config, micro_batch_size * shape.seq_len, tensor, has_loss=bool(model.attention_kernels)
+        ),
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
         float8=make_float8(config.float8, model, tensor, mesh.tp),
         compile=config.compile,
         modules=tuple(model.modules),
         units=_make_units(config, model, shape),
+        unsharded=model.unsharded,
     )
 
 
@@ -151,13 +154,13 @@ def _resolve(value: Any, default: Any) -> Any:
     return default if value == "auto" else value
 
 
-def _loss_chunk(config: ParallelConfig, tokens: int, tensor: TensorPlan) -> int:
+def _loss_chunk(config: ParallelConfig, tokens: int, tensor: TensorPlan, has_loss: bool) -> int:
     """Return the number of tokens whose logits exist at the same time; 0 is all.
 
     Gathered logits, and those of a micro batch no longer than one chunk, are computed in one product, which
     is faster because it is compiled together with the loss.
     """
-    unchunked = "gathered_logits" in tensor.styles.values() or tokens <= LOSS_CHUNK_TOKENS
+    unchunked = "gathered_logits" in tensor.styles.values() or tokens <= LOSS_CHUNK_TOKENS or not has_loss
     return int(_resolve(config.loss_chunk_tokens, 0 if unchunked else LOSS_CHUNK_TOKENS))
 
 
@@ -176,10 +179,9 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
         return TensorPlan(sequence_parallel=False, styles={})
     styles: dict[str, str] = {}
     for part, table in model.styles.items():
-        styles |= split_styles(
-            table, unsplit=part not in config.tp_modules, gathered=not config.loss_parallel
-        )
-    return TensorPlan(config.sequence_parallel, styles)
+        unsplit = part in TP_MODULES and part not in config.tp_modules
+        styles |= split_styles(table, unsplit=unsplit, gathered=not config.loss_parallel)
+    return TensorPlan(config.sequence_parallel and splits_tokens(styles), styles)
 
 
 def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> tuple[UnitPlan, ...]:

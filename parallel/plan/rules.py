@@ -12,7 +12,9 @@ from meshwright.parallel.plan.schema import DTYPES, MeshPlan, ModelUnits, Plan, 
 STYLE_NAMES = (
     *("vocab", "sequence", "colwise", "rowwise", "logits", "gathered_logits"),
     *("whole_vocab", "whole_sequence", "whole_colwise", "whole_rowwise", "whole_logits"),
+    *("own_colwise", "own_gathered", "per_head"),
 )
+OWN_INPUT_STYLES = {"own_colwise", "own_gathered"}  # of models whose norms gather no tokens
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")  # their partitioner supports a memory budget
 COMMON_BACKENDS = (*BUDGET_BACKENDS, "aot_eager", "eager")  # not looked up: torch's list takes seconds
 MIN_CHUNK_TOKENS = 64  # of the loss
@@ -55,6 +57,13 @@ def storage_mistakes(plan: Plan) -> Iterator[Mistake]:
 def kernel_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     """Check that the model has the attention kernel, and that the loss chunks fit the logits."""
     kernels, chunk = model.attention_kernels, plan.loss_chunk_tokens
+    if not kernels:
+        given = {"attention": plan.attention, "loss_chunk_tokens": chunk}
+        given["fused_projections"] = plan.fused_projections
+        for key, value in given.items():
+            if value:
+                yield Mistake(key, f"={value} is a switch that this model does not have: leave it out")
+        return
     if plan.attention not in kernels:
         hint = nearest(plan.attention, kernels)
         yield Mistake("attention", f"={plan.attention} is not one of {', '.join(kernels)}.{hint}")
@@ -174,6 +183,13 @@ def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnit
                 "the model soon learns not to predict them."
             )
         yield Mistake("mesh.tp", message)
+
+
+def splits_tokens(styles: Mapping[str, str]) -> bool:
+    """Whether sequence parallelism is possible: a norm gathers the tokens, and no linear layer of its own
+    expects all of them."""
+    used = set(styles.values())
+    return bool(used & {"sequence", "whole_sequence"}) and not used & OWN_INPUT_STYLES
 
 
 def split_styles(table: Mapping[str, str], unsplit: bool = False, gathered: bool = False) -> dict[str, str]:

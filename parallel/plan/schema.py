@@ -29,7 +29,8 @@ class ModelUnits:
         tp_divides: sizes that the tp degree must divide: part of the model -> config key -> value
         shared_parts: parts that share weights, so that all or none of them are split
         attention_ops: the operators of the attention kernels, for selective activation checkpointing
-        attention_kernels: names of the attention kernels
+        attention_kernels: names of the attention kernels; none for a model whose kernel is its own business
+        unsharded: parameters that every rank keeps whole
         linears: (outputs, inputs) of the linears inside blocks, by fqn pattern
     """
 
@@ -42,6 +43,7 @@ class ModelUnits:
     shared_parts: frozenset[str] = frozenset()
     attention_ops: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ("cpu",)
+    unsharded: tuple[str, ...] = ()
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -138,12 +140,13 @@ class Plan:
     Args:
         accumulation: micro batches per optimizer step
         storage_dtype: of sharded parameters and gradients
-        attention: the kernel
+        attention: the kernel; "" for a model without a choice
         loss_chunk_tokens: tokens whose logits exist at the same time; 0 is all
         fused_projections: one product for projections that read the same input
         async_tp: overlap tp collectives with the products next to them
         modules: in the order in which the forward runs them
         units: in the order in which the forward finishes with them
+        unsharded: parameters that every rank keeps whole
     """
 
     mesh: MeshPlan
@@ -160,6 +163,7 @@ class Plan:
     compile: CompileConfig
     modules: tuple[str, ...]
     units: tuple[UnitPlan, ...]
+    unsharded: tuple[str, ...] = ()
 
     @property
     def global_batch_size(self) -> int:

@@ -43,6 +43,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "float8": _lists(dataclasses.asdict(plan.float8)),
         "compile": dataclasses.asdict(plan.compile),
         "modules": join_names(plan.modules),
+        "unsharded": list(plan.unsharded),
         "units": [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)],
     }
 
@@ -64,6 +65,9 @@ def load_plan(path: Path) -> Plan:
         for key, expand in (("modules", _names), ("units", _read_units)):
             if isinstance(data.get(key), list):
                 data[key] = _expand_all(data[key], expand, f"{place}: {key}")
+        data.setdefault("unsharded", [])
+        if isinstance(data.get("compile"), dict):
+            data["compile"].setdefault("fullgraph", True)
         if "float8" in data:
             data["float8"] = _without_tokens(data["float8"], place)
         return structure(Plan, data, place)
@@ -208,7 +212,10 @@ def plan_to_table(plan: Plan) -> str:
         if plan.loss_chunk_tokens
         else "loss of all tokens at once"
     )
-    first.append(f"kernels: attention {plan.attention}, {loss}; parameters stored in {plan.storage_dtype}")
+    kernels = f"attention {plan.attention}, {loss}" if plan.attention else "the model's own"
+    first.append(f"kernels: {kernels}; parameters stored in {plan.storage_dtype}")
+    if plan.unsharded:
+        first.append(f"unsharded: {', '.join(plan.unsharded)}")
     if plan.fused_projections or plan.async_tp:
         options = {
             "projections with the same input are one product": plan.fused_projections,

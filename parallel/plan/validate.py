@@ -258,6 +258,17 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
     """Check that tensor-parallel styles name this model's weights, and that each part is split fully or not
     at all."""
     styles, tp, known = plan.tensor.styles, plan.mesh.tp, (*rules.STYLE_NAMES, "loss")
+    if tp > 1 and not model.styles:
+        yield Mistake(
+            "mesh.tp",
+            f"={tp}, but this model has no tensor-parallel styles: use 1, or describe(..., styles={{...}})",
+        )
+        return
+    if plan.tensor.sequence_parallel and styles and not rules.splits_tokens(styles):
+        yield Mistake(
+            "tensor.sequence_parallel",
+            "=true, but this model computes positions or masks from all tokens: use false",
+        )
     if tp == 1 and plan.tensor.sequence_parallel:
         yield Mistake(
             "tensor.sequence_parallel", "=true splits tokens over tp ranks, but tp=1 has only one: use false"

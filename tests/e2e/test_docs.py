@@ -38,6 +38,7 @@ PAGES = (
     "docs/cluster.md",
     "docs/fsdp.md",
     "docs/plan.md",
+    "docs/your-model.md",
     "docs/speed.md",
     "docs/scaling.md",
     "docs/accumulation.md",
@@ -50,6 +51,7 @@ PAGES = (
 CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
 ELSEWHERE = {
     r"pytest -m 'not slow'": "the test suite itself: .ci/run starts it from the README",
+    r"mine:build|mine\.py": "tests/e2e/test_your_model.py",
     r"tools\.dryrun": "tests/tools/dryrun: a download of 0.53 GB",
     r"tools\.bench accumulation": "tests/tools/bench/test_accumulation.py, on a small model",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.tools.plan.compare import describe_difference, diff_plans
+from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, figures_of, series
 from meshwright.tools.sweep.preflight import describe_changes
 from meshwright.train.errors import ConfigError

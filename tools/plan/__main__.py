@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.parallel.plan.rules import nearest
+from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
@@ -24,8 +25,6 @@ from meshwright.tools.plan.compare import (
     compare_strategies,
     comparison_json,
     comparison_text,
-    describe_difference,
-    diff_plans,
 )
 from meshwright.tools.plan.export import (
     PLAN_SUFFIXES,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, refuse_newer
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor
 from meshwright.train.checkpoint.reader import open_checkpoint, read_together
-from meshwright.train.checkpoint.shards import random_state, training_tensors
+from meshwright.train.checkpoint.shards import random_state, set_numbers, training_tensors
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
@@ -38,6 +38,7 @@ def load_checkpoint(
     same_size = manifest.position.world_size == dist.get_world_size()
     random = {name: state for name, state in random_state().items() if same_size and name in manifest.tensors}
     read_together(partial(open_checkpoint, checkpoint, manifest), {**tensors, **random})
+    set_numbers(model, optimizer, tensors)
     _equalize_step_counts(optimizer)
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
@@ -47,7 +48,7 @@ def _equalize_step_counts(optimizer: torch.optim.Optimizer) -> None:
     """Set every parameter's step count to the largest one. Checkpoints made before 23 November 2026 with
     bfloat16 moments or parameters may contain smaller counts for some parameters: those of a rank that had no
     row of them."""
-    steps = [state["step"] for state in optimizer.state.values()]
+    steps = [state["step"] for state in optimizer.state.values() if isinstance(state.get("step"), Tensor)]
     if steps:
         torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
 

@@ -146,6 +146,11 @@ class CheckpointSaver:
             self._thread.join()
             self._thread = None
 
+    def close(self) -> None:
+        """Wait for the save in progress, and destroy the process group. Every rank calls it."""
+        self.wait()
+        dist.destroy_process_group(self._group)
+
     def poll(self) -> list[Saved]:
         """Return the results of saves since the last call."""
         return [self._results.get() for _ in range(self._results.qsize())]

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, part_of, whole
 from meshwright.train.checkpoint.manifest import SavedFile, describe_tensor, sharding_of
+from meshwright.train.errors import SaveError
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,35 @@ class TensorShard:
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return every tensor that training changes, by name: `model.FQN` and `optim.FQN.MOMENT`; a tied weight
-    once."""
+    once. Numbers of an optimizer's state are returned as copies in tensors (`set_numbers`).
+
+    Raises SaveError for state that is neither a tensor nor a number.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+    persistent = model.state_dict().keys()
+    tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
     for parameter, state in optimizer.state.items():
-        tensors |= {f"optim.{names[parameter]}.{key}": value for key, value in state.items()}
+        for key, value in state.items():
+            if isinstance(value, int | float):
+                value = torch.tensor(value, dtype=torch.float64)
+            elif value is not None and not isinstance(value, Tensor):
+                raise SaveError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} ({key}) for "
+                    f"{names[parameter]}: only tensors and numbers can be saved"
+                )
+            if value is not None:
+                tensors[f"optim.{names[parameter]}.{key}"] = value
     return tensors
+
+
+def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Set the numbers in the optimizer's state to those that were read into `tensors`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, int | float):
+                state[key] = type(value)(tensors[f"optim.{names[parameter]}.{key}"].item())
 
 
 def random_state() -> dict[str, Tensor]:

@@ -20,12 +20,13 @@ from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part, set_last_micro_batch
 from meshwright.parallel.plan.schema import UnitPlan
+from meshwright.parallel.sharded_model import global_count
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
-from meshwright.train.step import StepResult, count_targets, summed
+from meshwright.train.step import StepResult, count_targets
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def first_bad_value(
     Every rank repeats the full step whatever it finds, because the others need its shards of the weights.
     Leaves no gradients.
     """
-    global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)
+    global_tokens = global_count(micro_batches, count_targets, data_parallel)
     watch = _Watch()
     with _eager(model), watch.modules(model):
         for i, batch in enumerate(micro_batches):

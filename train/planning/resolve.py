@@ -2,13 +2,13 @@
 (`plan_run`) or for those of this machine (`plan_on_device`)."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from meshwright.models.attention import ATTENTION_OPS, KERNELS
-from meshwright.models.llama import SHARDING, LlamaConfig, block_linears, fsdp_units, tp_divides
-from meshwright.models.size import count_parameters
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.parallel.model.describe import describe
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.float8 import check_float8
 from meshwright.parallel.plan.make import RunShape, make_plan
@@ -115,19 +115,8 @@ def make_shape(
     )
 
 
+@cache
 def model_units(config: LlamaConfig) -> ModelUnits:
     """Return the description of a Llama that planning needs."""
-    counts = count_parameters(config)
-    blocks = {f"layers.{i}": counts.block for i in range(config.n_layers)}
-    return ModelUnits(
-        modules={"tok_embeddings": counts.embedding, **blocks, "head": counts.head},
-        units=fsdp_units(config),
-        compiled=frozenset({*blocks, "head"}),
-        checkpointed=frozenset(blocks),
-        styles=SHARDING,
-        tp_divides=tp_divides(config),
-        shared_parts=frozenset({"embedding", "head"} if config.tie_embeddings else ()),
-        attention_ops=ATTENTION_OPS,
-        attention_kernels=tuple(KERNELS),
-        linears=block_linears(config),
-    )
+    with torch.device("meta"):
+        return describe(Llama(config))

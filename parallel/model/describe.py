@@ -1,0 +1,320 @@
+"""Describes a model for planning: its FSDP units in the order of its forward, and how tensor parallelism splits
+its weights.
+
+A model that publishes a description (`ShardableModel`) is taken at its word. Of any other model the blocks, the
+modules around them and shared weights are read from the module itself, and the order from one forward of an
+example without computation.
+"""
+
+import fnmatch
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.rules import nearest
+from meshwright.parallel.plan.schema import ModelUnits
+from meshwright.parallel.model.styles import find_styles, tp_sizes
+from meshwright.parallel.shardable import ShardableModel
+
+Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments of the model's forward
+Blocks = str | type[nn.Module] | int
+WAY_OUT = "name them: describe(model, example, blocks=...) takes a pattern, a class, or a number of parameters"
+
+
+def describe(
+    model: nn.Module,
+    example: Example | None = None,
+    *,
+    blocks: Blocks | None = None,
+    units: Sequence[str] = (),
+    unsharded: Sequence[str] = (),
+    styles: Mapping[str, str] | None = None,
+) -> ModelUnits:
+    """Describe a model on any device, also meta.
+
+    Args:
+        example: arguments of one forward, of which only shapes and dtypes count; None: modules run in the
+            order in which they were registered
+        blocks: the modules that each become a unit and are compiled and recomputed one by one: a pattern of
+            names such as "encoder.layers.*", a class, or a number of parameters (the smallest modules that
+            have so many, as FSDP1's size-based wrapping). None: the classes in `_no_split_modules`, or else
+            the longest ModuleList or Sequential of one class
+        units: patterns of modules inside blocks that become units of their own; their block is then not
+            compiled as a whole
+        unsharded: patterns of parameters that every rank keeps whole, in the dtype in which they are stored
+        styles: tensor-parallel styles by pattern of module names (docs/your-model.md); None: what the model
+            publishes as `_tp_plan`; {}: none
+
+    Raises PlanError, which names the module and a way out, for what cannot be described.
+    """
+    if isinstance(model, ShardableModel):
+        return _published(model)
+    refuse_switches(model)
+    found = find_blocks(model, blocks)
+    finer = _matching(model, units, "units")
+    whole = _unsharded(model, unsharded)
+    order = call_order(model, example) if example is not None else [name for name, _ in model.named_modules()]
+    owners = _owners(model, [*found, *finer], whole, order if example is not None else None)
+    groups = _in_order(owners, order, {*found, *finer})
+    modules = _count(model, list(itertools.chain(*groups)), owners)
+    split = find_styles(model, styles)
+    nested = {block for block in found if any(name.startswith(f"{block}.") for name in finer)}
+    return ModelUnits(
+        modules=modules,
+        units=_join_shared(model, groups, owners),
+        compiled=frozenset({*found, *finer} - nested),
+        checkpointed=frozenset(found),
+        styles={"model": split} if split else {},
+        tp_divides={"model": tp_sizes(model, split)} if split else {},
+        attention_kernels=(),
+        unsharded=tuple(whole),
+    )
+
+
+def _published(model: ShardableModel) -> ModelUnits:
+    """Return the description that the model publishes, with the number of parameters of each module."""
+    published = model.sharding()
+    units = published["units"]
+    assert isinstance(model, nn.Module)
+    owners = {
+        name: next(unit for unit in itertools.chain(*units) if name == unit or name.startswith(f"{unit}."))
+        for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    counts = _count(model, published["modules"], owners)
+    return ModelUnits(**{**published, "modules": counts})
+
+
+def refuse_switches(model: nn.Module) -> None:
+    """Refuse a cache of keys and values, and activation checkpointing of the model's own."""
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        raise PlanError(
+            f"{type(model).__name__}: config.use_cache=True keeps keys and values for generation, which a "
+            "recomputed or compiled block would write twice: set model.config.use_cache = False"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            raise PlanError(
+                f"{name or type(model).__name__}: the model's own gradient checkpointing is on: turn it off "
+                "(gradient_checkpointing_disable()), and use the plan's activation_checkpoint"
+            )
+
+
+def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[str]:
+    """Return the names of the model's blocks. Raises PlanError if there are none."""
+    match blocks:
+        case str():
+            return _matching(model, [blocks], "blocks")
+        case bool():
+            raise PlanError(f"blocks={blocks}: {WAY_OUT}")
+        case int():
+            found = list(_of_size(model, blocks))
+        case type():
+            found = _outermost(name for name, module in model.named_modules() if isinstance(module, blocks))
+        case _:
+            found = _by_class_name(model) or _longest_list(model)
+    if not found:
+        what = f"blocks={blocks!r} matches no module" if blocks is not None else "no list of equal blocks"
+        raise PlanError(f"{type(model).__name__}: {what}: {WAY_OUT}")
+    return found
+
+
+def _by_class_name(model: nn.Module) -> list[str]:
+    """Return the modules of the classes that transformers' models name in `_no_split_modules`."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return _outermost(name for name, module in model.named_modules() if type(module).__name__ in names)
+
+
+def _longest_list(model: nn.Module) -> list[str]:
+    """Return the elements of the longest ModuleList or Sequential whose elements have parameters and one
+    class; among equally long ones, that with the most parameters."""
+    found: tuple[tuple[int, int], list[str]] = ((1, 0), [])
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        sizes = [sum(p.numel() for p in child.parameters()) for child in module]
+        if len({type(child) for child in module}) == 1 and all(sizes):
+            rank = (len(sizes), sum(sizes))
+            if rank > found[0]:
+                found = (rank, [_join(name, child) for child, _ in module.named_children()])
+    return found[1]
+
+
+def _of_size(model: nn.Module, least: int) -> Iterator[str]:
+    """Yield the smallest modules with `least` parameters that are in no other such module below them."""
+    if least < 1:
+        raise PlanError(f"blocks={least} must be at least 1: a number of parameters")
+
+    def walk(name: str, module: nn.Module) -> Iterator[str]:
+        inside = [found for child, part in module.named_children() for found in walk(_join(name, child), part)]
+        yield from inside
+        size = sum(p.numel() for p in module.parameters())
+        if not inside and name and size >= least and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield name
+
+    yield from walk("", model)
+
+
+def _outermost(names: Iterator[str]) -> list[str]:
+    kept: list[str] = []
+    for name in names:
+        if not any(name.startswith(f"{other}.") for other in kept):
+            kept.append(name)
+    return kept
+
+
+def _join(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
+
+
+def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[str]:
+    """Return the modules whose names match; every pattern must match one."""
+    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    found = []
+    for pattern in patterns:
+        matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        depth = min((name.count(".") for name in matches), default=0)
+        if not matches:
+            hint = nearest(pattern, names)
+            raise PlanError(f"{option}={pattern!r} matches no module with parameters.{hint}")
+        found += [name for name in matches if name.count(".") == depth]  # `*` matches dots too
+    return found
+
+
+def _unsharded(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the names of the parameters that stay whole."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise PlanError(f"unsharded={pattern!r} matches no parameter.{nearest(pattern, names)}")
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def call_order(model: nn.Module, example: Example) -> list[str]:
+    """Return the names of the modules that a forward of the example calls, in the order in which it finishes
+    with them, computing nothing. Raises PlanError if the model cannot run so."""
+    finished: dict[str, None] = {}
+
+    def finish(name: str) -> Any:
+        return lambda *_: finished.pop(name, None) or finished.setdefault(name)
+
+    hooks = [module.register_forward_hook(finish(name)) for name, module in model.named_modules()]
+    device = next(model.parameters()).device
+    with_fakes = nullcontext() if device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with with_fakes as fakes, torch.no_grad():
+
+            def place(tensor: Tensor) -> Tensor:
+                return tensor.to("meta") if fakes is None else fakes.from_tensor(tensor).to(device)
+
+            args, kwargs = call_arguments(tree_map_only(Tensor, place, example))
+            model(*args, **kwargs)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"{type(model).__name__} does not run on the example's shapes: {type(error).__name__}: {error}. "
+            "Fix the example, or leave it out, if the modules run in the order in which they are registered"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(finished)
+
+
+def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an example as positional and keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return tuple(example), {}
+
+
+def _owners(
+    model: nn.Module, chosen: Sequence[str], whole: Sequence[str], called: Sequence[str] | None
+) -> dict[str, str]:
+    """Return the module of a unit that each sharded parameter belongs to: the innermost of the `chosen`, or
+    outside of them the module that has it, or one around it if its parent calls no forward of it."""
+    owners = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name in whole:
+            continue
+        inside = [unit for unit in chosen if name.startswith(f"{unit}.")]
+        owners[name] = max(inside, key=len) if inside else _outside(model, name, chosen, called)
+    return owners
+
+
+def _outside(model: nn.Module, parameter: str, chosen: Sequence[str], called: Sequence[str] | None) -> str:
+    """Return the module outside of blocks that gathers a parameter. Raises PlanError if there is none."""
+    module = parameter.rpartition(".")[0]
+    while called is not None and module and module not in called:
+        parent = module.rpartition(".")[0]
+        if any(unit.startswith(f"{parent}." if parent else "") for unit in chosen):
+            raise PlanError(
+                f"{parameter} is in no unit: the example never calls {module}: use an example that does, "
+                f"remove the module, or keep the parameter whole: unsharded=[{parameter!r}]"
+            )
+        module = parent
+    if not module:
+        raise PlanError(
+            f"{parameter} is in no unit: it belongs to the model itself, and not to a module that it calls: put "
+            f"it into one, or keep it whole: unsharded=[{parameter!r}]"
+        )
+    return module
+
+
+def _in_order(owners: Mapping[str, str], order: Sequence[str], alone: set[str]) -> list[tuple[str, ...]]:
+    """Return the modules of each unit in the order in which the forward finishes with them: those in `alone`
+    are units of their own, modules before, between and after them units together. A module that contains
+    others is a unit of its own too."""
+    names = set(owners.values())
+    if missing := sorted((names & alone) - set(order)):
+        raise PlanError(
+            f"{missing[0]} is never called by the example: use an example that calls it, or other blocks"
+        )
+    containers = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    groups: list[tuple[str, ...]] = []
+    for name in (name for name in order if name in names):
+        joins = groups and not {name, *groups[-1]} & (alone | containers)
+        groups = [*groups[:-1], (*groups[-1], name)] if joins else [*groups, (name,)]
+    return groups
+
+
+def _join_shared(
+    model: nn.Module, groups: Sequence[tuple[str, ...]], owners: Mapping[str, str]
+) -> list[tuple[str, ...]]:
+    """Return the groups with those joined, at the place of the last, that share a parameter: it belongs to
+    one unit only."""
+    group_of = {name: i for i, group in enumerate(groups) for name in group}
+    last: dict[int, int] = {}
+
+    def root(i: int) -> int:
+        return i if last.get(i, i) == i else root(last[i])
+
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in owners:
+            names_of.setdefault(parameter, []).append(name)
+    for names in names_of.values():
+        places = sorted({root(group_of[owners[name]]) for name in names})
+        for place in places[:-1]:
+            last[place] = places[-1]
+    joined: dict[int, tuple[str, ...]] = {}
+    for i, group in enumerate(groups):
+        joined[root(i)] = (*joined.get(root(i), ()), *group)
+    return [joined[i] for i in sorted(joined)]
+
+
+def _count(model: nn.Module, modules: Sequence[str], owners: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of parameters that each module owns; shared ones count once."""
+    counts = dict.fromkeys(modules, 0)
+    for name, parameter in model.named_parameters():
+        if name in owners:
+            counts[owners[name]] += parameter.numel()
+    return counts

@@ -1,0 +1,107 @@
+"""Tensor-parallel styles for models of others: what the caller names, or what the model publishes as transformers'
+`_tp_plan`, checked against the modules that would be split."""
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.rules import STYLE_NAMES, nearest
+
+# transformers' word -> our style (transformers/integrations/tensor_parallel.py)
+TRANSFORMERS_STYLES = {
+    "colwise": "own_colwise",
+    "colwise_gather_output": "own_gathered",
+    "colwise_rep": "own_gathered",
+    "rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "per_head",
+}
+LEAVE_OUT = "use describe(..., styles={...}) without it, or tp=1"
+
+
+def find_styles(model: nn.Module, styles: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the style of each pattern of module names, those that the caller gives or the model publishes.
+
+    Raises PlanError for a style that does not fit a module, and for a pattern that matches none.
+    """
+    if styles is None:
+        styles = dict(_of_transformers(model))
+    modules = dict(model.named_modules())
+    kept = {}
+    for pattern, style in styles.items():
+        if style not in STYLE_NAMES:
+            raise PlanError(f"styles: {pattern}: {style} is not a style.{nearest(style, STYLE_NAMES)}")
+        names = fnmatch.filter(modules, pattern)
+        if not names:
+            raise PlanError(f"styles: {pattern} matches no module.{nearest(pattern, modules)}")
+        if any(_shared_with_unsplit(model, name, styles) for name in names):
+            continue  # a tied weight stays whole, because the other module reads all of it
+        for name in names:
+            check_style(name, modules[name], style)
+        kept[pattern] = style
+    return kept
+
+
+def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the patterns of a transformers model with our styles."""
+    published: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    for pattern, word in published.items():
+        if word not in TRANSFORMERS_STYLES:
+            raise PlanError(
+                f"{type(model).__name__}._tp_plan: {pattern}: there is no style for {word!r}: {LEAVE_OUT}"
+            )
+        yield pattern, TRANSFORMERS_STYLES[word]
+
+
+def _shared_with_unsplit(model: nn.Module, name: str, styles: Mapping[str, str]) -> bool:
+    """Whether a module shares a weight with one that has no style."""
+    own = {id(parameter) for parameter in model.get_submodule(name).parameters(recurse=False)}
+    return any(
+        id(parameter) in own and not any(fnmatch.fnmatchcase(other, pattern) for pattern in styles)
+        for other, module in model.named_modules(remove_duplicate=False)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+LINEAR_STYLES = {
+    style for style in STYLE_NAMES if style.removeprefix("whole_") not in ("vocab", "sequence", "per_head")
+}
+
+
+def check_style(name: str, module: nn.Module, style: str) -> None:
+    """Raise PlanError if a style would compute something else than the module does."""
+    forward = type(module).forward
+    if style in LINEAR_STYLES and forward is not nn.Linear.forward:
+        raise PlanError(
+            f"{name} is a {type(module).__name__}, and {style} is for nn.Linear: its weight might have another "
+            f"layout or its forward another formula: {LEAVE_OUT}"
+        )
+    if style.endswith("vocab") and forward is not nn.Embedding.forward:
+        raise PlanError(f"{name} is a {type(module).__name__}, and {style} is for nn.Embedding: {LEAVE_OUT}")
+    if style not in ("sequence", "per_head"):
+        return
+    if any(True for _ in module.children()):
+        raise PlanError(f"{name} has modules inside, and {style} is for a single norm: {LEAVE_OUT}")
+    if isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
+        raise PlanError(
+            f"{name} is a {type(module).__name__}, an nn.RMSNorm with another forward, and {style} would use "
+            f"nn.RMSNorm's: derive it from nn.Module, or {LEAVE_OUT}"
+        )
+
+
+def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
+    """Return the sizes that the tp degree must divide: heads, if the model's config names them, and the split
+    dimension of each weight."""
+    config = getattr(model, "config", None)
+    heads = ("num_attention_heads", "num_key_value_heads")
+    sizes = {f"config.{key}": value for key in heads if isinstance(value := getattr(config, key, None), int)}
+    for pattern, style in styles.items():
+        for name, module in model.named_modules():
+            if not fnmatch.fnmatchcase(name, pattern) or style in ("sequence", "per_head"):
+                continue
+            dim = 1 if style == "rowwise" else 0
+            sizes[f"size {dim} of {pattern}.weight"] = module.get_parameter("weight").shape[dim]
+    return sizes
+

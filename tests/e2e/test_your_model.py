@@ -1,0 +1,106 @@
+"""docs/your-model.md: its script runs as it stands, on any number of processes, and resumes after a kill; and
+`tools.check` in a folder of somebody else."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = re.search(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
+
+
+def start(folder: Path, processes: int, script: str = "mine.py") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def norms(done: subprocess.Popen[str]) -> list[float]:
+    output, _ = done.communicate(timeout=240)
+    assert done.returncode == 0, output
+    return [float(norm) for norm in re.findall(r"step 20, gradient norm (\d+\.\d+)", output)]
+
+
+@pytest.fixture
+def script() -> str:
+    assert SCRIPT
+    text = SCRIPT[1].replace("activation_checkpoint=", "compile=mw.CompileConfig(backend='aot_eager'), activation_checkpoint=")
+    assert sum(bool(line.strip()) for line in SCRIPT[1].splitlines()) <= 40
+    return text
+
+
+def test_the_script_trains_the_same_on_1_2_and_4_processes_and_resumes(tmp_path: Path, script: str) -> None:
+    results = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        (folder / "mine.py").write_text(script)
+        results[processes] = norms(start(folder, processes))
+    assert len(results[2]) == 2
+    assert results[2] == pytest.approx(results[1] * 2, rel=1e-4)
+
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "mine.py").write_text(script)
+    first = start(killed, 2)
+    deadline = time.monotonic() + 120
+    while not (killed / "checkpoints/step-00000010").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    time.sleep(1.0)
+    assert norms(start(killed, 4)) == pytest.approx(results[1] * 4, rel=1e-4)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, broken):
+        super().__init__()
+        self.linear, self.broken = nn.Linear(8, 8), broken
+    def forward(self, x):
+        if self.broken:
+            print("a graph break")
+        return x + self.linear(x)
+
+def build(broken=False):
+    return nn.Sequential(*(Block(broken) for _ in range(3))), (torch.randn(4, 8),)
+"""
+
+
+def run_check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright.tools.check", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+def test_the_command_proves_a_model_of_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(FACTORY)
+    done = run_check(tmp_path, "--model.factory=theirs:build", "--backend=aot_eager")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same, largest difference" in done.stdout
+    broken = run_check(
+        tmp_path, "--model.factory=theirs:build", "--model.args.broken=true", "--backend=aot_eager"
+    )
+    assert broken.returncode == 2
+    assert "0 cannot be compiled as one graph" in broken.stderr
+    assert "parallel.compile.fullgraph=false" in broken.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.factory=theirs"], "must be MODULE:FUNCTION"),
+        (["--model.factory=nowhere:build"], "No module named 'nowhere'"),
+        (["--model.factory=json:loads", "--tp=2", "--modle.args.x=1"], "unknown argument --modle.args.x=1"),
+    ],
+)
+def test_wrong_commands_say_what_is_wrong(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = run_check(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,164 @@
+"""The check finds what a sharded model computes differently, and says what it smells of."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.parallel import tensor_parallel
+from meshwright.parallel.model.check import (
+    block_kind,
+    check,
+    compare,
+    cut_model,
+    kind_of_loss,
+    relative_error,
+)
+from tests.support.own_models import MADE, hf_llama, linears, on_meta, qwen3
+from tests.support.worlds import run_ranks
+
+AOT = mw.CompileConfig(backend="aot_eager")
+
+
+def plan_of(made: MADE, styles: dict[str, str] | None = None, seq_len: int = 12, **keys: Any) -> mw.Plan:
+    units = mw.describe(*made, styles=styles)
+    config = mw.ParallelConfig(**{"compile": AOT, **keys})
+    return mw.make_plan(config, units, mw.RunShape(2, 2, seq_len))
+
+
+class CenteredNorm(nn.Module):
+    """(1 + w) x / |x|, with an eps of another name."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.zeros(dim)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class Gated(nn.Module):
+    """A block with keyword arguments that returns a dict, biases, and a norm of its own formula."""
+
+    def __init__(self, norm: type[nn.Module] = CenteredNorm) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, *, state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        x = state["x"]
+        return {"x": x + scale * self.down(self.up(self.norm(x)).relu()), "last": x}
+
+
+class Stack(nn.Module):
+    """Blocks of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Gated(norm) for norm in (CenteredNorm, nn.LayerNorm) * 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        state = {"x": self.inside(x), "last": x}
+        for block in self.blocks:
+            state = block(state=state, scale=0.5)
+        return state["x"], state["last"]
+
+
+STYLES = {"blocks.*.norm": "sequence", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+def stack() -> MADE:
+    return Stack(), {"x": torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))}
+
+
+def compare_here(made: MADE, plans: list[mw.Plan]) -> list[dict[str, Any]]:
+    return [compare(plan, made[0], made[1]) for plan in plans]
+
+
+def found(made: MADE, *plans: mw.Plan) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_ranks(2, compare_here, made, list(plans))[0]
+    return results
+
+
+def test_biases_norms_of_any_formula_dicts_and_keywords_compute_the_same() -> None:
+    made = stack()
+    whole = {"tp": 2, "sequence_parallel": False}
+    plans = [
+        plan_of(made, activation_checkpoint="full"),
+        plan_of(made, activation_checkpoint="selective", selective_policy="matmul"),
+        plan_of(made, STYLES, seq_len=6, **whole),
+    ]
+    for result in found(made, *plans):
+        assert result["differences"] == []
+        assert result["compared"] > 30
+    with_biases = hf_llama(attention_bias=True, mlp_bias=True)
+    (result,) = found(with_biases, plan_of(with_biases, tp=2))
+    assert result["differences"] == []
+
+
+def test_a_whole_weight_on_split_heads_is_found() -> None:
+    made = qwen3()
+    plan = plan_of(made, tp=2, activation_checkpoint="none")
+    styles = {name: style for name, style in plan.tensor.styles.items() if style != "per_head"}
+    wrong = dataclasses.replace(plan, tensor=dataclasses.replace(plan.tensor, styles=styles))
+    right, result = found(made, plan, wrong)
+    assert right["differences"] == []
+    assert {each.name.rpartition(".self_attn.")[2] for each in result["differences"]} == {
+        "q_norm.weight",
+        "k_norm.weight",
+    }
+
+
+def test_a_lost_bias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "_with_bias", lambda module, y, partial=False: y)
+    made = hf_llama(attention_bias=True)
+    (result,) = found(made, plan_of(made, tp=2, activation_checkpoint="none"))
+    assert "output 0" in {each.name for each in result["differences"]}
+
+
+def test_the_cut_model_has_one_block_of_each_kind_and_another() -> None:
+    made = stack()
+    cut, blocks = cut_model(made[0], plan_of(made))
+    assert blocks == ("blocks.0", "blocks.1", "blocks.2")
+    assert len({block_kind(cut.get_submodule(name)) for name in blocks}) == 2
+    assert len(made[0].blocks) == 6, "the model itself is left alone"
+
+
+def row_sum(outputs: Any, example: Any) -> Tensor:
+    return outputs.square().sum()
+
+
+def row_mean(outputs: Any, example: Any) -> Tensor:
+    return outputs.square().mean()
+
+
+def root(outputs: Any, example: Any) -> Tensor:
+    return outputs.square().sum().sqrt()
+
+
+def test_the_kind_of_a_loss_is_told() -> None:
+    model, example = linears()
+    assert [kind_of_loss(model, example, loss) for loss in (row_sum, row_mean, root)] == ["sum", "mean", "neither"]
+
+
+def test_a_factor_is_told_apart_from_other_errors() -> None:
+    x = torch.randn(8)
+    assert relative_error(2 * x, x) == pytest.approx((1.0, 2.0))
+    error, scale = relative_error(x + torch.randn(8), x)
+    assert error > 0.1
+    assert scale != scale
+    assert relative_error(torch.zeros(3), x)[0] == float("inf")
+
+
+def test_a_check_starts_its_own_processes() -> None:
+    made = on_meta(hf_llama)
+    report = check(*made[:1], plan_of(made, tp=2, activation_checkpoint="full"), made[1], None)
+    assert report.same, report
+    assert "the same, largest difference" in str(report)
+    assert report.graphs >= 2  # forward and backward

@@ -1,0 +1,122 @@
+"""What is read from a model, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.parallel.model.describe import describe, find_blocks
+from tests.support.own_models import MODELS, Encoder, hf_llama, ids, on_meta
+
+
+class Positions(nn.Module):
+    """A parameter of the model itself, and a module that is never called."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        if unused:
+            self.unused = nn.Linear(8, 8)
+        else:
+            self.positions = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + getattr(self, "positions", 0)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_units_are_before_between_and_after_the_blocks_in_the_order_of_the_forward() -> None:
+    model, example = on_meta(hf_llama)
+    units = describe(model, example)
+    blocks = [f"model.layers.{i}" for i in range(3)]
+    assert list(units.units) == [("model.embed_tokens",), *((name,) for name in blocks), ("model.norm", "lm_head")]
+    assert units.compiled == units.checkpointed == frozenset(blocks)
+    assert sum(units.modules.values()) == sum(p.numel() for p in model.parameters())
+    assert units.tp_divides["model"]["config.num_key_value_heads"] == 2
+
+
+def test_tied_weights_make_one_unit_and_stay_whole() -> None:
+    model, example = on_meta(hf_llama, tie_word_embeddings=True)
+    units = describe(model, example)
+    assert units.units[-1] == ("model.embed_tokens", "model.norm", "lm_head")
+    assert list(units.modules)[0] == "model.embed_tokens"
+    assert sum(units.modules.values()) == sum(p.numel() for p in model.parameters())
+    assert "lm_head" not in units.styles["model"]
+
+
+def test_blocks_by_pattern_class_and_size() -> None:
+    model = Encoder()
+    layers = [f"encoder.layers.{i}" for i in range(3)]
+    assert find_blocks(model) == find_blocks(model, "encoder.layers.*") == layers
+    assert find_blocks(model, nn.TransformerEncoderLayer) == layers
+    size = sum(p.numel() for p in model.encoder.layers[0].parameters())
+    assert find_blocks(model, size) == layers
+
+
+def test_units_inside_blocks_and_parameters_that_stay_whole() -> None:
+    model = Encoder()
+    units = describe(
+        model, {"input_ids": ids()}, units=["encoder.layers.*.linear2"], unsharded=["head.bias"]
+    )
+    assert units.units[1] == ("encoder.layers.0.linear2",)
+    assert units.units[2] == ("encoder.layers.0",)
+    assert units.compiled == frozenset(f"encoder.layers.{i}.linear2" for i in range(3))
+    assert units.unsharded == ("head.bias",)
+
+
+def _caching() -> tuple[nn.Module, Any]:
+    model, example = on_meta(hf_llama, use_cache=True)
+    return model, example
+
+
+def _checkpointing() -> tuple[nn.Module, Any]:
+    model, example = on_meta(hf_llama)
+    model.gradient_checkpointing_enable()
+    return model, example
+
+
+X = (torch.zeros(2, 8),)
+
+
+@pytest.mark.parametrize(
+    ("made", "keys", "message"),
+    [
+        (_caching, {}, "set model.config.use_cache = False"),
+        (_checkpointing, {}, "the model's own gradient checkpointing is on"),
+        (lambda: (Positions(), X), {}, "positions is in no unit: it belongs to the model itself"),
+        (lambda: (Positions(unused=True), X), {}, "unused.weight is in no unit: the example never calls unused"),
+        (lambda: (nn.Linear(8, 8), X), {}, "no list of equal blocks: name them"),
+        (lambda: (Positions(), X), {"blocks": "block.*"}, "blocks='block.*' matches no module"),
+        (lambda: (Positions(), (torch.zeros(2, 9),)), {"unsharded": ["positions"]}, "does not run on the example's"),
+        (lambda: (Positions(), X), {"unsharded": ["posittions"]}, "Did you mean positions?"),
+        (lambda: on_meta(hf_llama), {"styles": {"model.norm": "rowwise"}}, "LlamaRMSNorm, and rowwise is for nn.Linear"),
+        (lambda: on_meta(hf_llama), {"styles": {"*.q_proj": "colwize"}}, "Did you mean colwise?"),
+        (lambda: on_meta(hf_llama), {"styles": {"*.q_prj": "own_colwise"}}, "matches no module"),
+    ],
+)
+def test_refusals_name_the_module_and_a_way_out(made: Any, keys: dict[str, Any], message: str) -> None:
+    model, example = made()
+    with pytest.raises(mw.PlanError, match="(?s)") as raised:
+        describe(model, example, **keys)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention": "flash"}, "parallel.attention=flash is a switch that this model does not have"),
+        ({"loss_chunk_tokens": 128}, "parallel.loss_chunk_tokens=128 is a switch"),
+        ({"fused_projections": True}, "parallel.fused_projections=True is a switch"),
+        ({"tp": 2}, "but this model has no tensor-parallel styles"),
+    ],
+)
+def test_switches_that_the_model_does_not_have_are_refused(keys: dict[str, Any], message: str) -> None:
+    model, example = MODELS["linears with dropout"]()
+    units = describe(model, example)
+    with pytest.raises(mw.PlanError) as raised:
+        mw.make_plan(mw.ParallelConfig(**keys), units, mw.RunShape(2, 2, 8))
+    assert message in str(raised.value)

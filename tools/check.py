@@ -1,0 +1,122 @@
+"""`python -m tools.check --model.factory=MODULE:FUNCTION`: prove that a model of yours, sharded, computes what it
+does unsharded.
+
+The function returns the model and an example of its arguments, `return model, {"input_ids": ids}`, and if you like a
+loss, a function of outputs and example, to be told whether it is a sum or a mean. It may build the model on the meta
+device.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from torch import nn
+
+from meshwright.parallel.model.check import Loss, check
+from meshwright.parallel.config import CompileConfig, ParallelConfig
+from meshwright.parallel.model.describe import Example, describe
+from meshwright.parallel.plan.make import RunShape, make_plan
+from meshwright.parallel.plan.serialize import plan_to_table
+from meshwright.tools.cli import run_tool, to_json
+from meshwright.train.errors import ConfigError
+
+PREFIX = "--model.args."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check a model and print what differs; exit code 1 if something does. Raises ConfigError and PlanError."""
+    options, rest = make_parser().parse_known_args(arguments)
+    model, example, loss = build(options.factory, model_arguments(rest))
+    config = ParallelConfig(
+        dp_replicate=options.dp_replicate,
+        tp=options.tp,
+        activation_checkpoint=options.activation_checkpoint,
+        param_dtype="float32",
+        compile=CompileConfig(
+            enabled=options.backend != "none",
+            backend=options.backend if options.backend != "none" else "inductor",
+            fullgraph=not options.graph_breaks,
+        ),
+    )
+    world_size = options.dp_replicate * 2 * options.tp
+    units = describe(model, example, blocks=_blocks(options.blocks))
+    plan = make_plan(config, units, RunShape(world_size, world_size, seq_len=1))
+    if not options.json:
+        print(plan_to_table(plan), flush=True)
+    report = check(model, plan, example, loss)
+    print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
+    if not report.same:
+        sys.exit(1)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.check",
+        description=(
+            "Compare a model, sharded, recomputed and compiled on 2 to 8 processes of this CPU, with the unsharded "
+            "one: outputs and every gradient."
+        ),
+    )
+    add = parser.add_argument
+    add(
+        "--model.factory",
+        dest="factory",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="function that returns the model and an example of its arguments (a dict or a tuple)",
+    )
+    add("--blocks", metavar="B", help="the blocks: a pattern of names, or a number of parameters")
+    add("--dp_replicate", type=int, default=1, metavar="N", help="HSDP degree: 1 (default) or 2")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree: 1 (default) or 2")
+    add(
+        "--activation_checkpoint",
+        choices=("none", "full", "selective"),
+        default="full",
+        help="recomputation to check (default full)",
+    )
+    add("--backend", default="inductor", help="of torch.compile (default inductor); none: eager only")
+    add("--graph_breaks", action="store_true", help="allow them in blocks (compile.fullgraph=false)")
+    add("--json", action="store_true", help="print one JSON document")
+    parser.epilog = f"{PREFIX}KEY=VALUE are arguments of the function, as YAML."
+    return parser
+
+
+def model_arguments(rest: Sequence[str]) -> dict[str, Any]:
+    """Return the keyword arguments of the factory. Raises ConfigError for any other argument."""
+    given = {}
+    for argument in rest:
+        key, equals, value = argument.removeprefix(PREFIX).partition("=")
+        if not argument.startswith(PREFIX) or not equals:
+            raise ConfigError(f"unknown argument {argument}: see python -m tools.check -h")
+        given[key] = yaml.safe_load(value)
+    return given
+
+
+def build(factory: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, Example, Loss | None]:
+    """Call the factory. Raises ConfigError if there is no such function, or if it returns something else."""
+    module, colon, name = factory.partition(":")
+    if not colon:
+        raise ConfigError(f"--model.factory={factory} must be MODULE:FUNCTION, such as mine:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--model.factory={factory}: {error}") from error
+    result = function(**arguments)
+    if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)):
+        raise ConfigError(f"--model.factory={factory} must return a model, an example, and if you like a loss")
+    return result if len(result) == 3 else (*result, None)
+
+
+def _blocks(text: str | None) -> str | int | None:
+    return int(text) if text and text.isdigit() else text
+
+
+if __name__ == "__main__":
+    run_tool(main)
