@@ -11,20 +11,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.parallel.apply import apply_plan
-    from meshwright.parallel.model.check import CheckReport, check
-    from meshwright.parallel.config import CompileConfig, ParallelConfig
-    from meshwright.parallel.model.describe import describe
-    from meshwright.parallel.errors import PlanError
-    from meshwright.parallel.model.materialize import load_weights, materialize
-    from meshwright.parallel.mesh import build_mesh
-    from meshwright.parallel.plan.diff import diff_plans
-    from meshwright.parallel.plan.make import RunShape, make_plan
-    from meshwright.parallel.plan.schema import ModelUnits, Plan
-    from meshwright.parallel.plan.serialize import load_plan, plan_to_table, plan_to_yaml
-    from meshwright.parallel.sharded_model import ShardedModel
-    from meshwright.parallel.simulate.simulator import TrainingCode, simulate
-    from meshwright.train.checkpoint.own_loop import load, save
+    from meshwright.parallel.apply import apply_plan as apply_plan
+    from meshwright.parallel.config import CompileConfig as CompileConfig
+    from meshwright.parallel.config import ParallelConfig as ParallelConfig
+    from meshwright.parallel.errors import PlanError as PlanError
+    from meshwright.parallel.mesh import build_mesh as build_mesh
+    from meshwright.parallel.model.check import CheckReport as CheckReport
+    from meshwright.parallel.model.check import check as check
+    from meshwright.parallel.model.describe import describe as describe
+    from meshwright.parallel.model.materialize import load_weights as load_weights
+    from meshwright.parallel.model.materialize import materialize as materialize
+    from meshwright.parallel.plan.diff import diff_plans as diff_plans
+    from meshwright.parallel.plan.make import RunShape as RunShape
+    from meshwright.parallel.plan.make import make_plan as make_plan
+    from meshwright.parallel.plan.schema import ModelUnits as ModelUnits
+    from meshwright.parallel.plan.schema import Plan as Plan
+    from meshwright.parallel.plan.serialize import load_plan as load_plan
+    from meshwright.parallel.plan.serialize import plan_to_table as plan_to_table
+    from meshwright.parallel.plan.serialize import plan_to_yaml as plan_to_yaml
+    from meshwright.parallel.sharded_model import ShardedModel as ShardedModel
+    from meshwright.parallel.simulate.simulator import TrainingCode as TrainingCode
+    from meshwright.parallel.simulate.simulator import simulate as simulate
+    from meshwright.train.checkpoint.own_loop import load as load
+    from meshwright.train.checkpoint.own_loop import save as save
 
 # the public names, and the modules that have them; imported when first used, because torch takes seconds
 _PUBLIC = {

@@ -18,13 +18,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from meshwright.models.attention import (
-    ATTENTION_OPS,
-    KERNELS,
-    CausalAttention,
-    Documents,
-    document_mask,
-)
+from meshwright.models.attention import ATTENTION_OPS, KERNELS, CausalAttention, Documents, document_mask
 from meshwright.models.head import Head
 from meshwright.models.projections import Projection, project_as_one
 from meshwright.models.rope import apply_rope, rope_tables

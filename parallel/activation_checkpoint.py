@@ -51,7 +51,10 @@ def _recomputed_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(module).forward(module, *args, **kwargs)
 
-    settings = {"use_reentrant": False, "preserve_rng_state": getattr(module, "draws_random_numbers", True)}
+    settings: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": getattr(module, "draws_random_numbers", True),
+    }
     if module.saved_ops:
         settings["context_fn"] = partial(selective_contexts, module.saved_ops)
     return checkpoint(forward, *args, **settings, **kwargs)

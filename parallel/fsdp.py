@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
 
-
 Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
 
 

@@ -25,10 +25,10 @@ T = TypeVar("T")
 class ShardedModel:
     """A model with a plan applied, as `apply_plan` returns it.
 
-        for batch, divisor in sharded.micro_batches(batches, count):
-            (loss_of(model(batch)) / divisor).backward()
-        sharded.clip_grad_norm(1.0)
-        optimizer.step()
+    for batch, divisor in sharded.micro_batches(batches, count):
+        (loss_of(model(batch)) / divisor).backward()
+    sharded.clip_grad_norm(1.0)
+    optimizer.step()
     """
 
     model: nn.Module
@@ -57,7 +57,9 @@ class ShardedModel:
         and the divisor is the number of micro batches.
         """
         if (count is None) != (self.gradients == "mean_of_ranks"):
-            needs = "none" if count else "count=..., what the loss of a micro batch sums over, such as its tokens"
+            needs = (
+                "none" if count else "count=..., what the loss of a micro batch sums over, such as its tokens"
+            )
             raise PlanError(f"micro_batches with gradients={self.gradients!r} takes {needs}")
         divisor = global_count(batches, count, self.data_group) if count else float(len(batches))
         for batch in set_micro_batches(self.model, self.plan.units, batches):

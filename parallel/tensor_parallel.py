@@ -46,8 +46,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
 
 from meshwright.parallel.plan.rules import STYLE_NAMES
 from meshwright.parallel.plan.schema import Plan, TensorPlan, find_style

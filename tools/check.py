@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 from torch import nn
 
-from meshwright.parallel.model.check import Loss, check
 from meshwright.parallel.config import CompileConfig, ParallelConfig
+from meshwright.parallel.model.check import Loss, check
 from meshwright.parallel.model.describe import Example, describe
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.serialize import plan_to_table
@@ -110,7 +110,9 @@ def build(factory: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, Exampl
         raise ConfigError(f"--model.factory={factory}: {error}") from error
     result = function(**arguments)
     if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)):
-        raise ConfigError(f"--model.factory={factory} must return a model, an example, and if you like a loss")
+        raise ConfigError(
+            f"--model.factory={factory} must return a model, an example, and if you like a loss"
+        )
     return result if len(result) == 3 else (*result, None)
 
 

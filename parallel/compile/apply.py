@@ -40,7 +40,9 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
             if not isinstance(module, nn.Embedding):
                 _through_own_frame(module)
                 module.compile(
-                    fullgraph=config.fullgraph, dynamic=config.dynamic, **_backend(config, unit.activation_budget)
+                    fullgraph=config.fullgraph,
+                    dynamic=config.dynamic,
+                    **_backend(config, unit.activation_budget),
                 )
                 if module._compiled_call_impl is not None and config.fullgraph:
                     module._compiled_call_impl = _explained(name, module._compiled_call_impl)

@@ -5,7 +5,6 @@ The model is cut to the first blocks that contain each kind, and its plan to deg
 weights are moved away from their initial values, because a bias of zeros would hide that nobody adds it.
 """
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -19,16 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.apply import apply_plan
-from meshwright.parallel.model.describe import Example, call_arguments
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.model.materialize import load_weights, materialize
 from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.model.describe import Example, call_arguments
+from meshwright.parallel.model.materialize import load_weights, materialize
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan
 from meshwright.parallel.sharded_model import ShardedModel
 
@@ -85,11 +84,16 @@ class CheckReport:
 
     def __str__(self) -> str:
         degrees = " x ".join(f"{axis} {degree}" for axis, degree in vars(self.degrees).items())
-        head = f"{self.compared} outputs and gradients on {degrees}, eager and compiled ({self.graphs} graphs)"
+        head = (
+            f"{self.compared} outputs and gradients on {degrees}, eager and compiled ({self.graphs} graphs)"
+        )
         if self.same:
             return f"{head}: the same, largest difference {self.largest:.1e}{LOSSES[self.loss]}"
         lines = [f"{head}: {len(self.differences)} differ:{LOSSES[self.loss]}"]
-        lines += [f"  {each.run} {each.name}: off by {each.error:.1e}{_smell(each, self)}" for each in self.differences]
+        lines += [
+            f"  {each.run} {each.name}: off by {each.error:.1e}{_smell(each, self)}"
+            for each in self.differences
+        ]
         return "\n".join(lines)
 
 
@@ -137,7 +141,9 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
 def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a copy of the model with the first blocks of its lists that contain each kind, and their names."""
     cut = copy.deepcopy(model)
-    repeated = [unit.modules[0] for unit in plan.units if unit.compiled or unit.activation_checkpoint != "none"]
+    repeated = [
+        unit.modules[0] for unit in plan.units if unit.compiled or unit.activation_checkpoint != "none"
+    ]
     lists: dict[str, list[str]] = {}
     for name in repeated:
         parent = name.rpartition(".")[0]
@@ -209,7 +215,7 @@ def run_processes(plan: Plan, model: nn.Module, example: Example, loss: Loss | N
                 "the top of a module"
             ) from error
         processes = plan.mesh.world_size
-        mp.spawn(_run_rank, args=(processes, str(folder)), nprocs=processes, join=True)
+        spawn(_run_rank, args=(processes, str(folder)), nprocs=processes, join=True)
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
     if errors := [result["error"] for result in results if "error" in result]:
         raise PlanError(f"check: {errors[0]}")
@@ -258,7 +264,7 @@ def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = 
                     dist.all_reduce(expected[name], group=sharded.data_group)
         results = _results(sharded.model, part, sharded.data_rank)
         for name in expected | results:
-            nothing = torch.zeros_like(expected.get(name, results.get(name)))
+            nothing = torch.zeros_like((expected | results)[name])
             error, scale = relative_error(results.get(name, nothing), expected.get(name, nothing))
             compared, largest = compared + 1, max(largest, error)
             if not error <= TOLERANCE:
@@ -326,7 +332,9 @@ def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
         whole, first, rest = (float(loss(_call(model, part), part)) for part in parts)
     model.train(was_training)
     kinds = {"sum": first + rest, "mean": (first + (rows - 1) * rest) / rows}
-    return next((kind for kind, value in kinds.items() if math.isclose(value, whole, rel_tol=1e-4)), "neither")
+    return next(
+        (kind for kind, value in kinds.items() if math.isclose(value, whole, rel_tol=1e-4)), "neither"
+    )
 
 
 def _call(model: nn.Module, part: Example) -> Any:

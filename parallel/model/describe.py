@@ -9,23 +9,25 @@ example without computation.
 import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.model.styles import find_styles, tp_sizes
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import ModelUnits
-from meshwright.parallel.model.styles import find_styles, tp_sizes
 from meshwright.parallel.shardable import ShardableModel
 
 Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments of the model's forward
 Blocks = str | type[nn.Module] | int
-WAY_OUT = "name them: describe(model, example, blocks=...) takes a pattern, a class, or a number of parameters"
+WAY_OUT = (
+    "name them: describe(model, example, blocks=...) takes a pattern, a class, or a number of parameters"
+)
 
 
 def describe(
@@ -153,7 +155,9 @@ def _of_size(model: nn.Module, least: int) -> Iterator[str]:
         raise PlanError(f"blocks={least} must be at least 1: a number of parameters")
 
     def walk(name: str, module: nn.Module) -> Iterator[str]:
-        inside = [found for child, part in module.named_children() for found in walk(_join(name, child), part)]
+        inside = [
+            found for child, part in module.named_children() for found in walk(_join(name, child), part)
+        ]
         yield from inside
         size = sum(p.numel() for p in module.parameters())
         if not inside and name and size >= least and not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -176,7 +180,9 @@ def _join(name: str, child: str) -> str:
 
 def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[str]:
     """Return the modules whose names match; every pattern must match one."""
-    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    names = [
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    ]
     found = []
     for pattern in patterns:
         matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
@@ -206,18 +212,16 @@ def call_order(model: nn.Module, example: Example) -> list[str]:
         return lambda *_: finished.pop(name, None) or finished.setdefault(name)
 
     hooks = [module.register_forward_hook(finish(name)) for name, module in model.named_modules()]
-    device = next(model.parameters()).device
-    with_fakes = nullcontext() if device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with with_fakes as fakes, torch.no_grad():
+        with FakeTensorMode(), torch.no_grad():
 
-            def place(tensor: Tensor) -> Tensor:
-                return tensor.to("meta") if fakes is None else fakes.from_tensor(tensor).to(device)
+            def fake(tensor: Tensor) -> Tensor:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
-            args, kwargs = call_arguments(tree_map_only(Tensor, place, example))
-            model(*args, **kwargs)
-    except PlanError:
-        raise
+            named = (*model.named_parameters(), *model.named_buffers())
+            values = {name: fake(tensor) for name, tensor in named}
+            args, kwargs = call_arguments(tree_map_only(Tensor, fake, example))
+            functional_call(model, values, args, kwargs)
     except Exception as error:
         raise PlanError(
             f"{type(model).__name__} does not run on the example's shapes: {type(error).__name__}: {error}. "

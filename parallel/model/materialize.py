@@ -148,7 +148,9 @@ def _gpus(device: torch.device) -> list[int]:
 def _fill_unwritten(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
-    return tensor if tensor.dtype == torch.bool else tensor.fill_(UNWRITTEN % (2 ** (8 * tensor.itemsize - 1)))
+    return (
+        tensor if tensor.dtype == torch.bool else tensor.fill_(UNWRITTEN % (2 ** (8 * tensor.itemsize - 1)))
+    )
 
 
 def _is_unwritten(tensor: Tensor) -> bool:

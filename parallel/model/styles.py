@@ -16,6 +16,7 @@ TRANSFORMERS_STYLES = {
     "colwise_gather_output": "own_gathered",
     "colwise_rep": "own_gathered",
     "rowwise": "rowwise",
+    "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "per_head",
 }
 LEAVE_OUT = "use describe(..., styles={...}) without it, or tp=1"
@@ -26,9 +27,15 @@ def find_styles(model: nn.Module, styles: Mapping[str, str] | None) -> dict[str,
 
     Raises PlanError for a style that does not fit a module, and for a pattern that matches none.
     """
-    if styles is None:
-        styles = dict(_of_transformers(model))
     modules = dict(model.named_modules())
+    if styles is None:
+        # an embedding of another formula, such as a scaled one, stays whole
+        styles = {
+            pattern: style
+            for pattern, style in _of_transformers(model)
+            if style != "vocab"
+            or all(_is_plain_embedding(modules[n]) for n in fnmatch.filter(modules, pattern))
+        }
     kept = {}
     for pattern, style in styles.items():
         if style not in STYLE_NAMES:
@@ -78,7 +85,7 @@ def check_style(name: str, module: nn.Module, style: str) -> None:
             f"{name} is a {type(module).__name__}, and {style} is for nn.Linear: its weight might have another "
             f"layout or its forward another formula: {LEAVE_OUT}"
         )
-    if style.endswith("vocab") and forward is not nn.Embedding.forward:
+    if style.endswith("vocab") and not _is_plain_embedding(module):
         raise PlanError(f"{name} is a {type(module).__name__}, and {style} is for nn.Embedding: {LEAVE_OUT}")
     if style not in ("sequence", "per_head"):
         return
@@ -89,6 +96,10 @@ def check_style(name: str, module: nn.Module, style: str) -> None:
             f"{name} is a {type(module).__name__}, an nn.RMSNorm with another forward, and {style} would use "
             f"nn.RMSNorm's: derive it from nn.Module, or {LEAVE_OUT}"
         )
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return type(module).forward is nn.Embedding.forward and not getattr(module, "max_norm", None)
 
 
 def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
@@ -104,4 +115,3 @@ def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
             dim = 1 if style == "rowwise" else 0
             sizes[f"size {dim} of {pattern}.weight"] = module.get_parameter("weight").shape[dim]
     return sizes
-

@@ -15,7 +15,14 @@ SCRIPT = re.search(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_te
 
 
 def start(folder: Path, processes: int, script: str = "mine.py") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        script,
+    ]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -28,7 +35,9 @@ def norms(done: subprocess.Popen[str]) -> list[float]:
 @pytest.fixture
 def script() -> str:
     assert SCRIPT
-    text = SCRIPT[1].replace("activation_checkpoint=", "compile=mw.CompileConfig(backend='aot_eager'), activation_checkpoint=")
+    text = SCRIPT[1].replace(
+        "activation_checkpoint=", "compile=mw.CompileConfig(backend='aot_eager'), activation_checkpoint="
+    )
     assert sum(bool(line.strip()) for line in SCRIPT[1].splitlines()) <= 40
     return text
 

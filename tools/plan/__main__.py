@@ -14,18 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.diff import describe_difference, diff_plans
+from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.tools.cli import number_from, positive, run_tool
 from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
-from meshwright.tools.plan.compare import (
-    compare_strategies,
-    comparison_json,
-    comparison_text,
-)
+from meshwright.tools.plan.compare import compare_strategies, comparison_json, comparison_text
 from meshwright.tools.plan.export import (
     PLAN_SUFFIXES,
     TIMELINE_SUFFIXES,

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.parallel.model.describe import describe
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.float8 import check_float8
+from meshwright.parallel.model.describe import describe
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan

@@ -144,7 +144,11 @@ def root(outputs: Any, example: Any) -> Tensor:
 
 def test_the_kind_of_a_loss_is_told() -> None:
     model, example = linears()
-    assert [kind_of_loss(model, example, loss) for loss in (row_sum, row_mean, root)] == ["sum", "mean", "neither"]
+    assert [kind_of_loss(model, example, loss) for loss in (row_sum, row_mean, root)] == [
+        "sum",
+        "mean",
+        "neither",
+    ]
 
 
 def test_a_factor_is_told_apart_from_other_errors() -> None:

@@ -24,7 +24,8 @@ def shard(made: MADE, **keys: Any) -> mw.ShardedModel:
 def whole(model: nn.Module) -> dict[str, Tensor]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in tensors.items()
     }
 
 

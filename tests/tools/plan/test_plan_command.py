@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.plan.__main__ import main, make_parser
-from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
