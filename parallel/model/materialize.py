@@ -195,6 +195,6 @@ def _keep_shards(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) ->
     for key, whole in tensors.items():
         if _is_unwritten(whole):
             raise PlanError(
-                f"{name}.{key} has no value: no initialiser of {type(module).__name__} wrote it: {WAYS_OUT}"
+                f"{name}.{key} has no value: no initialiser of {type(module).__name__.removeprefix('FSDP')} wrote it: {WAYS_OUT}"
             )
         copy_shard(getattr(module, key), whole)

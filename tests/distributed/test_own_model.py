@@ -58,8 +58,8 @@ def test_the_same_outputs_and_gradients_as_one_process(name: str) -> None:
             assert result["largest"] < 1e-5
 
 
-def train(name: str, keys: dict[str, Any], folder: str, steps: int, load: bool) -> list[tuple[float, float]]:
-    """Losses and gradient norms of some steps on data that can be learned."""
+def train(name: str, keys: dict[str, Any], folder: str, steps: int, load: bool) -> list[float]:
+    """Losses and gradient norms in turn, of some steps on data that can be learned."""
     model, plan, example = make(name, dist.get_world_size(), **keys)
     sharded = mw.apply_plan(model, plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
     mw.materialize(sharded, seed=1)
@@ -86,7 +86,7 @@ def train(name: str, keys: dict[str, Any], folder: str, steps: int, load: bool) 
         dist.all_reduce(total, group=sharded.data_group)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((total.item(), norm.item()))
+        seen += [total.item(), norm.item()]
     if not load:
         mw.save(folder, sharded, optimizer, first + steps, extra={"name": name})
     return seen
@@ -95,7 +95,7 @@ def train(name: str, keys: dict[str, Any], folder: str, steps: int, load: bool) 
 @pytest.mark.parametrize("name", ["transformers' Qwen3", "torch's TransformerEncoder"])
 def test_every_mesh_trains_the_same_and_goes_on_from_any_other(name: str, tmp_path: Path) -> None:
     alone = run_ranks(1, train, name, {}, str(tmp_path / "1"), 4, False)[0]
-    assert alone[-1][0] < alone[0][0] - 0.1, "it learns"
+    assert alone[-2] < alone[0] - 0.1, "it learns"
     meshes = [(2, {"activation_checkpoint": "full"}), (4, {"dp_replicate": 2})]
     if name in TP_MODELS:
         meshes.append((4, {"tp": 2}))
