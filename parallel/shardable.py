@@ -7,13 +7,14 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class ShardableModel(Protocol):
-    """A model that describes itself and has selectable kernels; `describe` reads all others from their modules.
+    """A model that describes itself and has selectable kernels; `describe` reads all others from their
+    modules.
 
     A block that draws no random numbers says so by the class attribute `draws_random_numbers = False`; its
-    recomputation then saves no random state. Modules may have two methods. `matrix() -> Tensor`, of a linear layer whose weight other modules read,
-    returns the weight; tensor parallelism overrides it with this rank's shard. `split_vocabulary(group_name,
-    rank)`, of the loss (a module of style "loss"), is called if logits are split over the vocabulary; they
-    are then this rank's share.
+    recomputation then saves no random state. Modules may have two methods. `matrix() -> Tensor`, of a linear
+    layer whose weight other modules read, returns the weight; tensor parallelism overrides it with this
+    rank's shard. `split_vocabulary(group_name, rank)`, of the loss (a module of style "loss"), is called if
+    logits are split over the vocabulary; they are then this rank's share.
     """
 
     def sharding(self) -> Mapping[str, Any]:
@@ -26,7 +27,7 @@ class ShardableModel(Protocol):
 
 # Attribute set on a model or its modules -> the file that sets it, and its use.
 ATTRIBUTES = {
-    "unsharded": "tensor_parallel.py, on norms of other formulas: a copy that computes with weights handed in",
+    "unsharded": "tensor_parallel.py, on norms of other formulas: a copy that computes with given weights",
     "tensor_axis": "tensor_parallel.py, on split modules: the axis that their forwards use",
     "matrix": "tensor_parallel.py, on modules with this method: returns this rank's shard of the weight",
     "product": "float8.py, on linear layers: the float8 product, called by tensor_parallel.py",

@@ -49,12 +49,12 @@ class ShardedModel:
     def micro_batches(
         self, batches: Sequence[T], count: Callable[[T], Tensor | int] | None = None
     ) -> Iterator[tuple[T, Tensor | float]]:
-        """Yield each micro batch of an optimizer step with the divisor of its loss; call `backward` within the
-        loop. After the last one the gradients are complete.
+        """Yield each micro batch of an optimizer step with the divisor of its loss; call `backward` within
+        the loop. After the last one the gradients are complete.
 
         With gradients="sum", `count` gives what the sum of a micro batch's loss counts, such as its tokens,
-        and the divisor is their number in the global batch, a tensor. With "mean_of_ranks" the loss is a mean,
-        and the divisor is the number of micro batches.
+        and the divisor is their number in the global batch, a tensor. With "mean_of_ranks" the loss is a
+        mean, and the divisor is the number of micro batches.
         """
         if (count is None) != (self.gradients == "mean_of_ranks"):
             needs = (

@@ -18,8 +18,8 @@ Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D d
     own_gathered                own_colwise, then gathered over the outputs     -> h[B, T, F]
     per_head   h[.., H]         a whole weight on this rank's heads             -> h[.., H]
 
-`own_` is for models whose norms are not `sequence`: each layer sums its input's gradient itself. A bias is split
-like the outputs, or added after the sum.
+`own_` is for models whose norms are not `sequence`: each layer sums its input's gradient itself. A bias is
+split like the outputs, or added after the sum.
 
 `whole_STYLE` is the style in a part that is not split: the weight is replicated, all tp ranks compute the
 same, and only the sharding of the tokens changes.

@@ -1,9 +1,9 @@
-"""`python -m tools.check --model.factory=MODULE:FUNCTION`: prove that a model of yours, sharded, computes what it
-does unsharded.
+"""`python -m tools.check --model.factory=MODULE:FUNCTION`: prove that a model of yours, sharded, computes
+what it does unsharded.
 
-The function returns the model and an example of its arguments, `return model, {"input_ids": ids}`, and if you like a
-loss, a function of outputs and example, to be told whether it is a sum or a mean. It may build the model on the meta
-device.
+The function returns the model and an example of its arguments, `return model, {"input_ids": ids}`, and if you
+like a loss, a function of outputs and example, to be told whether it is a sum or a mean. It may build the
+model on the meta device.
 """
 
 import argparse
@@ -29,7 +29,10 @@ PREFIX = "--model.args."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Check a model and print what differs; exit code 1 if something does. Raises ConfigError and PlanError."""
+    """Check a model and print what differs; exit code 1 if something does.
+
+    Raises ConfigError and PlanError.
+    """
     options, rest = make_parser().parse_known_args(arguments)
     model, example, loss = build(options.factory, model_arguments(rest))
     config = ParallelConfig(
@@ -59,8 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.check",
         description=(
-            "Compare a model, sharded, recomputed and compiled on 2 to 8 processes of this CPU, with the unsharded "
-            "one: outputs and every gradient."
+            "Compare a model, sharded, recomputed and compiled on 2 to 8 processes of this CPU, with the "
+            "unsharded one: outputs and every gradient."
         ),
     )
     add = parser.add_argument

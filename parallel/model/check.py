@@ -1,8 +1,8 @@
-"""Proves that a sharded model computes what the unsharded one does: outputs and every gradient, eager and compiled,
-on gloo processes that it starts itself.
+"""Proves that a sharded model computes what the unsharded one does: outputs and every gradient, eager and
+compiled, on gloo processes that it starts itself.
 
-The model is cut to the first blocks that contain each kind, and its plan to degrees of at most 2, in float32. All
-weights are moved away from their initial values, because a bias of zeros would hide that nobody adds it.
+The model is cut to the first blocks that contain each kind, and its plan to degrees of at most 2, in float32.
+All weights are moved away from their initial values, because a bias of zeros would hide that nobody adds it.
 """
 
 import copy
@@ -39,7 +39,7 @@ MOVED = 0.05  # standard deviation by which weights are moved, as a share of the
 
 
 @dataclass(frozen=True)
-class TensorDifference:
+class Mismatch:
     """A tensor that the sharded model computes differently.
 
     Args:
@@ -73,7 +73,7 @@ class CheckReport:
     blocks: tuple[str, ...]
     compared: int
     largest: float
-    differences: tuple[TensorDifference, ...]
+    differences: tuple[Mismatch, ...]
     graphs: int
     loss: str = ""
 
@@ -101,7 +101,7 @@ LOSSES = {
     "": "",
     "sum": '\nthe loss is a sum over rows: gradients="sum", divided by what micro_batches counts',
     "mean": '\nthe loss is a mean over rows: gradients="mean_of_ranks", if all ranks have equally many',
-    "neither": "\nthe loss is neither a sum nor a mean over rows: sum it, and divide by what micro_batches counts",
+    "neither": "\nthe loss is neither a sum nor a mean over rows: use a sum, and gradients='sum'",
 }
 
 
@@ -111,19 +111,20 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
     Args:
         model: not sharded, on the meta device (then its initialisers give values) or with values
         plan: for any number of processes: degrees above 2 become 2
-        example: arguments of the model's forward, with values; the first dimension of its tensors is the batch
+        example: arguments of the model's forward, with values; the first dimension of its tensors is the
+        batch
         loss: a function of the model's outputs and the example, to be told whether it is a sum or a mean
 
-    The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises PlanError
-    for a model that is too large, or that cannot be sharded or compiled so.
+    The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises
+    PlanError for a model that is too large, or that cannot be sharded or compiled so.
     """
     cut, blocks = cut_model(model, plan)
     small = small_plan(plan, cut)
     count = sum(p.numel() for p in cut.parameters())
     if count > MOST_PARAMETERS:
         raise PlanError(
-            f"check: {count:,} parameters with one block of each kind are too many for a CPU: give a smaller model "
-            "of the same classes and its plan"
+            f"check: {count:,} parameters with one block of each kind are too many for a CPU: give a smaller "
+            "model of the same classes and its plan"
         )
     found = run_processes(small, cut, example, loss)
     differences = tuple(difference for each in found for difference in each["differences"])
@@ -139,7 +140,8 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
 
 
 def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of the model with the first blocks of its lists that contain each kind, and their names."""
+    """Return a copy of the model with the first blocks of its lists that contain each kind, and their
+    names."""
     cut = copy.deepcopy(model)
     repeated = [
         unit.modules[0] for unit in plan.units if unit.compiled or unit.activation_checkpoint != "none"
@@ -211,8 +213,8 @@ def run_processes(plan: Plan, model: nn.Module, example: Example, loss: Loss | N
             torch.save((plan, model, example, loss), folder / "job.pt")
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise PlanError(
-                f"check: the model cannot be sent to the processes ({error}): define its classes and functions at "
-                "the top of a module"
+                f"check: the model cannot be sent to the processes ({error}): define its classes and "
+                "functions at the top of a module"
             ) from error
         processes = plan.mesh.world_size
         spawn(_run_rank, args=(processes, str(folder)), nprocs=processes, join=True)
@@ -235,8 +237,8 @@ def _run_rank(rank: int, processes: int, folder: str) -> None:
 
 
 def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = None) -> dict[str, Any]:
-    """Compare on this rank: the unsharded model on this rank's part of the batch, with its gradients summed over
-    the data-parallel ranks, and the sharded one, eager and compiled."""
+    """Compare on this rank: the unsharded model on this rank's part of the batch, with its gradients summed
+    over the data-parallel ranks, and the sharded one, eager and compiled."""
     import torch._inductor.config as inductor
 
     from meshwright.parallel.compile.stats import count_compiled_graphs
@@ -268,7 +270,7 @@ def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = 
             error, scale = relative_error(results.get(name, nothing), expected.get(name, nothing))
             compared, largest = compared + 1, max(largest, error)
             if not error <= TOLERANCE:
-                differences.append(TensorDifference(run, name, error, scale))
+                differences.append(Mismatch(run, name, error, scale))
     shown = differences if dist.get_rank() == 0 else []  # gradients are the same on all ranks
     return {
         "differences": shown,
@@ -396,8 +398,8 @@ def _some_rows(example: Example, start: int, stop: int) -> Example:
 
 
 def relative_error(tensor: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the norm of the difference as a share of the norm, and the factor between them, NaN if they differ
-    by more than a factor."""
+    """Return the norm of the difference as a share of the norm, and the factor between them, NaN if they
+    differ by more than a factor."""
     if tensor.shape != expected.shape:
         return math.inf, math.nan
     norm = float(expected.norm())
@@ -409,7 +411,7 @@ def relative_error(tensor: Tensor, expected: Tensor) -> tuple[float, float]:
     return (error if math.isfinite(error) else math.inf), (scale if exact else math.nan)
 
 
-def _smell(difference: TensorDifference, report: CheckReport) -> str:
+def _smell(difference: Mismatch, report: CheckReport) -> str:
     """Return what a difference hints at; "" for nothing known."""
     tp, scale = report.degrees.tp, difference.scale
     outputs_differ = any(each.name.startswith("output") for each in report.differences)
@@ -420,5 +422,5 @@ def _smell(difference: TensorDifference, report: CheckReport) -> str:
     if tp > 1 and not outputs_differ and not difference.name.startswith("output"):
         return ": a whole weight that every tp rank uses on its part of the heads needs the style per_head"
     if outputs_differ and tp > 1 and difference.name.startswith("output"):
-        return ": a split layer that computes something else, or positions and masks made from a part of the tokens"
+        return ": a split layer of another formula, or positions and masks made from a part of the tokens"
     return ""

@@ -1,9 +1,9 @@
-"""Describes a model for planning: its FSDP units in the order of its forward, and how tensor parallelism splits
-its weights.
+"""Describes a model for planning: its FSDP units in the order of its forward, and how tensor parallelism
+splits its weights.
 
-A model that publishes a description (`ShardableModel`) is taken at its word. Of any other model the blocks, the
-modules around them and shared weights are read from the module itself, and the order from one forward of an
-example without computation.
+A model that publishes a description (`ShardableModel`) is taken at its word. Of any other model the blocks,
+the modules around them and shared weights are read from the module itself, and the order from one forward of
+an example without computation.
 """
 
 import fnmatch
@@ -267,8 +267,8 @@ def _outside(model: nn.Module, parameter: str, chosen: Sequence[str], called: Se
         module = parent
     if not module:
         raise PlanError(
-            f"{parameter} is in no unit: it belongs to the model itself, and not to a module that it calls: put "
-            f"it into one, or keep it whole: unsharded=[{parameter!r}]"
+            f"{parameter} is in no unit: it belongs to the model itself, and not to a module that it calls: "
+            f"put it into one, or keep it whole: unsharded=[{parameter!r}]"
         )
     return module
 

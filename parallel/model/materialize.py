@@ -17,8 +17,8 @@ from meshwright.parallel.sharded_model import ShardedModel
 Initialiser = Callable[[nn.Module], object]
 UNWRITTEN = -(2**31) + 7  # in integer buffers, as NaN in others
 WAYS_OUT = (
-    "pass initialise=..., a function of a module; or use load_weights with the values of a model that was built "
-    "on a device"
+    "pass initialise=..., a function of a module; or use load_weights with the values of a model that was "
+    "built on a device"
 )
 
 
@@ -65,8 +65,8 @@ def load_weights(
     """Allocate the model's tensors, and copy full tensors into them: parameters and buffers by name, on any
     device, such as `dict(model.named_parameters()) | dict(model.named_buffers())` of a model that was built.
 
-    `from_rank0`: only rank 0 has tensors (None on the others), which it sends one by one. Raises PlanError for
-    missing, unknown and wrongly shaped tensors.
+    `from_rank0`: only rank 0 has tensors (None on the others), which it sends one by one. Raises PlanError
+    for missing, unknown and wrongly shaped tensors.
     """
     model = allocate(sharded)
     wanted = _tensors_by_name(model)
@@ -194,7 +194,6 @@ def _keep_shards(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) ->
     """Copy this rank's shards of whole tensors into the module. Raises PlanError for an unwritten one."""
     for key, whole in tensors.items():
         if _is_unwritten(whole):
-            raise PlanError(
-                f"{name}.{key} has no value: no initialiser of {type(module).__name__.removeprefix('FSDP')} wrote it: {WAYS_OUT}"
-            )
+            kind = type(module).__name__.removeprefix("FSDP")
+            raise PlanError(f"{name}.{key} has no value: no initialiser of {kind} wrote it: {WAYS_OUT}")
         copy_shard(getattr(module, key), whole)

@@ -1,5 +1,5 @@
-"""Tensor-parallel styles for models of others: what the caller names, or what the model publishes as transformers'
-`_tp_plan`, checked against the modules that would be split."""
+"""Tensor-parallel styles for models of others: what the caller names, or what the model publishes as
+transformers' `_tp_plan`, checked against the modules that would be split."""
 
 import fnmatch
 from collections.abc import Iterator, Mapping
@@ -82,8 +82,8 @@ def check_style(name: str, module: nn.Module, style: str) -> None:
     forward = type(module).forward
     if style in LINEAR_STYLES and forward is not nn.Linear.forward:
         raise PlanError(
-            f"{name} is a {type(module).__name__}, and {style} is for nn.Linear: its weight might have another "
-            f"layout or its forward another formula: {LEAVE_OUT}"
+            f"{name} is a {type(module).__name__}, and {style} is for nn.Linear: its weight might have "
+            f"another layout or its forward another formula: {LEAVE_OUT}"
         )
     if style.endswith("vocab") and not _is_plain_embedding(module):
         raise PlanError(f"{name} is a {type(module).__name__}, and {style} is for nn.Embedding: {LEAVE_OUT}")

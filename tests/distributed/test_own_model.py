@@ -1,5 +1,5 @@
-"""Models that nobody here wrote compute the same, sharded, recomputed, compiled and split, as one process; and train
-and save the same."""
+"""Models that nobody here wrote compute the same, sharded, recomputed, compiled and split, as one process;
+and train and save the same."""
 
 import json
 from pathlib import Path

@@ -30,8 +30,8 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Save model, optimizer and random state as `folder`/step-N, which is whole and verified, or not there. Every
-    rank calls it. Returns the checkpoint's path.
+    """Save model, optimizer and random state as `folder`/step-N, which is whole and verified, or not there.
+    Every rank calls it. Returns the checkpoint's path.
 
     Args:
         step: optimizer steps done
@@ -58,8 +58,8 @@ def save(
 def load(
     folder: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer
 ) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest intact checkpoint of `folder`, of any mesh, into model and optimizer. Every rank calls it.
-    Returns the step and the `extra` that it was saved with; None if there is no checkpoint.
+    """Load the newest intact checkpoint of `folder`, of any mesh, into model and optimizer. Every rank calls
+    it. Returns the step and the `extra` that it was saved with; None if there is no checkpoint.
 
     The model's tensors must be allocated (`materialize` or `load_weights`). Raises CheckpointError if the
     checkpoint is of another model or optimizer.
