@@ -29,7 +29,7 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.model.describe import Example, call_arguments
 from meshwright.parallel.model.materialize import load_weights, materialize
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan
-from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.parallel.sharded_model import ShardedModel, summed
 
 Loss = Callable[[Any, Example], Tensor]  # outputs, example -> a scalar
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
@@ -144,7 +144,10 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
     names."""
     cut = copy.deepcopy(model)
     repeated = [
-        unit.modules[0] for unit in plan.units if unit.compiled or unit.activation_checkpoint != "none"
+        unit.modules[0]
+        for unit in plan.units
+        if (unit.compiled or unit.activation_checkpoint != "none")
+        and not any(unit.modules[0].startswith(f"{outer}.") for outer in plan.modules)
     ]
     lists: dict[str, list[str]] = {}
     for name in repeated:
@@ -260,11 +263,13 @@ def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = 
         load_weights(sharded, values)
         part = own_part(example, sharded.data_rank, plan.mesh.data_parallel)
         if not expected:
-            expected = _results(unsharded, part, sharded.data_rank)
-            for name in expected:
-                if not name.startswith("output"):
-                    dist.all_reduce(expected[name], group=sharded.data_group)
-        results = _results(sharded.model, part, sharded.data_rank)
+            expected = _backward(unsharded, part, sharded.data_rank)
+            for name, gradient in gradients(unsharded).items():
+                expected[name] = summed(gradient, sharded.data_group)
+        results: dict[str, Tensor] = {}
+        for own, _ in sharded.micro_batches([part], count=lambda _: 1):
+            outputs = _backward(sharded.model, own, sharded.data_rank)
+        results = outputs | gradients(sharded.model)
         for name in expected | results:
             nothing = torch.zeros_like((expected | results)[name])
             error, scale = relative_error(results.get(name, nothing), expected.get(name, nothing))
@@ -294,8 +299,18 @@ def _compilable_on_cpu(plan: Plan) -> Plan:
 
 
 def _shard(model: nn.Module, plan: Plan, mesh: Any) -> ShardedModel:
-    on_meta = copy.deepcopy(model).to("meta").float()
-    return apply_plan(on_meta, plan, mesh, gradients="sum")
+    return apply_plan(on_meta(model), plan, mesh, gradients="sum")
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of the model on the meta device in float32; shared parameters stay shared."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
 
 
 def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
@@ -356,8 +371,8 @@ def _call(model: nn.Module, part: Example) -> Any:
     return model(*args, **kwargs)
 
 
-def _results(model: nn.Module, part: Example, seed: int) -> dict[str, Tensor]:
-    """Return the outputs of a forward and the full gradients of a sum of them with fixed random factors."""
+def _backward(model: nn.Module, part: Example, seed: int) -> dict[str, Tensor]:
+    """Run forward and backward of a sum of the outputs with fixed random factors. Returns the outputs."""
     torch.manual_seed(seed)
     outputs = [leaf for leaf in tree_leaves(_call(model, part)) if isinstance(leaf, Tensor)]
     outputs = [output for output in outputs if output.is_floating_point()]
@@ -367,11 +382,13 @@ def _results(model: nn.Module, part: Example, seed: int) -> dict[str, Tensor]:
     if not isinstance(loss, Tensor):
         raise PlanError("no output of the model depends on its parameters: there is nothing to train")
     loss.backward()
-    results = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-    for name, parameter in model.named_parameters():
-        if (grad := parameter.grad) is not None:
-            results[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return results
+    return {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the full gradients by parameter. Every rank must call it."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
 
 
 def own_part(example: Example, rank: int, parts: int) -> Example:

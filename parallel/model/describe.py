@@ -247,10 +247,9 @@ def _owners(
     outside of them the module that has it, or one around it if its parent calls no forward of it."""
     owners = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if name in whole:
-            continue
-        inside = [unit for unit in chosen if name.startswith(f"{unit}.")]
-        owners[name] = max(inside, key=len) if inside else _outside(model, name, chosen, called)
+        if name not in whole:
+            inside = [unit for unit in chosen if name.startswith(f"{unit}.")]
+            owners[name] = max(inside, key=len) if inside else _outside(model, name, chosen, called)
     return owners
 
 

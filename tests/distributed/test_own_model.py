@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.parallel.model.check import compare
-from tests.support.own_models import MODELS, on_meta
+from tests.support.own_models import EACH, MODELS, on_meta
 from tests.support.worlds import run_ranks
 
 TP_MODELS = ("transformers' Llama", "transformers' Qwen3", "transformers' Gemma")
@@ -44,7 +44,7 @@ def compare_cases(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any
     return results
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_same_outputs_and_gradients_as_one_process(name: str) -> None:
     for processes in (2, 4):
         cases = [
@@ -92,6 +92,7 @@ def train(name: str, keys: dict[str, Any], folder: str, steps: int, load: bool) 
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformers' Qwen3", "torch's TransformerEncoder"])
 def test_every_mesh_trains_the_same_and_goes_on_from_any_other(name: str, tmp_path: Path) -> None:
     alone = run_ranks(1, train, name, {}, str(tmp_path / "1"), 4, False)[0]

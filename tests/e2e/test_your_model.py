@@ -42,6 +42,7 @@ def script() -> str:
     return text
 
 
+@pytest.mark.slow
 def test_the_script_trains_the_same_on_1_2_and_4_processes_and_resumes(tmp_path: Path, script: str) -> None:
     results = {}
     for processes in (1, 2):

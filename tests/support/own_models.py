@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +79,10 @@ MODELS: dict[str, Callable[..., MADE]] = {
     "torch's TransformerEncoder": encoder,
     "linears with dropout": linears,
 }
+
+
+# the matrix is of all, the everyday tests of those that take seconds
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("transformers'")) for name in MODELS]
 
 
 def on_meta(make: Callable[..., MADE], **changes: Any) -> MADE:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from tests.support.own_models import MADE, MODELS, encoder, hf_llama, on_meta
+from tests.support.own_models import EACH, MADE, MODELS, encoder, hf_llama, on_meta
 from tests.support.worlds import run_ranks
 
 
@@ -35,7 +35,7 @@ def materialized(name: str, keys: dict[str, Any]) -> dict[str, Tensor]:
     return whole(sharded.model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_same_values_on_every_mesh(name: str) -> None:
     (alone,) = run_ranks(1, materialized, name, {})
     meshes: list[dict[str, Any]] = [{}, {"dp_replicate": 2}]
