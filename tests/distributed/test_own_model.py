@@ -11,19 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright.parallel.model.check import compare
-from tests.support.own_models import EACH, MODELS, on_meta
+from meshwright.tools.bench.own_model.command import compare_in_worker
+from meshwright.tools.bench.own_model.models import MODELS, on_meta, plans_of
+from tests.support.own_models import EACH
 from tests.support.worlds import run_ranks
-
-TP_MODELS = ("transformers' Llama", "transformers' Qwen3", "transformers' Gemma")
-EVERY = [
-    ("fsdp", 2, {"activation_checkpoint": "none"}),
-    ("fsdp recomputed", 2, {"activation_checkpoint": "full"}),
-    ("fsdp selective", 2, {"activation_checkpoint": "selective"}),
-    ("hsdp", 2, {"dp_replicate": 2, "activation_checkpoint": "full"}),
-    ("tp", 2, {"tp": 2, "activation_checkpoint": "full"}),
-    ("hsdp x tp", 4, {"dp_replicate": 2, "tp": 2, "activation_checkpoint": "full"}),
-]
 
 
 def make(name: str, processes: int, **keys: Any) -> tuple[Any, Any, Any]:
@@ -35,27 +26,15 @@ def make(name: str, processes: int, **keys: Any) -> tuple[Any, Any, Any]:
     return model, mw.make_plan(config, units, mw.RunShape(processes, processes, seq_len=12)), example
 
 
-def compare_cases(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    results = []
-    for name, keys in cases:
-        torch._dynamo.reset()
-        model, plan, example = make(name, dist.get_world_size(), **keys)
-        results.append(compare(plan, model, example))
-    return results
-
-
 @pytest.mark.parametrize("name", EACH)
 def test_the_same_outputs_and_gradients_as_one_process(name: str) -> None:
     for processes in (2, 4):
-        cases = [
-            (name, keys) for _, n, keys in EVERY if n == processes and ("tp" not in keys or name in TP_MODELS)
-        ]
-        if not cases:
-            continue
-        for (_, keys), result in zip(cases, run_ranks(processes, compare_cases, cases)[0], strict=True):
-            assert result["differences"] == [], keys
-            assert result["compared"] > 10
-            assert result["largest"] < 1e-5
+        if plans := plans_of(name, processes):
+            found = run_ranks(processes, compare_in_worker, torch.device("cpu"), name, plans)[0]
+            for plan, result in found.items():
+                assert result["differences"] == [], plan
+                assert result["compared"] > 10
+                assert result["largest"] < 1e-5
 
 
 def train(name: str, keys: dict[str, Any], folder: str, steps: int, load: bool) -> list[float]:
@@ -98,7 +77,7 @@ def test_every_mesh_trains_the_same_and_goes_on_from_any_other(name: str, tmp_pa
     alone = run_ranks(1, train, name, {}, str(tmp_path / "1"), 4, False)[0]
     assert alone[-2] < alone[0] - 0.1, "it learns"
     meshes = [(2, {"activation_checkpoint": "full"}), (4, {"dp_replicate": 2})]
-    if name in TP_MODELS:
+    if name.startswith("transformers'"):
         meshes.append((4, {"tp": 2}))
     for ranks, keys in meshes:
         folder = str(tmp_path / json.dumps(keys))

@@ -15,6 +15,7 @@ from meshwright.tools.bench.harness import (
     make_document,
     write_record,
 )
+from meshwright.tools.bench.own_model import command as own_model
 from meshwright.tools.bench.planner import accumulation, dryrun, fit, memory, predictions, published, scaling
 from meshwright.tools.bench.ranks import command as ranks
 from meshwright.tools.bench.speed import attention, cpu, data
@@ -37,6 +38,7 @@ MODULES = (
     scaling,
     accumulation,
     ranks,
+    own_model,
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.tools.bench.calibrate.command import compute_in_worker, links_in_worker
+from meshwright.tools.bench.own_model.command import compare_in_worker, time_in_worker
 from meshwright.tools.bench.ranks.dead_rank import hold_main_thread
 from meshwright.tools.bench.speed.cpu_limits import measure_rates
 from meshwright.tools.plan.here import measure_in_worker
@@ -25,6 +26,8 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "here": measure_in_worker,
     "held": hold_main_thread,
     "rates": measure_rates,
+    "own_model": compare_in_worker,
+    "own_llama": time_in_worker,
 }
 
 

@@ -17,7 +17,7 @@ from meshwright.parallel.model.check import (
     kind_of_loss,
     relative_error,
 )
-from tests.support.own_models import MADE, hf_llama, linears, on_meta, qwen3
+from meshwright.tools.bench.own_model.models import MADE, hf_llama, linears, on_meta, qwen3
 from tests.support.worlds import run_ranks
 
 AOT = mw.CompileConfig(backend="aot_eager")

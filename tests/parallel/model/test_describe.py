@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel.model.describe import describe, find_blocks
-from tests.support.own_models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
+from meshwright.tools.bench.own_model.models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
 
 
 class Positions(nn.Module):

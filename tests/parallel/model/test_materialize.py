@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from tests.support.own_models import EACH, MADE, MODELS, encoder, hf_llama, on_meta
+from meshwright.tools.bench.own_model.models import MADE, MODELS, encoder, hf_llama, on_meta
+from tests.support.own_models import EACH
 from tests.support.worlds import run_ranks
 
 
