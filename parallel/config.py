@@ -18,11 +18,11 @@ class CompileConfig:
         dynamic: compile one graph for all sequence lengths and batch sizes; false compiles one for each
         on_recompile: reaction to a recompile after the first step: warn (rank 0 logs the guard that failed),
             error, or ignore; metrics count recompiles on all ranks
-        fullgraph: refuse a block that cannot be compiled as one graph; false splits it where it breaks
         float32_matmul_precision: precision of float32 matrix products: highest, high (TF32 on a GPU) or
             medium
         cache_dir: folder of the compile cache, which makes later starts faster; null is
             TORCHINDUCTOR_CACHE_DIR or ~/.cache/meshwright/compile
+        fullgraph: refuse a block that cannot be compiled as one graph; false splits it where it breaks
     """
 
     enabled: bool = True
@@ -30,9 +30,9 @@ class CompileConfig:
     mode: str = "default"
     dynamic: bool = False
     on_recompile: Literal["warn", "error", "ignore"] = "warn"
-    fullgraph: bool = True
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cache_dir: str | None = None
+    fullgraph: bool = True
 
 
 @dataclass(frozen=True)

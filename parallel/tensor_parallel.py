@@ -94,7 +94,7 @@ def apply_styles(
             module.matrix = MethodType(_weight, module)
         forward, placement = STYLES[style]
         if style == "per_head" or (style in NORM_STYLES and not isinstance(module, nn.RMSNorm)):
-            module.unsharded = (copy_with_parameters(module),)  # in a tuple: not a submodule
+            module.unsharded = (copy.deepcopy(module),)  # in a tuple: not a submodule
         for key, full in list(module.named_parameters(recurse=False)):
             if full not in split:
                 place = Replicate() if key != "weight" and placement == Shard(1) else placement
@@ -102,13 +102,6 @@ def apply_styles(
             setattr(module, key, split[full])
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
-
-
-def copy_with_parameters(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with its present parameters: its formula, for parameters handed in."""
-    copied = copy.copy(module)
-    copied._parameters = dict(module._parameters)
-    return copied
 
 
 def synchronize_replicated_gradients(parameters: Iterable[Tensor]) -> None:

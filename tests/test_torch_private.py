@@ -22,7 +22,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("models", "parallel", "train", "tools")
 PAGE = "docs/torch_private.md"
 # Private attributes of objects of other packages, and the package.
-NOT_TORCH = {"_actions": "argparse", "_fingerprint": "datasets", "_tensor": "torchao"}
+NOT_TORCH = {
+    "_actions": "argparse",
+    "_fingerprint": "datasets",
+    "_tensor": "torchao",
+    **dict.fromkeys(("_init_weights", "_no_split_modules", "_tp_plan"), "transformers"),
+}
 # Private operators and namespaces of torch that occur alone in strings.
 OPERATORS = {"_c10d_functional": "torch.ops", "_unsafe_view": "torch.ops.aten"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

@@ -158,10 +158,9 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
         kinds = [block_kind(cut.get_submodule(name)) for name in names]
         last = max(kinds.index(kind) for kind in kinds)
         kept = {name.rpartition(".")[2] for name in names[: min(last + 2, MOST_BLOCKS)]}
-        modules = cut.get_submodule(parent)._modules
         for name in names:
             if (key := name.rpartition(".")[2]) not in kept:
-                del modules[key]
+                delattr(cut.get_submodule(parent), key)
     present = {name for name, _ in cut.named_modules()}
     return cut, tuple(name for name in repeated if name in present)
 
@@ -346,7 +345,7 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
         setattr(copied.get_submodule(parent), key, own[first_of[id(parameter)]])
     for name, _ in model.named_buffers(remove_duplicate=False):
         parent, _, key = name.rpartition(".")
-        copied.get_submodule(parent)._buffers[key] = values[name].clone()
+        setattr(copied.get_submodule(parent), key, values[name].clone())
     return copied
 
 

@@ -173,21 +173,19 @@ def _whole_tensors(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 @contextmanager
 def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace the module's own tensors in the meantime. What an initialiser assigns anew is taken over."""
-    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    own = {name: getattr(module, name) for name in tensors}
     for name, tensor in tensors.items():
-        if name in parameters:
-            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-        else:
-            module._buffers[name] = tensor
+        is_parameter = isinstance(own[name], nn.Parameter)
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
     try:
         yield
         for name, tensor in tensors.items():
-            now = module._parameters.get(name) if name in parameters else module._buffers.get(name)
+            now = getattr(module, name)
             if now is not None and now.data_ptr() != tensor.data_ptr():
                 tensor.copy_(now)
     finally:
-        module._parameters.update(parameters)
-        module._buffers.update(buffers)
+        for name, tensor in own.items():
+            setattr(module, name, tensor)
 
 
 def _keep_shards(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:

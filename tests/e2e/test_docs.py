@@ -242,7 +242,7 @@ def test_the_readme_is_short_and_the_index_lists_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 250, "move details to a page of docs/"
     index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"\]\((\w+\.md)\)", index)
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", index)
     assert sorted(listed) == sorted(set(listed)), "a page has one line"
     assert {f"docs/{name}" for name in listed} == set(PAGES) - {"README.md", "docs/README.md"}
 

@@ -216,7 +216,7 @@ def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_
 
 def test_ignored_targets_are_not_counted():
     targets = torch.tensor([[1, -100, 2], [-100, -100, 3]])
-    assert count_targets([Batch(targets, targets), Batch(targets, targets)]).item() == 6
+    assert count_targets(Batch(targets, targets)).item() == 3
 
 
 def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer):

@@ -19,7 +19,7 @@ SECTIONS = {
     "units": UnitPlan,
 }
 # from the model; only for edits by hand
-NO_KEYS = {"modules", "units.unshard_in_backward", "units.output_dtype"}
+NO_KEYS = {"modules", "unsharded", "units.unshard_in_backward", "units.output_dtype"}
 
 
 def names(cls: Any) -> set[str]:

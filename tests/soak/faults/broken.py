@@ -75,8 +75,8 @@ BROKEN = (
     Fault(
         "norm-gradient-of-one-rank",
         "the gradient of a norm is not summed over tp with sequence parallelism",
-        "weight.to_local(grad_placements=[Partial()]) if partial else weight.to_local()",
-        "weight.to_local()",
+        "parameter.to_local(grad_placements=[Partial()]) if partial else parameter.to_local()",
+        "parameter.to_local()",
         tests=("tests/distributed/test_parity.py",),
     ),
     Fault(

@@ -296,6 +296,7 @@ def test_diff_misses_no_field_of_a_plan() -> None:
         "fused_projections",
         "async_tp",
         "modules",
+        "unsharded",
     )
     for key in plan_keys:
         other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
