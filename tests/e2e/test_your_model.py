@@ -61,7 +61,7 @@ def test_the_script_trains_the_same_on_1_2_and_4_processes_and_resumes(tmp_path:
     while not (killed / "checkpoints/step-00000010").is_dir() and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.communicate()
     time.sleep(1.0)
     assert norms(start(killed, 4)) == pytest.approx(results[1] * 4, rel=1e-4)
 
