@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel import tensor_parallel
+from meshwright.parallel.activation_checkpoint import count_saved
 from meshwright.parallel.model.check import (
     block_kind,
     check,
@@ -17,6 +18,7 @@ from meshwright.parallel.model.check import (
     kind_of_loss,
     relative_error,
 )
+from meshwright.parallel.model.check import on_meta as on_the_meta_device
 from meshwright.tools.bench.own_model.models import MADE, hf_llama, linears, on_meta, qwen3
 from tests.support.worlds import run_ranks
 
@@ -100,6 +102,28 @@ def test_biases_norms_of_any_formula_dicts_and_keywords_compute_the_same() -> No
     with_biases = hf_llama(attention_bias=True, mlp_bias=True)
     (result,) = found(with_biases, plan_of(with_biases, tp=2))
     assert result["differences"] == []
+
+
+def count_in_bfloat16(made: MADE) -> list[str]:
+    """The dtypes of a loss and of the parameters of a model that computes in bfloat16."""
+    model, example = made
+    plan = plan_of(made, param_dtype="bfloat16")
+    sharded = mw.apply_plan(on_the_meta_device(model), plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
+    mw.materialize(sharded, seed=0)
+    output = sharded.model(*example.values())
+    output.float().sum().backward()
+    return [str(output.dtype), *{str(p.grad.dtype) for p in sharded.model.parameters() if p.grad is not None}]
+
+
+def test_inputs_in_another_dtype_are_cast() -> None:
+    assert run_ranks(2, count_in_bfloat16, linears())[0] == ["torch.bfloat16", "torch.float32"]
+
+
+def test_a_linear_layer_with_a_bias_is_a_product() -> None:
+    is_saved = count_saved(("aten.mm/2",))
+    mm, addmm = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    assert [is_saved(op) for op in (addmm, mm, addmm, addmm)] == [False, True, False, True]
+    assert [count_saved(("aten.addmm",))(op) for op in (addmm, mm)] == [True, False]
 
 
 def test_a_whole_weight_on_split_heads_is_found() -> None:

@@ -1,5 +1,6 @@
 """What is read from a model, and what is refused."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel.model.describe import describe, find_blocks
+from meshwright.parallel.plan.validate import validate
 from meshwright.tools.bench.own_model.models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
 
 
@@ -119,6 +121,17 @@ def test_refusals_name_the_module_and_a_way_out(made: Any, keys: dict[str, Any],
     with pytest.raises(mw.PlanError) as raised:
         describe(model, example, **keys)
     assert message in str(raised.value)
+
+
+def test_positions_made_from_all_tokens_forbid_sequence_parallelism() -> None:
+    units = describe(*on_meta(hf_llama))
+    shape = mw.RunShape(2, 2, 12)
+    plan = mw.make_plan(mw.ParallelConfig(tp=2), units, shape)
+    assert not plan.tensor.sequence_parallel
+    tensor = dataclasses.replace(plan.tensor, sequence_parallel=True)
+    mistakes = validate(dataclasses.replace(plan, tensor=tensor), units, 2, 12)
+    assert [m.field for m in mistakes] == ["tensor.sequence_parallel"]
+    assert "computes positions or masks from all tokens" in mistakes[0].message
 
 
 @pytest.mark.parametrize(

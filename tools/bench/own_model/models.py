@@ -14,7 +14,7 @@ def ids(rows: int = ROWS) -> Tensor:
     return torch.randint(VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def _transformers(kind: str, **changes: Any) -> MADE:
+def _transformers(kind: str, config_kind: str = "", **changes: Any) -> MADE:
     import transformers
 
     sizes = {
@@ -31,7 +31,7 @@ def _transformers(kind: str, **changes: Any) -> MADE:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
+    config = getattr(transformers, f"{config_kind or kind}Config")(**{**sizes, **changes})
     return getattr(transformers, f"{kind}ForCausalLM")(config), {"input_ids": ids()}
 
 
@@ -44,7 +44,17 @@ def qwen3(**changes: Any) -> MADE:
 
 
 def gemma(**changes: Any) -> MADE:
-    return _transformers("Gemma", **changes)
+    model, example = _transformers("Gemma", **changes)
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+    mask[1, 5:] = 0  # padding: a mask made outside of the blocks
+    return model, example | {"attention_mask": mask}
+
+
+def gemma3(**changes: Any) -> MADE:
+    """Attention of two kinds in turn, and norms of queries and keys."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    sizes = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 4}
+    return _transformers("Gemma3", "Gemma3Text", **{**sizes, **changes})
 
 
 class Encoder(nn.Module):
@@ -75,6 +85,7 @@ MODELS: dict[str, Callable[..., MADE]] = {
     "transformers' Llama": hf_llama,
     "transformers' Qwen3": qwen3,
     "transformers' Gemma": gemma,
+    "transformers' Gemma 3": gemma3,
     "torch's TransformerEncoder": encoder,
     "linears with dropout": linears,
 }
