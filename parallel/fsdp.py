@@ -38,7 +38,6 @@ def apply_fsdp(
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
     whole = {model.get_parameter(name) for name in plan.unsharded}
-    first = plan.forward_order[0]
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
         for unit in plan.units:
@@ -47,7 +46,7 @@ def apply_fsdp(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
                 reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=_precision(unit, casts_inputs=unit is first),
+                mp_policy=_precision(unit, casts_inputs=_is_entrance(unit, plan)),
                 offload_policy=offload,
                 ignored_params=whole,
             )
@@ -90,9 +89,14 @@ def _same_groups_for_all_units(timeout: timedelta | None) -> Iterator[None]:
         fsdp._get_post_forward_mesh_info = make_mesh
 
 
+def _is_entrance(unit: UnitPlan, plan: Plan) -> bool:
+    """Whether the unit has the first modules of the forward, and no others: their inputs are the model's."""
+    return plan.modules[: len(unit.modules)] == unit.modules
+
+
 def _precision(unit: UnitPlan, casts_inputs: bool) -> MixedPrecisionPolicy:
-    # Only inputs of the first unit are cast, such as images: hidden states leave the previous unit in this
-    # unit's dtype (the plan's check ensures it), and RoPE's tables stay float32.
+    # Only the model's inputs are cast, such as images: hidden states leave the previous unit in this unit's
+    # dtype (the plan's check ensures it), and RoPE's tables stay float32.
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, unit.param_dtype),
         reduce_dtype=getattr(torch, unit.reduce_dtype),

@@ -106,7 +106,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.Pro
     with without_backward(model), _loss_only(model):
         for batch in batches:
             loss = model(batch.tokens, batch.targets, batch.first).detach()
-            add = torch.stack((loss, count_targets(batch))).double()
+            add = torch.stack((loss, count_targets(batch).float())).double()
             totals = add if totals is None else totals + add
     assert totals is not None, "a set has at least one batch on every rank"
     return summed(totals, data_parallel)
