@@ -132,7 +132,8 @@ Step = Callable[[Tensor], None]
 def _planned() -> tuple[nn.Module, Step]:
     """The model under a plan."""
     model, example = on_meta(hf_llama, **SIZES)
-    plan = make_plan(ParallelConfig(), describe(model, example), RunShape(RANKS, RANKS, TOKENS, ROWS))
+    config = ParallelConfig(forward_prefetch=0)  # as plain fully_shard; on a CPU it would delay computation
+    plan = make_plan(config, describe(model, example), RunShape(RANKS, RANKS, TOKENS, ROWS))
     sharded = apply_plan(model, plan, build_mesh(plan.mesh, "cpu"), gradients="mean_of_ranks")
     built, _ = hf_llama(**SIZES)
     load_weights(sharded, dict(built.named_parameters()) | dict(built.named_buffers()))
