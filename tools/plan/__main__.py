@@ -224,7 +224,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--gpu",
         metavar="KIND",
         help=f"kind of machine, to predict time and whether the plan fits: {', '.join(load_hardware())}; or "
-        "here: this machine, which measures itself for a few seconds",
+        "here: this machine, which measures itself once, for up to a minute",
     )
     add(
         "--tokens",
