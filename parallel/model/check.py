@@ -33,7 +33,7 @@ from meshwright.parallel.sharded_model import ShardedModel, summed
 
 Loss = Callable[[Any, Example], Tensor]  # outputs, example -> a scalar
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
-MOST_PARAMETERS = 250_000_000  # of the cut model: about 8 GiB for each process
+MOST_PARAMETERS = 250_000_000  # of the cut model, of which each process has several copies in float32
 MOST_BLOCKS = 8  # of the cut model
 MOVED = 0.05  # standard deviation by which weights are moved, as a share of their own, at least
 
