@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from tests.support.forks import Fork, fork_module
+from tests.support.forks import STACKS, Fork, fork_module
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import ROOT, TINY, environment, family, kill
 from tests.support.nested import NESTED
@@ -195,7 +195,15 @@ def run_line(line: str, place: Path, env: dict[str, str]) -> tuple[int, str, str
             folder=place,
         )
         with ended(process):
-            return process.wait(TIMEOUT_S), out.read_text(), err.read_text()
+            try:
+                code = process.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                for pid in family(process.pid):
+                    os.kill(pid, STACKS)
+                time.sleep(2)
+                printed = "\n".join(path.read_text()[-6000:] for path in (out, err))
+                pytest.fail(f"{line}\nstill runs after {TIMEOUT_S} s\n{printed}")
+            return code, out.read_text(), err.read_text()
 
 
 @contextmanager

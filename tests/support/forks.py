@@ -13,6 +13,7 @@ TORCHINDUCTOR_* ...) are those of the server, which are the tests'. /proc shows 
 
 import atexit
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -63,6 +64,8 @@ PRELOADED = (
     "tests.support.worlds",
     "tests.support.warm",
 )
+
+STACKS = signal.SIGUSR2  # makes a fork print the stacks of its threads to stderr
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
@@ -189,6 +192,7 @@ def become(env: Mapping[str, str] | None, folder: Path | None, files: Sequence[i
     if folder is not None:
         os.chdir(folder)
     take_files(files)
+    faulthandler.register(STACKS, file=2)
     read_environment()
 
 
