@@ -1,5 +1,6 @@
 """Strict YAML reader: refuses files that PyYAML would silently accept."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ class _StrictLoader(yaml.SafeLoader):
                 )
             seen[key] = line
         return super().construct_mapping(node, deep)
+
+
+# 1e-6 is a number, as in YAML 1.2; PyYAML takes it as text
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load_value(text: str) -> Any:
+    """Return the value of a YAML text, such as one on a command line. Raises YamlError."""
+    try:
+        return yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
+        raise YamlError(one_line(f"{text}: {error}")) from None
 
 
 def load_mapping(path: Path) -> dict[str, Any]:

@@ -287,11 +287,36 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
+class FactoryConfig:
+    """A model of yours, instead of the shape of our Llama (docs/your-model.md).
+
+    Args:
+        factory: MODULE:FUNCTION, a function that returns the model, or the model and an example of its
+            arguments. It is called when a command names it, never because a checkpoint does
+        args: keyword arguments of the function
+    """
+
+    factory: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        module, colon, function = self.factory.partition(":")
+        if not (module and colon and function):
+            raise ValueError(
+                f"model.factory={self.factory} must be MODULE:FUNCTION, such as mine:build, with mine.py in "
+                "this folder"
+            )
+
+
+ModelConfig = LlamaConfig | FactoryConfig
+
+
+@dataclass(frozen=True)
 class TrainingJob:
     """The input of planning: the config values that a plan, its memory and its speed depend on.
 
     Args:
-        model: shape of the model
+        model: shape of our Llama, or a model of yours
         parallel: requested parallelization
         seq_len: tokens per sequence
         micro_batch_size, global_batch_size: as in TrainConfig
@@ -301,7 +326,7 @@ class TrainingJob:
         state_dtype: dtype of the optimizer's two moments
     """
 
-    model: LlamaConfig
+    model: ModelConfig
     parallel: ParallelConfig
     seq_len: int
     micro_batch_size: int | str
@@ -317,7 +342,7 @@ class Config:
     """The complete configuration of a run, one field per section."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    model: LlamaConfig = field(default_factory=LlamaConfig)
+    model: ModelConfig = field(default_factory=LlamaConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -345,7 +370,7 @@ class Config:
     def __post_init__(self) -> None:
         for section in dataclasses.fields(self):
             check_bounds(section.name, getattr(self, section.name))
-        if self.train.seq_len > self.model.max_seq_len:
+        if isinstance(self.model, LlamaConfig) and self.train.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} must not exceed "
                 f"model.max_seq_len={self.model.max_seq_len}: reduce the first or raise the second"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import re
 import sys
 import typing
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, set_parsing_settings
 
+from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.config import Config
+from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value
+from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.errors import ConfigError
 
 # Renamed keys: old name -> new name in the same section. Files and command lines may use old names until the
@@ -116,6 +118,14 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"--config {name}: no such file, as a path or in {CONFIG_FOLDER}. {hint}")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sources:
+    """What a command line names: the mapping of each config file, and the overrides."""
+
+    files: Mapping[Path, Mapping[str, Any]]
+    overrides: Sequence[str]
+
+
 def parse_config(
     arguments: Sequence[str], prog: str = "train.main", warn: Callable[[str], None] = warn_once
 ) -> Config:
@@ -124,13 +134,15 @@ def parse_config(
 
     Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
     """
+    sources = _read_sources(arguments, warn)
+    factory = any(key == FACTORY for key, _ in _keys(sources))
+    if factory:
+        sources = _replace_shape(sources)
+    elif given := [key for key, _ in _keys(sources) if key.startswith(ARGS)]:
+        raise ConfigError(f"{given[0]} needs {FACTORY}=MODULE:FUNCTION, whose argument it is")
     # A parser that fails after --print_config would print at its next use, so it is not shared.
-    parser = (
-        make_parser(prog)
-        if any(argument.startswith("--print_config") for argument in arguments)
-        else _shared_parser(prog)
-    )
-    return config_from(parser, parser_arguments(parser, arguments, warn))
+    prints = any(argument.startswith("--print_config") for argument in arguments)
+    return _parse(make_parser(prog, factory) if prints else _shared_parser(prog, factory), sources)
 
 
 def load_config(path: Path) -> Config:
@@ -159,24 +171,36 @@ def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
             yield f"{name}.{item.name}", value, item.type
 
 
+OWN_MODEL_HELP = """
+A model of yours, in place of the keys of model above (docs/your-model.md):
+  --model.factory MODULE:FUNCTION  function that returns the model, or the model and an example of its arguments
+  --model.args.KEY VALUE           keyword argument of the function, as YAML; in a file a mapping, model.args
+"""
+
+
 class _ConfigParser(ArgumentParser):
-    """An ArgumentParser whose help omits jsonargparse's options for one file per section: only --config reads
-    files."""
+    """An ArgumentParser whose help omits jsonargparse's options for one file per section, because only
+    --config reads files, and ends with the keys of a model of yours."""
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
         text = super().format_help(formatter)
-        return re.sub(r"\n  --[\w.]+ CONFIG\s+Path to a configuration file\.", "", text)
+        return re.sub(r"\n  --[\w.]+ CONFIG\s+Path to a configuration file\.", "", text) + OWN_MODEL_HELP
 
 
-def make_parser(prog: str) -> ArgumentParser:
-    """Return a parser for the keys of all sections, for train.main and for tools that take a config."""
+def make_parser(prog: str, factory: bool = False) -> ArgumentParser:
+    """Return a parser for the keys of all sections, for train.main and for tools that take a config.
+    `factory`: the section `model` names a function, and not the shape of our Llama."""
     set_parsing_settings(docstring_parse_attribute_docstrings=False)
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
-    about = "Train a Llama, sharded and compiled."
+    about = "Train a Llama, or a model of yours, sharded and compiled."
     parser = _ConfigParser(prog=f"python -m {prog}", usage=usage, description=about, exit_on_error=False)
     defaults = Config()
     for section in dataclasses.fields(Config):
-        parser.add_argument(f"--{section.name}", type=section.type, default=getattr(defaults, section.name))
+        kind: Any = section.type
+        if section.name == "model":
+            kind = FactoryConfig if factory else LlamaConfig
+        default = {} if kind is FactoryConfig else {"default": getattr(defaults, section.name)}
+        parser.add_argument(f"--{section.name}", type=kind, **default)
     parser.add_argument(
         "--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml"
     )
@@ -184,34 +208,108 @@ def make_parser(prog: str) -> ArgumentParser:
 
 
 @cache
-def _shared_parser(prog: str) -> ArgumentParser:
+def _shared_parser(prog: str, factory: bool) -> ArgumentParser:
     """A cached parser of `make_parser`: making one takes as long as parsing."""
-    return make_parser(prog)
+    return make_parser(prog, factory)
 
 
-def parser_arguments(
-    parser: ArgumentParser, arguments: Sequence[str], warn: Callable[[str], None] = warn_once
-) -> Namespace:
-    """Parse the config files, with strict checks, and the overrides, which take precedence in any position.
-    `warn` as for parse_config. Raises ConfigError."""
-    files, overrides = _split_arguments(arguments)
+def _read_sources(arguments: Sequence[str], warn: Callable[[str], None]) -> _Sources:
+    """Read the config files and check all keys. Raises ConfigError."""
+    names, overrides = _split_arguments(arguments)
     warnings = list[str]()  # an old name in a file and on the command line is reported once
     overrides = rename_overrides(overrides, warnings.append)
-    paths = [find_config(name) for name in files]
-    mappings = {path: _read_strictly(path, warnings.append) for path in paths}
+    files = {path: _read_strictly(path, warnings.append) for path in map(find_config, names)}
     for override in overrides:
         _check_override(override)
     for line in dict.fromkeys(warnings):
         warn(line)
-    lines = [f"--config={in_file}" for in_file, mapping in mappings.values() if mapping]
+    return _Sources(files, overrides)
+
+
+def _keys(sources: _Sources) -> Iterator[tuple[str, str]]:
+    """Yield each key with its place, in the order of precedence: the files, then the command line."""
+    for path, mapping in sources.files.items():
+        yield from ((key, str(path)) for key, _ in _leaves(mapping))
+    yield from ((_key_of(override), "the command line") for override in sources.overrides)
+
+
+FACTORY, ARGS = "model.factory", "model.args"
+
+
+def _replace_shape(sources: _Sources) -> _Sources:
+    """Return sources that name a factory without the shape of our Llama that earlier files set, and with the
+    function's arguments, which may come key by key, as one mapping. Raises ConfigError for such a shape
+    beside the factory."""
+    places = [place for key, place in _keys(sources) if key == FACTORY]
+    after = [*dict.fromkeys(place for _, place in _keys(sources))]
+    after = after[after.index(places[0]) :]
+    for key, place in _keys(sources):
+        if key.startswith("model.") and not key.startswith((FACTORY, ARGS)) and place in after:
+            raise ConfigError(
+                f"{place}: {key} is of the shape of our Llama, but {FACTORY} in {places[-1]} builds the model: "
+                f"remove one of them. Arguments of the function are {ARGS}.KEY=VALUE"
+            )
+    args: dict[str, Any] = {}
+    files = {}
+    for path, mapping in sources.files.items():
+        kept = dict(mapping)
+        for key, value in _leaves(mapping):
+            args |= _argument_of(key, value)
+        factory = [value for key, value in _leaves(mapping) if key == FACTORY]
+        kept = {key: value for key, value in mapping.items() if key.split(".")[0] != "model"}
+        files[path] = kept | ({"model": {"factory": factory[-1]}} if factory else {})
+    rest = []
+    for override in sources.overrides:
+        key, equals, text = override.removeprefix("--").partition("=")
+        if not key.startswith(ARGS):
+            rest.append(override)
+        elif not equals:
+            raise ConfigError(f"--{key} needs a value: --{ARGS}.KEY=VALUE")
+        else:
+            args |= _argument_of(key, _value_of(key, text))
+    return _Sources(files, [*rest, f"--{ARGS}={json.dumps(args)}"])
+
+
+def _as_value(path: Path, mapping: Mapping[str, Any]) -> str:
+    """Return what jsonargparse's --config takes: the path, or YAML text if the mapping is no longer that of
+    the file."""
+    return str(path) if mapping == load_mapping(path) else yaml.safe_dump(dict(mapping))
+
+
+def _value_of(key: str, text: str) -> Any:
     try:
-        namespace = parser.parse_args([*lines, *overrides])
+        return load_value(text)
+    except YamlError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _argument_of(key: str, value: Any) -> dict[str, Any]:
+    """Return what a key of `model.args` sets: all of a mapping, or one argument."""
+    if key.startswith(f"{ARGS}."):
+        return {key.removeprefix(f"{ARGS}."): value}
+    if key == ARGS and not isinstance(value, dict):
+        raise ConfigError(f"{ARGS} is the function's arguments and needs a mapping, not {value!r}")
+    return value if key == ARGS else {}
+
+
+def _parse(parser: ArgumentParser, sources: _Sources) -> Config:
+    """Parse the files' mappings and the overrides, which take precedence in any position, and build the
+    frozen dataclasses. Raises ConfigError, also for values that these reject."""
+    lines = [f"--config={_as_value(path, mapping)}" for path, mapping in sources.files.items() if mapping]
+    try:
+        namespace = parser.parse_args([*lines, *sources.overrides])
     except Exception as error:  # jsonargparse raises several types, all about the user's input
-        keys = {path: [key for key, _ in _leaves(mapping)] for path, (_, mapping) in mappings.items()}
-        raise ConfigError(one_line(explain_parser_error(str(error), keys, overrides))) from None
+        keys = {path: [key for key, _ in _leaves(mapping)] for path, mapping in sources.files.items()}
+        raise ConfigError(one_line(explain_parser_error(str(error), keys, sources.overrides))) from None
     if not namespace["run.dir"]:
-        namespace["run.dir"] = f"runs/{paths[-1].stem if paths else 'llama'}"
-    return namespace
+        namespace["run.dir"] = f"runs/{[*sources.files][-1].stem if sources.files else 'llama'}"
+    try:
+        built = parser.instantiate(namespace)
+        return Config(
+            **{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)}
+        )
+    except ValueError as error:
+        raise ConfigError(one_line(error)) from None
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -253,26 +351,15 @@ def _check_override(argument: str) -> None:
         return
     key = _key_of(argument)
     _check_key(key, "the command line")
-    if key not in known_keys() and dataclasses.is_dataclass(_type_at(key)):
+    declared = _type_at(key)
+    if key not in known_keys() and _dataclasses_in(declared) and type(None) not in typing.get_args(declared):
         raise ConfigError(
             f"--{key} is a section: set its keys one by one with --{key}.NAME=value, or in a --config file"
         )
 
 
-def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
-    """Build the frozen dataclasses of a parsed namespace. Raises ConfigError for values that they reject."""
-    try:
-        built = parser.instantiate(namespace)
-        return Config(
-            **{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)}
-        )
-    except ValueError as error:
-        raise ConfigError(one_line(error)) from None
-
-
-def _read_strictly(path: Path, warn: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
-    """Return the value for jsonargparse's --config (the path, or YAML text if keys were renamed) and the
-    file's mapping.
+def _read_strictly(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Return a file's mapping, with new names in place of old ones.
 
     Raises ConfigError if a key is unknown, given twice or null without being optional, or if a section is not
     a mapping.
@@ -291,15 +378,14 @@ def _read_strictly(path: Path, warn: Callable[[str], None]) -> tuple[str, dict[s
         declared = _type_at(key)
         # jsonargparse would accept a string instead of a section: it takes it as a class and imports its
         # module.
-        if value != {} and (
-            dataclasses.is_dataclass(declared) or (_dataclass_in(declared) and value is not None)
-        ):
+        optional = type(None) in typing.get_args(declared)
+        if value != {} and _dataclasses_in(declared) and not (optional and value is None):
             raise ConfigError(
                 one_line(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}")
             )
-        if value is None and type(None) not in typing.get_args(declared):
+        if value is None and not optional:
             raise ConfigError(f"{path}: {key} has no value: set one, or remove the key to use its default")
-    return str(path) if data == written else yaml.safe_dump(data), data
+    return data
 
 
 def _rename_nested(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -332,7 +418,7 @@ def _check_key(key: str, place: str) -> None:
 
 def is_config_key(key: str) -> bool:
     """Return whether `key` is a dotted key or a section of the config."""
-    return any(known == key or known.startswith(f"{key}.") for known in known_keys())
+    return key.startswith(f"{ARGS}.") or any(known == key or known.startswith(f"{key}.") for known in known_keys())
 
 
 def key_hint(key: str) -> str:
@@ -352,19 +438,22 @@ def known_keys() -> tuple[str, ...]:
 def _keys_of(cls: Any, prefix: str) -> list[str]:
     keys = []
     for item in dataclasses.fields(cls):
-        inner = _dataclass_in(item.type)
-        keys += _keys_of(inner, f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
+        inner = [key for each in _dataclasses_in(item.type) for key in _keys_of(each, f"{prefix}{item.name}.")]
+        keys += inner or [f"{prefix}{item.name}"]
     return keys
 
 
-def _dataclass_in(declared: Any) -> Any:
-    """The dataclass in a field's declared type (such as RopeScaling | None), or None."""
-    return next((t for t in (declared, *typing.get_args(declared)) if dataclasses.is_dataclass(t)), None)
+def _dataclasses_in(declared: Any) -> list[Any]:
+    """The dataclasses in a field's declared type (such as RopeScaling | None)."""
+    return [t for t in (declared, *typing.get_args(declared)) if dataclasses.is_dataclass(t)]
 
 
 def _type_at(key: str) -> Any:
     """The declared type of a dotted key."""
+    if key.startswith(f"{ARGS}."):
+        return Any
     declared: Any = Config
     for name in key.split("."):
-        declared = {item.name: item.type for item in dataclasses.fields(_dataclass_in(declared))}[name]
+        fields = [item for each in _dataclasses_in(declared) for item in dataclasses.fields(each)]
+        declared = {item.name: item.type for item in fields}[name]
     return declared

@@ -126,9 +126,8 @@ def test_the_compiled_graph_has_four_products_forward_and_eight_backward(tp: int
 def build_block(fused: bool) -> Callable[[int], TracedModule]:
     def build(sequences: int) -> TracedModule:
         x = torch.ones(sequences, 32, CONFIG.dim, requires_grad=True).clone()
-        return TracedModule(
-            make_model(fused).layers[0], (x,), tuple(torch.ones(32, CONFIG.head_dim) for _ in range(2))
-        )
+        tables = tuple(torch.ones(32, CONFIG.head_dim) for _ in range(2))
+        return TracedModule(make_model(fused).layers[0], (x, *tables), tables=tables)
 
     return build
 

@@ -30,13 +30,10 @@ from meshwright.tools.import_accelerate.convert import as_text, as_yaml
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.config_parser import (
-    config_from,
     known_keys,
     list_configs,
     load_config,
-    make_parser,
     parse_config,
-    parser_arguments,
 )
 from meshwright.train.data.corpus import find_tokenizer, load_corpus
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
@@ -75,10 +72,9 @@ parallelism_config:
 
 def config_targets(folder: Path) -> Iterator[Target]:
     """Every shipped config."""
-    parser = make_parser("train.main")
 
     def read(path: Path) -> None:
-        config = config_from(parser, parser_arguments(parser, [f"--config={path}"]))
+        config = parse_config([f"--config={path}"])
         sections = {
             item.name: dataclasses.replace(getattr(config, item.name)) for item in dataclasses.fields(Config)
         }

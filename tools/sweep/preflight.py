@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser
 
 from meshwright.parallel.errors import PlanError, first_of
 from meshwright.parallel.memory_breakdown import GIB
@@ -16,7 +15,7 @@ from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.tools.run_reader import changed_keys, flatten, read_config
 from meshwright.tools.sweep.spec import Spec, SweepRun, make_cells, override_text, value_text
 from meshwright.train.config import Config
-from meshwright.train.config_parser import config_from, find_config, known_keys, make_parser, parser_arguments
+from meshwright.train.config_parser import find_config, known_keys, parse_config
 from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
@@ -61,10 +60,10 @@ def check_sweep(spec: Spec, local: bool) -> list[PlannedRun]:
     """
     find_config(spec.config)
     cells = make_cells(spec)
-    planned, mistakes, parser = list[PlannedRun](), dict[str, list[str]](), make_parser("tools.sweep")
+    planned, mistakes = list[PlannedRun](), dict[str, list[str]]()
     for cell in cells:
         try:
-            planned.append(_plan(parser, spec, cell, local))
+            planned.append(_plan(spec, cell, local))
         except (ConfigError, DataError) as error:
             mistakes.setdefault(str(error), []).append(cell.name)
     if mistakes:
@@ -148,14 +147,14 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
     return {"step_time_s": figures.timeline.step_s, "peak_memory_gib": peak / GIB}
 
 
-def _plan(parser: ArgumentParser, spec: Spec, cell: SweepRun, local: bool) -> PlannedRun:
+def _plan(spec: Spec, cell: SweepRun, local: bool) -> PlannedRun:
     folder = spec.folder / cell.name
     arguments = [
         f"--config={spec.config}",
         *(override_text(key, value) for key, value in cell.overrides.items()),
         f"--run.dir={folder}",
     ]
-    config = config_from(parser, parser_arguments(parser, arguments))
+    config = parse_config(arguments, "tools.sweep")
     refused = ""
     try:
         _try_plan(config, cell, local)

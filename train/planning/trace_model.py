@@ -204,7 +204,9 @@ def _build(case: _Case, sequences: int) -> TracedModule:
     if case.module == BLOCK:
         size = (sequences, case.seq_len) if case.document_mask else (case.seq_len,)
         tables = tuple(torch.empty(*size, case.model.head_dim, dtype=torch.float32) for _ in range(2))
-        return TracedModule(module, (x,), (*tables, ids_BT) if case.document_mask else tables)
+        if case.document_mask:
+            return TracedModule(module, (x, *tables, ids_BT))
+        return TracedModule(module, (x, *tables), tables=tables)
     return TracedModule(module, (x, ids_BT))
 
 

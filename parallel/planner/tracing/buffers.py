@@ -10,15 +10,20 @@ from meshwright.parallel.planner.workload import Buffer, Linear, Role, total
 
 
 def module_buffers(
-    forward: KernelGraph, backward: KernelGraph, saved: Mapping[Node, Node], weights: Sequence[bool]
+    forward: KernelGraph,
+    backward: KernelGraph,
+    saved: Mapping[Node, Node],
+    weights: Sequence[bool],
+    results: Sequence[Node | None],
 ) -> tuple[Buffer, ...]:
     """Return the buffers in the order in which they are allocated.
 
     Args:
         saved: a placeholder of the backward -> the storage of the forward that it receives
         weights: whether each input of the forward is a weight
+        results: those of the forward
     """
-    start, (output, *_) = -len(forward.kernels), forward.returned()
+    start = -len(forward.kernels)
     end_of = {
         storage: end + 1 for node, (_, end) in _lifetimes(backward).items() if (storage := saved.get(node))
     }
@@ -27,7 +32,7 @@ def module_buffers(
     role_of = {saved[node]: role for node, role in roles.items() if node and node in saved}
     buffers = []
     for node, (begin, end) in _lifetimes(forward).items():
-        role: Role = "input" if begin < 0 else "output" if node is output else role_of.get(node, "inner")
+        role: Role = "input" if begin < 0 else "output" if node in results else role_of.get(node, "inner")
         last = end_of.get(node, min(start + end, -1))
         buffers.append(Buffer(role, forward.size(node), start + begin, last))
     for node, (begin, end) in _lifetimes(backward).items():

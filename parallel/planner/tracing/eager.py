@@ -1,8 +1,8 @@
 """Trace a module in eager mode: every operation, and the memory live at each of them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,18 +29,28 @@ RECORDED_SEQUENCES = (2, 3)
 
 @dataclass(frozen=True)
 class TracedModule:
-    """A module on fake tensors with its arguments. `inputs` have the micro batch as their first dimension;
-    `tables`, which are passed after the first input, are the same for every sequence."""
+    """A module on fake tensors with the arguments of one call.
+
+    `tables`: tensors among the arguments that the caller holds for all modules, such as position tables; the
+    first of the others is the result of the module before.
+    """
 
     module: nn.Module
-    inputs: tuple[Tensor, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     tables: tuple[Tensor, ...] = ()
 
-    def call(self) -> Tensor:
-        """Run the module's forward."""
-        first, *rest = self.inputs
-        result: Tensor = self.module(first, *self.tables, *rest)
-        return result
+    @property
+    def input(self) -> Tensor:
+        """The tensor that the module before has made."""
+        leaves = tree_leaves((self.args, dict(self.kwargs)))
+        held = {id(table) for table in self.tables}
+        return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held)
+
+    def call(self) -> list[Tensor]:
+        """Run the module's forward, and return the results that have gradients."""
+        leaves = tree_leaves(self.module(*self.args, **self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -67,17 +77,17 @@ class RecordedPhase:
 
 
 class _GradientSink(torch.autograd.Function):
-    """A substitute for the modules that follow: takes a result without saving it, and returns its gradient,
-    to which no one else holds a reference."""
+    """A substitute for the modules that follow: takes results without saving them, and returns their
+    gradients, to which no one else holds a reference."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return x.new_empty(0)
+    def forward(ctx: Any, *results: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype) for x in results]
+        return results[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient.new_empty(ctx.shape)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(gradient.new_empty(shape, dtype=dtype) for shape, dtype in ctx.like)
 
 
 class _OpRecorder(TorchDispatchMode):
@@ -146,14 +156,15 @@ def trace_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Lin
 
 def _record(subject: TracedModule) -> tuple[RecordedPhase, RecordedPhase, int]:
     """Return the forward, the backward, and the bytes of the output."""
-    with _OpRecorder([*subject.module.parameters(), *subject.tables]) as recorder:
-        recorder.track(subject.inputs[0])
-        result = subject.call()
+    held = [*subject.module.parameters(), *subject.module.buffers(), *subject.tables]
+    with _OpRecorder(held) as recorder:
+        recorder.track(subject.input)
+        results = subject.call()
         del subject  # its input stays alive only if the backward needs it
-        output = result.untyped_storage().nbytes()
+        output = sum(result.untyped_storage().nbytes() for result in results)
         forward = recorder.finish()
-        end = _GradientSink.apply(result)
-        del result
+        end = _GradientSink.apply(*results)
+        del results
         left = recorder.finish().left
         end.backward(torch.empty_like(end))
         backward = recorder.finish()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,9 @@ def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
     return ModuleWorkload(count_parameters(module), forward, backward, saved, output, list_weights(module))
 
 
+InputKind = Literal["weight", "table", "given"]  # table: a buffer, or a tensor that the caller holds
+
+
 @dataclass(frozen=True)
 class JointGraph:
     """The graph of a module's forward and backward that the compiler captures before it decides which
@@ -62,13 +65,13 @@ class JointGraph:
     Args:
         graph: as AOTAutograd captures it
         options: of the partitioner
-        weights: whether each input is a weight
+        kinds: what each input is
         subject: the captured module with its arguments, of `sequences` sequences
     """
 
     graph: GraphModule
     options: Mapping[str, Any]
-    weights: tuple[bool, ...]
+    kinds: tuple[InputKind, ...]
     subject: TracedModule
     sequences: int
 
@@ -80,6 +83,14 @@ class JointGraph:
             for node in self.graph.graph.nodes
             if node.target is not getitem
         )
+
+
+def _kind(value: Any, subject: TracedModule) -> InputKind:
+    """Return what an input of a captured graph is."""
+    if isinstance(value, nn.Parameter):
+        return "weight"
+    held = (*subject.tables, *subject.module.buffers())
+    return "table" if any(value is tensor for tensor in held) else "given"
 
 
 def _packet(op: Any) -> Any:
@@ -95,11 +106,11 @@ def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 
     from torch._inductor.decomposition import select_decomp_table
 
     captured: list[JointGraph] = []
-    weights: list[bool] = []
+    kinds: list[InputKind] = []
     sequences = min(micro_batch_size, MOST_TRACED_SEQUENCES)
 
     def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-        captured.append(JointGraph(_copy(joint), options, tuple(weights), subject, sequences))
+        captured.append(JointGraph(_copy(joint), options, tuple(kinds), subject, sequences))
         return default_partition(joint, inputs, **options)  # any: only the forward runs, on fake tensors
 
     def compile_nothing(graph: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -113,7 +124,7 @@ def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 
     )
 
     def backend(graph: GraphModule, inputs: list[Any]) -> Any:
-        weights.extend(isinstance(x, nn.Parameter) for x in inputs)
+        kinds.extend(_kind(x, subject) for x in inputs)
         return inner(graph, inputs)
 
     with FakeTensorMode(allow_non_fake_inputs=True), _quiet_compiler():
@@ -169,23 +180,20 @@ def _tag_recomputed(joint: Graph, saved_ops: tuple[str, ...]) -> None:
 def _read(forward: Graph, backward: Graph, joint: JointGraph) -> ModuleWorkload:
     """Convert both graphs to kernels. The forward returns its result, then the tensors saved for the
     backward, whose placeholders have the same names."""
-    weights, sequences, primals = joint.weights, joint.sequences, _placeholders(forward)
-    assert len(primals) == len(weights), "the compiled graph must take every input of the module, in order"
-    counted = {
-        node
-        for node, weight in zip(primals, weights, strict=True)
-        if not weight and node.meta["val"].shape[:1] == (sequences,)
-    }
+    kinds, sequences, primals = joint.kinds, joint.sequences, _placeholders(forward)
+    assert len(primals) == len(kinds), "the compiled graph must take every input of the module, in order"
+    counted = {node for node, kind in zip(primals, kinds, strict=True) if kind == "given"}
     uncounted = {node.name for node in primals if node not in counted}
     forward_kernels = KernelGraph(forward, GraphInputs(set(primals) - counted, {}, held=True), sequences)
-    output, *saved = forward_kernels.returned()
+    returned, count = forward_kernels.returned(), joint.options["num_fwd_outputs"]
+    results, saved = returned[:count], returned[count:]
     storage = {node.name: forward_kernels.storage.get(node) for node in forward.nodes}
     same_as, first_with = dict[Node, Node](), dict[Node | None, Node]()
     for node in _placeholders(backward):
         if node.name in storage and node.name not in uncounted:
             same_as[node] = first_with.setdefault(storage[node.name], node)
     weights_again = {node for node in _placeholders(backward) if node.name in uncounted}
-    caller_holds = {output, *primals}
+    caller_holds = {*results, *primals}
     donated = {node for node in same_as if storage[node.name] not in caller_holds}
     fixed = {
         node
@@ -199,7 +207,7 @@ def _read(forward: Graph, backward: Graph, joint: JointGraph) -> ModuleWorkload:
     )
     received = {backward_kernels.storage[node]: owner for node in same_as if (owner := storage[node.name])}
     saved_bytes = total(map(forward_kernels.size, {node for node in saved if node is not None}))
-    result = forward_kernels.size(output) if output is not None else Linear()
+    result = total(map(forward_kernels.size, {node for node in results if node is not None}))
     module = joint.subject.module
     return ModuleWorkload(
         count_parameters(module),
@@ -208,7 +216,9 @@ def _read(forward: Graph, backward: Graph, joint: JointGraph) -> ModuleWorkload:
         saved_bytes,
         result,
         list_weights(module),
-        buffers=module_buffers(forward_kernels, backward_kernels, received, weights),
+        buffers=module_buffers(
+            forward_kernels, backward_kernels, received, [kind == "weight" for kind in kinds], results
+        ),
     )
 
 

@@ -35,7 +35,7 @@ def block(mode: str) -> Callable[[int], TracedModule]:
         if SAVED[mode] is not None:
             recompute(module, SAVED[mode])
         tables = tuple(torch.ones(TOKENS, MODEL.head_dim) for _ in range(2))
-        return TracedModule(module, (hidden(sequences),), tables)
+        return TracedModule(module, (hidden(sequences), *tables), tables=tables)
 
     return build
 
@@ -55,11 +55,11 @@ def kept_bytes(build: Callable[[int], TracedModule]) -> int:
     the inputs that its caller keeps for it."""
     subject = build(SEQUENCES)
     subject.module.compile(fullgraph=True)
-    first, rest = subject.inputs[0].detach().requires_grad_(), subject.inputs[1:]
-    subject = dataclasses.replace(subject, inputs=())
+    first, rest = subject.args[0].detach().requires_grad_(), subject.args[1:]
+    subject = dataclasses.replace(subject, args=())
 
     def forward() -> torch.Tensor:  # on a copy that only the backward can keep
-        return subject.module(first.clone(), *subject.tables, *rest)
+        return subject.module(first.clone(), *rest)
 
     forward().sum().backward()
     gc.collect()
@@ -67,7 +67,9 @@ def kept_bytes(build: Callable[[int], TracedModule]) -> int:
         result = forward()
     events = profiled.profiler.kineto_results.events()
     allocated = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    return allocated - result.untyped_storage().nbytes() + sum(tensor.nbytes for tensor in rest)
+    return allocated - result.untyped_storage().nbytes() + sum(
+        tensor.nbytes for tensor in rest if not any(tensor is table for table in subject.tables)
+    )
 
 
 @pytest.mark.slow

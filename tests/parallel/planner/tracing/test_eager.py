@@ -24,9 +24,8 @@ def subject_of(module: nn.Module, *tables: Tensor) -> Callable[[int], TracedModu
 
     def build(sequences: int) -> TracedModule:
         module.zero_grad()
-        return TracedModule(
-            module, (torch.ones(sequences, TOKENS, WIDE, requires_grad=True).clone(),), tables
-        )
+        x = torch.ones(sequences, TOKENS, WIDE, requires_grad=True).clone()
+        return TracedModule(module, (x, *tables), tables=tables)
 
     return build
 
@@ -117,15 +116,18 @@ def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
     assert sent == [[("reduce_scatter", Linear(0, Y))], [("all_gather", Linear(0, Y))]]
 
 
-@pytest.mark.parametrize("inputs", [1, 2])
-def test_further_inputs_come_after_the_tables(inputs: int) -> None:
-    seen = []
+def test_keywords_and_several_results() -> None:
+    """x + 1 and x + 2, of a dict and a keyword: both results count, and both get a gradient."""
+
+    class Two(nn.Module):
+        def forward(self, given: dict[str, Tensor], *, added: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return given["x"] + 1, {"y": given["x"] + added}
 
     def build(sequences: int) -> TracedModule:
-        tensors = tuple(torch.ones(sequences, WIDE, requires_grad=True).clone() for _ in range(inputs))
-        return TracedModule(
-            Calls(lambda *given: seen.append(len(given)) or given[0] + given[1]), tensors, (torch.ones(WIDE),)
-        )
+        x, table = torch.ones(sequences, TOKENS, WIDE, requires_grad=True).clone(), torch.ones(())
+        return TracedModule(Two(), ({"x": x},), {"added": table}, (table,))
 
-    trace_eager(build)
-    assert seen == [inputs + 1] * 2
+    forward, backward, saved, output = trace_eager(build)
+    assert [operation.name for operation in forward.operations] == ["add", "add"]
+    assert [operation.name for operation in backward.operations] == ["add"]
+    assert (saved, output) == (Linear(), Linear(0, 2 * X))
