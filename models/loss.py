@@ -28,6 +28,23 @@ def cross_entropy_sum(
     return loss + learning * (z_loss * (logits.logsumexp(1).square() * (targets != IGNORE_INDEX)).sum())
 
 
+class LogitsLoss(nn.Module):
+    """`cross_entropy_sum` of logits[B, T, V] and targets[B, T], divided by `divisor`, a scalar on the device.
+
+    `learning`: 1 in training, 0 in an evaluation, which then adds no z-loss (as in
+    `head.LinearCrossEntropySum`).
+    """
+
+    def __init__(self, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.z_loss = z_loss
+        self.learning = torch.ones((), device="cpu")
+
+    def forward(self, logits_BTV: Tensor, targets_BT: Tensor, divisor: Tensor) -> Tensor:
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
+        return cross_entropy_sum(logits_BTV, targets_BT, z_loss, self.learning) / divisor
+
+
 def join_rows(rows_3n: Tensor, group_name: str) -> Tensor:
     """Return the rows over all ranks: largest logit, sum of exp(logit - largest), target's logit. Two small
     all-reduces: the largest logit of each token, then the two sums together."""

@@ -56,6 +56,15 @@ COLLECTIVES = {
 }
 
 
+# torch's own fused attention
+ATTENTION_OPS = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+)
+
+
 def attention_flops(name: str, arguments: Any) -> float:
     """Return the floating-point operations of causal attention: half of the T x T scores, in two products
     forward and five backward, one of them recomputed (FlashAttention, arXiv 2205.14135).

@@ -26,7 +26,6 @@ from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positi
 from meshwright.tools.convert_hf import config_text
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.load_weights import find_newest
-from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import MANIFEST
@@ -43,6 +42,8 @@ from meshwright.train.distributed.process_group import group_timeout, start_proc
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
+from meshwright.train.model.build import build_model
+from meshwright.train.model.source import source_of
 from meshwright.train.planning.resolve import plan_on_device
 
 PROG = "tools.eval"
@@ -153,7 +154,9 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     plan = plan_on_device(config.job, ranks, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, ranks.local_world_size)
-    check_data(config.data, config.model.vocab_size)
+    source = source_of(config.model)
+    source.check(config.job)
+    check_data(config.data, source.vocab_size)
     warnings = start_process(config.run, ranks, device)
     corpus = load_on_all_ranks(config.data, ranks, None)
     sets = choose_sets(corpus, options.data)
@@ -252,16 +255,17 @@ def score_model(
     all get the same scores."""
     config = target.config
     sequences = make_sequence_shape(
-        config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
+        config.data, corpus.tokenizer, config.train.seq_len, source_of(config.model).vocab_size
     )
     timeout = group_timeout(config.run)
     mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
-    model = build_model(config.model, config.train, plan, mesh, device, config.run.seed, timeout)
+    model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
     load_weights(target.weights, model)
     shape = make_batch_shape(plan, mesh)
     with torch.no_grad():  # save no activations
         group = data_parallel_group(mesh, timeout)
-        return score_sets(model, sets, sequences, shape, limit, device, group)
+        loss_of = source_of(config.model).loss(plan, 0.0)
+        return score_sets(model, sets, sequences, shape, limit, device, group, loss_of)
 
 
 def make_figures(target: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:

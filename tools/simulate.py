@@ -16,21 +16,23 @@ import torch
 
 from meshwright.parallel.float8 import precomputes_scales, scale_weights
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.model.materialize import allocate
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
-from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
+from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, eager_plan, simulate
 from meshwright.tools.cli import format_table, natural, positive, run_tool
-from meshwright.train.build_model import fill_model, shard_model
 from meshwright.train.config import OptimConfig, TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.errors import ConfigError
+from meshwright.train.model.build import shard_model
+from meshwright.train.model.source import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 
 PROG = "tools.simulate"
-LOGITS = ("head.output", "head.loss")  # of models.llama
 FIRST = 24  # collectives shown without --all
 NO_BUDGET = (
     "activation_checkpoint=budget needs the compiler, but a simulation is eager: activations are those of "
@@ -99,28 +101,28 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
     """Simulate one optimizer step of `rank` of the job under `plan`."""
-    device = torch.device("cpu")
+    source = source_of(job.model)
+    loss_of, sharded = source.loss(eager_plan(plan), job.z_loss), list[ShardedModel]()
+
+    def build(plan: Plan, mesh: Any) -> Any:
+        sharded.append(shard_model(job.model, plan, mesh, job.freeze, job.z_loss))
+        return sharded[-1].model
 
     def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
-        # `copy` does nothing: values are fake, and splitting a tensor into 4,096 fake parts to copy one of
-        # them is slow.
-        fill_model(model, plan, device, 0, copy=lambda parameter, value: None)
+        allocate(sharded[-1])
         optimizer = build_optimizer(model, OptimConfig(state_dtype=job.state_dtype))
         if precomputes_scales(plan):  # as after the first step
             scale_weights(model)
         return optimizer
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
-        tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64, device=device)
+        tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64)
         # one document per sequence, which has the most attention blocks
         first = tokens.clone() if job.document_mask else None
         batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
-        train_step(model, plan.units, optimizer, batches, 1.0, group)
+        train_step(model, plan.units, optimizer, batches, 1.0, group, loss_of)
 
-    def build(plan: Plan, mesh: Any) -> Any:
-        return shard_model(job.model, plan, mesh, job.freeze, job.z_loss)
-
-    return simulate(plan, TrainingCode(build, fill, step, LOGITS), rank)
+    return simulate(plan, TrainingCode(build, fill, step, source.logits), rank)
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:

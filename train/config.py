@@ -299,6 +299,9 @@ class FactoryConfig:
     factory: str
     args: dict[str, Any] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     def __post_init__(self) -> None:
         module, colon, function = self.factory.partition(":")
         if not (module and colon and function):

@@ -19,7 +19,9 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value
 from meshwright.train.config import Config, FactoryConfig
+from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.errors import ConfigError
+from meshwright.train.model.factory import name_factory
 
 # Renamed keys: old name -> new name in the same section. Files and command lines may use old names until the
 # next release, which deletes this table and the code that reads it. (That release must also decide how to
@@ -127,10 +129,18 @@ class _Sources:
 
 
 def parse_config(
-    arguments: Sequence[str], prog: str = "train.main", warn: Callable[[str], None] = warn_once
+    arguments: Sequence[str],
+    prog: str = "train.main",
+    warn: Callable[[str], None] = warn_once,
+    from_user: bool = True,
 ) -> Config:
     """Return the config of `--config NAME_OR_PATH` and `--section.key=value` overrides, which take
-    precedence. `warn` gets a line for each old key name.
+    precedence.
+
+    Args:
+        warn: gets a line for each old key name
+        from_user: the arguments are those of a command, whose `model.factory` may then be called, except one
+            that only a checkpoint's config.yaml names
 
     Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
     """
@@ -142,13 +152,23 @@ def parse_config(
         raise ConfigError(f"{given[0]} needs {FACTORY}=MODULE:FUNCTION, whose argument it is")
     # A parser that fails after --print_config would print at its next use, so it is not shared.
     prints = any(argument.startswith("--print_config") for argument in arguments)
-    return _parse(make_parser(prog, factory) if prints else _shared_parser(prog, factory), sources)
+    config = _parse(make_parser(prog, factory) if prints else _shared_parser(prog, factory), sources)
+    if from_user and isinstance(config.model, FactoryConfig) and _is_named(sources):
+        name_factory(config.model.factory)
+    return config
+
+
+def _is_named(sources: _Sources) -> bool:
+    """Whether the command itself names the factory: on the command line, or in a config file that is not a
+    checkpoint's."""
+    places = [place for key, place in _keys(sources) if key == FACTORY]
+    return any(place == COMMAND_LINE or not (Path(place).parent / MANIFEST).exists() for place in places)
 
 
 def load_config(path: Path) -> Config:
     """Return the config of a YAML file, such as one in a run folder or a checkpoint. Old key names do not
     cause warnings, because the program and not the user wrote the file."""
-    return parse_config([f"--config={path}"], warn=ignore_warning)
+    return parse_config([f"--config={path}"], warn=ignore_warning, from_user=False)
 
 
 def list_configs() -> list[Path]:
@@ -173,7 +193,7 @@ def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
 
 OWN_MODEL_HELP = """
 A model of yours, in place of the keys of model above (docs/your-model.md):
-  --model.factory MODULE:FUNCTION  function that returns the model, or the model and an example of its arguments
+  --model.factory MODULE:FUNCTION  function that returns the model, or also an example of its arguments
   --model.args.KEY VALUE           keyword argument of the function, as YAML; in a file a mapping, model.args
 """
 
@@ -230,10 +250,10 @@ def _keys(sources: _Sources) -> Iterator[tuple[str, str]]:
     """Yield each key with its place, in the order of precedence: the files, then the command line."""
     for path, mapping in sources.files.items():
         yield from ((key, str(path)) for key, _ in _leaves(mapping))
-    yield from ((_key_of(override), "the command line") for override in sources.overrides)
+    yield from ((_key_of(override), COMMAND_LINE) for override in sources.overrides)
 
 
-FACTORY, ARGS = "model.factory", "model.args"
+FACTORY, ARGS, COMMAND_LINE = "model.factory", "model.args", "the command line"
 
 
 def _replace_shape(sources: _Sources) -> _Sources:
@@ -246,8 +266,8 @@ def _replace_shape(sources: _Sources) -> _Sources:
     for key, place in _keys(sources):
         if key.startswith("model.") and not key.startswith((FACTORY, ARGS)) and place in after:
             raise ConfigError(
-                f"{place}: {key} is of the shape of our Llama, but {FACTORY} in {places[-1]} builds the model: "
-                f"remove one of them. Arguments of the function are {ARGS}.KEY=VALUE"
+                f"{place}: {key} is of the shape of our Llama, but {FACTORY} in {places[-1]} builds the "
+                f"model: remove one of them. Arguments of the function are {ARGS}.KEY=VALUE"
             )
     args: dict[str, Any] = {}
     files = {}
@@ -401,7 +421,7 @@ def _rename_nested(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return renamed
 
 
-def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
         # a known key whose value is a mapping (data.mixture) is a leaf
         if isinstance(value, dict) and value and f"{prefix}{key}" not in known_keys():
@@ -418,7 +438,9 @@ def _check_key(key: str, place: str) -> None:
 
 def is_config_key(key: str) -> bool:
     """Return whether `key` is a dotted key or a section of the config."""
-    return key.startswith(f"{ARGS}.") or any(known == key or known.startswith(f"{key}.") for known in known_keys())
+    return key.startswith(f"{ARGS}.") or any(
+        known == key or known.startswith(f"{key}.") for known in known_keys()
+    )
 
 
 def key_hint(key: str) -> str:
@@ -438,7 +460,9 @@ def known_keys() -> tuple[str, ...]:
 def _keys_of(cls: Any, prefix: str) -> list[str]:
     keys = []
     for item in dataclasses.fields(cls):
-        inner = [key for each in _dataclasses_in(item.type) for key in _keys_of(each, f"{prefix}{item.name}.")]
+        inner = [
+            key for each in _dataclasses_in(item.type) for key in _keys_of(each, f"{prefix}{item.name}.")
+        ]
         keys += inner or [f"{prefix}{item.name}"]
     return keys
 

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.models.head import LinearCrossEntropySum
+from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.forward_only import without_backward
 from meshwright.parallel.sharded_model import summed
 from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
+from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.source import LossOf
 from meshwright.train.step import count_targets
 
 
@@ -60,13 +63,14 @@ def score_sets(
     limit: int,
     device: torch.device,
     data_parallel: dist.ProcessGroup,
+    loss_of: LossOf = loss_of_llama,
 ) -> dict[str, Score]:
     """Return the score of every set: identical on all ranks and, except for rounding, on every mesh. `limit`:
     evaluate at most the first `limit` sequences of each set; 0 is all."""
     scores = {}
     for name, split in sets.items():
         batches = set_batches(split, sequences, shape, limit, device)
-        nats, tokens = evaluate(model, batches, data_parallel).tolist()
+        nats, tokens = evaluate(model, batches, data_parallel, loss_of).tolist()
         scores[name] = Score(
             nats, int(tokens), max(1, split.text_bytes) / max(1, _predicted(split, sequences))
         )
@@ -95,7 +99,12 @@ def _predicted(split: TokenStream, shape: SequenceShape) -> int:
     return split.tokens - (split.documents if shape.start_id is None else 0)
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    data_parallel: dist.ProcessGroup,
+    loss_of: LossOf = loss_of_llama,
+) -> Tensor:
     """Return (sum of the loss in nats, number of targets) over all batches of `data_parallel`, float64 [2] on
     the device. The z-loss is not included; weights and gradients do not change.
 
@@ -103,9 +112,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.Pro
     because without it the compiled blocks would need a second graph.
     """
     totals = None
-    with without_backward(model), _loss_only(model):
+    with without_backward(model), _loss_only(model, loss_of):
         for batch in batches:
-            loss = model(batch.tokens, batch.targets, batch.first).detach()
+            loss = loss_of(model, batch, None).detach()
             add = torch.stack((loss, count_targets(batch).float())).double()
             totals = add if totals is None else totals + add
     assert totals is not None, "a set has at least one batch on every rank"
@@ -113,9 +122,14 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.Pro
 
 
 @contextmanager
-def _loss_only(model: nn.Module) -> Iterator[None]:
-    """Context in which the model's loss excludes the z-loss and computes no gradients."""
-    switches = [module.learning for module in model.modules() if isinstance(module, LinearCrossEntropySum)]
+def _loss_only(model: nn.Module, loss_of: LossOf) -> Iterator[None]:
+    """Context in which the loss excludes the z-loss and computes no gradients."""
+    outside = loss_of.modules() if isinstance(loss_of, nn.Module) else ()
+    switches = [
+        module.learning
+        for module in (*model.modules(), *outside)
+        if isinstance(module, LinearCrossEntropySum | LogitsLoss)
+    ]
     for switch in switches:
         switch.zero_()
     try:

@@ -13,6 +13,7 @@ from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.metrics.reporting import Reporting
+from meshwright.train.model.source import LossOf
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
@@ -21,6 +22,7 @@ from meshwright.train.step import train_step
 def train_loop(
     config: Config,
     plan: Plan,
+    loss_of: LossOf,
     state: TrainState,
     data: TrainingData,
     saver: CheckpointSaver,
@@ -36,7 +38,9 @@ def train_loop(
     def evaluate(step: int) -> dict[str, Score]:
         supervision.enter("evaluation", step)
         limit = config.train.eval_sequences
-        return score_sets(model, data.evaluated, data.sequences, data.batch, limit, data.device, data.group)
+        return score_sets(
+            model, data.evaluated, data.sequences, data.batch, limit, data.device, data.group, loss_of
+        )
 
     model, optimizer, position, stopping = state.model, state.optimizer, state.position, False
     saves = Saves(saver, config.checkpoint.on_error, supervision, reporting, position.step)
@@ -58,7 +62,7 @@ def train_loop(
             batch, lr = loader.next(), learning_rate(config.optim, step, data.total_steps)
             set_learning_rate(optimizer, lr)
             result = train_step(
-                model, plan.units, optimizer, batch.micro_batches, config.train.grad_clip, data.group
+                model, plan.units, optimizer, batch.micro_batches, config.train.grad_clip, data.group, loss_of
             )
             supervision.after_step(step, position.samples, batch, result)
             reporting.after_step(step, batch)

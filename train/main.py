@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.load import find_start
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
@@ -41,6 +40,8 @@ from meshwright.train.fault_tolerance.supervision import supervised
 from meshwright.train.loop import train_loop
 from meshwright.train.metrics.reporting import build_reporting
 from meshwright.train.metrics.run_summary import log_run_summary
+from meshwright.train.model.build import build_model
+from meshwright.train.model.source import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.state import restore
@@ -76,9 +77,11 @@ def run(config: Config, ranks: RankInfo) -> bool:
     console = Console(ranks.is_main)
     with supervised(config.run, ranks, console, named=config.checkpoint.resume != "auto") as supervision:
         # user errors are found before anything is created
+        source = source_of(config.model)
+        source.check(config.job)
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
-        check_data(config.data, config.model.vocab_size)
+        check_data(config.data, source.vocab_size)
         console.print_lines(init_distributed(config.run, comparable_settings(config), ranks, device))
         check_same_settings(ranks, plan_lines(plan))
         supervision.connect()
@@ -98,10 +101,10 @@ def run(config: Config, ranks: RankInfo) -> bool:
             data = load_training_data(config, planned, mesh, ranks, start.checkpoint)
             supervision.enter("set-up")
             console.print(f"data: {data.corpus.description}")
-            texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
+            texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
 
-            model = build_model(config.model, config.train, plan, mesh, device, config.run.seed, timeout)
+            model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
             saver = CheckpointSaver(
@@ -121,7 +124,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
                 supervision.training(config.train, plan, model, data),
                 reporting,
             ):
-                reached = train_loop(config, plan, state, data, saver, supervision, reporting)
+                loss_of = source.loss(plan, config.train.z_loss)
+                reached = train_loop(config, plan, loss_of, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
             reporting.finish()
             supervision.finish(reached.step, stopped)

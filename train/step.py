@@ -16,6 +16,8 @@ from meshwright.parallel.plan.schema import UnitPlan
 from meshwright.parallel.sharded_model import global_count, set_micro_batches, summed
 from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
 from meshwright.train.data.batch import Batch
+from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.source import LossOf
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def train_step(
     micro_batches: Sequence[Batch],
     grad_clip: float,
     data_parallel: dist.ProcessGroup,
+    loss_of: LossOf = loss_of_llama,
 ) -> StepResult:
     """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights unless the
     loss or the gradient norm is not finite.
@@ -49,7 +52,7 @@ def train_step(
     global_tokens = global_count(micro_batches, count_targets, data_parallel)
     loss = torch.zeros_like(global_tokens)
     for batch in set_micro_batches(model, units, micro_batches):
-        micro_loss = model(batch.tokens, batch.targets, batch.first, global_tokens)
+        micro_loss = loss_of(model, batch, global_tokens)
         micro_loss.backward()
         loss += micro_loss.detach()
     synchronize_replicated_gradients(model.parameters())

@@ -39,13 +39,14 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
             module = model.get_submodule(name)
             if not isinstance(module, nn.Embedding):
                 _through_own_frame(module)
-                module.compile(
-                    fullgraph=config.fullgraph,
-                    dynamic=config.dynamic,
-                    **_backend(config, unit.activation_budget),
-                )
+                compile_module(module, config, unit.activation_budget)
                 if module._compiled_call_impl is not None and config.fullgraph:
                     module._compiled_call_impl = _explained(name, module._compiled_call_impl)
+
+
+def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0) -> None:
+    """Compile a module in place. `budget`: share of its activations that the compiler saves."""
+    module.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, **_backend(config, budget))
 
 
 def _explained(name: str, compiled: Callable[..., Any]) -> Callable[..., Any]:

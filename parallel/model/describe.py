@@ -8,7 +8,9 @@ an example without computation.
 
 import fnmatch
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.styles import find_styles, tp_sizes
+from meshwright.parallel.operators import ATTENTION_OPS
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import ModelUnits
 from meshwright.parallel.shardable import ShardableModel
@@ -76,6 +79,7 @@ def describe(
         styles={"model": split} if split else {},
         tp_divides={"model": tp_sizes(model, split)} if split else {},
         attention_kernels=(),
+        attention_ops=ATTENTION_OPS,
         unsharded=tuple(whole),
     )
 
@@ -213,24 +217,61 @@ def call_order(model: nn.Module, example: Example) -> list[str]:
 
     hooks = [module.register_forward_hook(finish(name)) for name, module in model.named_modules()]
     try:
-        with FakeTensorMode(), torch.no_grad():
+        with torch.no_grad():
+            run_on_fakes(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(finished)
+
+
+def run_on_fakes(
+    model: nn.Module,
+    example: Example,
+    dtype: torch.dtype | None = None,
+    around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+) -> Any:
+    """Return the result of a forward of the example, on fake tensors of a CPU: nothing is computed.
+
+    Args:
+        dtype: of the parameters; None: their own
+        around: gets the forward as a function, and calls it
+
+    Raises PlanError if the model cannot run so.
+    """
+    try:
+        with FakeTensorMode(), _one_sequence_a_row():
 
             def fake(tensor: Tensor) -> Tensor:
-                return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                changed = dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+                made = torch.empty(tensor.shape, dtype=dtype if changed else tensor.dtype, device="cpu")
+                return made.requires_grad_(tensor.requires_grad)
 
             named = (*model.named_parameters(), *model.named_buffers())
             values = {name: fake(tensor) for name, tensor in named}
             args, kwargs = call_arguments(tree_map_only(Tensor, fake, example))
-            functional_call(model, values, args, kwargs)
+            return around(lambda: functional_call(model, values, args, kwargs))
     except Exception as error:
         raise PlanError(
             f"{type(model).__name__} does not run on the example's shapes: {type(error).__name__}: {error}. "
             "Fix the example, or leave it out, if the modules run in the order in which they are registered"
         ) from error
+
+
+@contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """Context in which transformers' models take each row of tokens as one sequence. They look for several in
+    the values of positions, which fake tensors do not have, and would make masks that a run does not have."""
+    module: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(module, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+    module.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
-    return list(finished)
+        module.find_packed_sequence_indices = find
 
 
 def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

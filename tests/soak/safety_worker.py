@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.tools.bench.speed.data import set_cache
-from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
@@ -40,6 +39,7 @@ from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import read_rank_info
+from meshwright.train.model.build import build_model
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
@@ -58,9 +58,7 @@ class Rank:
         ranks = read_rank_info()
         self.plan = plan = plan_run(config.job, ranks.world_size, ranks.local_world_size)
         self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
-        self.model: nn.Module = build_model(
-            config.model, config.train, plan, self.mesh, torch.device("cpu"), config.run.seed
-        )
+        self.model: nn.Module = build_model(config.model, config.train, plan, self.mesh, config.run.seed)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tensors = training_tensors(self.model, self.optimizer)
 

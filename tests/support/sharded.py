@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.models.llama import Llama
 from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
-from meshwright.train.build_model import build_model
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.model.build import build_model
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 
@@ -43,7 +43,7 @@ def build_sharded(arguments: Sequence[str]) -> Sharded:
     config = parse_config(arguments)
     plan = plan_run(config.job, dist.get_world_size())
     mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config.model, config.train, plan, mesh, CPU, config.run.seed)
+    model = build_model(config.model, config.train, plan, mesh, config.run.seed)
     optimizer = build_optimizer(model, config.optim, config.run.seed)
     shape = BatchShape(
         plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
-from meshwright.train.build_model import freeze
 from meshwright.train.data.batch import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
+from meshwright.train.model.build import freeze
 from meshwright.train.step import count_targets, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone

@@ -29,12 +29,7 @@ from meshwright.tools.import_accelerate.__main__ import read_accelerate
 from meshwright.tools.import_accelerate.convert import as_text, as_yaml
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.config import Config, DataConfig
-from meshwright.train.config_parser import (
-    known_keys,
-    list_configs,
-    load_config,
-    parse_config,
-)
+from meshwright.train.config_parser import known_keys, list_configs, load_config, parse_config
 from meshwright.train.data.corpus import find_tokenizer, load_corpus
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.prepare.worker import read_result

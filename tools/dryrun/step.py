@@ -38,11 +38,12 @@ from meshwright.tools.dryrun.program import (
     STEPS,
     TRACE_FILE,
 )
-from meshwright.train.build_model import build_model
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.process_group import use_expandable_segments
+from meshwright.train.model.build import build_model
+from meshwright.train.model.source import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import check_device_support
 from meshwright.train.step import train_step
@@ -73,13 +74,16 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     check_device_support(config.job, plan, DEVICE)
     mesh = build_mesh(plan.mesh, "cuda")
     report("building the model")
-    model = build_model(config.model, config.train, plan, mesh, DEVICE, config.run.seed)
+    model = build_model(config.model, config.train, plan, mesh, config.run.seed)
     optimizer = build_optimizer(model, config.optim, config.train.steps)
     data_parallel = data_parallel_group(mesh)
+    loss_of = source_of(config.model).loss(plan, config.train.z_loss)
 
     def step(batch: Batch) -> None:
         micro_batches = [batch] * plan.accumulation
-        train_step(model, plan.units, optimizer, micro_batches, config.train.grad_clip, data_parallel)
+        train_step(
+            model, plan.units, optimizer, micro_batches, config.train.grad_clip, data_parallel, loss_of
+        )
 
     for number in range(STEPS):
         report(f"step {number + 1} of {STEPS}" + (", which compiles" if number == 0 else ""))

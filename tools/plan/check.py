@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 
-from meshwright.models.llama import Llama
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import (
     Plan,
@@ -31,8 +29,9 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
-from meshwright.train.build_model import freeze
 from meshwright.train.config import TrainingJob
+from meshwright.train.model.build import freeze
+from meshwright.train.model.source import source_of
 from meshwright.train.planning.predict import predict_memory, run_workload
 
 EXACT, ABOUT = 0.01, 0.08  # allowed relative differences: of collectives and EXACT_KINDS, and of the peak
@@ -220,10 +219,9 @@ def _of_modules(plan: Plan, work: ModelWorkload, no_backward: set[str]) -> Itera
                     yield from [(operation.name, "tp", size)] * plan.accumulation
 
 
-def _one_rank(job: TrainingJob, plan: Plan) -> Llama:
+def _one_rank(job: TrainingJob, plan: Plan) -> nn.Module:
     """Return the model with the shapes of one tp rank, on the meta device."""
-    with torch.device("meta"):
-        model = Llama(job.model)
+    model = source_of(job.model).new()
     freeze(model, job.freeze)
     apply_as_single_tp_rank(model, plan.tensor, plan.mesh.tp)
     return model

@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 import yaml
 
-from meshwright.models.llama import LlamaConfig
-from meshwright.models.size import count_parameters
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware, read_hardware
 from meshwright.parallel.structure import structure
@@ -34,6 +32,7 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all
 from meshwright.train.files import write_atomically
+from meshwright.train.model.source import AttentionHeads, ModelSource, source_of
 from meshwright.train.planning.device_defaults import dtype_on_device
 
 HERE = "this machine"  # name of a kind that measured itself
@@ -94,18 +93,19 @@ def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> S
     and the largest micro batch, if the planner chooses them."""
     requested = job.parallel.param_dtype
     dtype = dtype_on_device(device) if requested == "auto" else requested
-    counts, model = count_parameters(job.model), job.model
+    source = source_of(job.model)
+    block = max(source.units.modules[name] for name in source.units.checkpointed)
     sequences, degrees = _micro_batches(job, local_processes), _tp_degrees(job, local_processes)
     tokens = [n * job.seq_len for n in sequences]
-    products = {p for t in tokens for tp in degrees for p in _products(model, t, tp)}
-    block_bytes = [counts.block * width for width in (getattr(torch, dtype).itemsize, 4)]
+    products = {p for t in tokens for tp in degrees for p in _products(source, t, tp)}
+    block_bytes = [block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
         products=sorted({_shortened(product) for product in products}),
-        attention=[_attention(model, sequences[-1], job.seq_len)],
-        memory=(min(tokens[-1], 4096), model.dim, model.ffn_dim),
+        attention=[_attention(source, sequences[-1], job.seq_len)],
+        memory=(min(tokens[-1], 4096), *_widths(source)),
         dtypes=(dtype,),
         collectives_bytes=tuple(sorted({*GIVEN_BYTES, *(min(size, 2**25) for size in block_bytes)})),
-        unit_values=min(counts.block, MOST_UNIT_VALUES),
+        unit_values=min(block, MOST_UNIT_VALUES),
         budget_s=BUDGET_S,
         rotated_bytes=ROTATED_BYTES,
     )
@@ -121,15 +121,26 @@ def _micro_batches(job: TrainingJob, processes: int) -> list[int]:
 def _tp_degrees(job: TrainingJob, processes: int) -> list[int]:
     if isinstance(job.parallel.tp, int):
         return [job.parallel.tp]
-    return [1, 2] if processes % 2 == 0 and job.model.n_kv_heads % 2 == 0 else [1]
+    sizes = [size for part in source_of(job.model).units.tp_divides.values() for size in part.values()]
+    return [1, 2] if processes % 2 == 0 and sizes and not any(size % 2 for size in sizes) else [1]
 
 
-def _products(model: LlamaConfig, tokens: int, tp: int) -> Iterator[Products]:
-    """Yield the linear layers of a block, and the head: tokens, inputs, outputs."""
-    dim, kv_dim = model.dim, model.n_kv_heads * model.head_dim
-    for outputs in (dim, kv_dim, model.ffn_dim, model.vocab_size):
-        yield tokens, dim, max(1, outputs // tp)
-    yield tokens, model.ffn_dim // tp, dim
+def _products(source: ModelSource, tokens: int, tp: int) -> Iterator[Products]:
+    """Yield the linear layers of a block, and the head: tokens, inputs, outputs. Those that make the model's
+    width from another are split over their inputs, the others over their outputs."""
+    dim, _ = _widths(source)
+    for inputs, outputs in source.linears:
+        if inputs == dim:
+            yield tokens, inputs, max(1, outputs // tp)
+        else:
+            yield tokens, max(1, inputs // tp), outputs
+
+
+def _widths(source: ModelSource) -> tuple[int, int]:
+    """Return the width of the model, which most of its linear layers read, and that of its feed-forward."""
+    inputs = [inputs for inputs, _ in source.linears]
+    dim = max(inputs, key=inputs.count)
+    return dim, max((each for each in inputs if each != dim), default=dim)
 
 
 def _shortened(product: Products) -> Products:
@@ -138,17 +149,22 @@ def _shortened(product: Products) -> Products:
     return min(tokens, max(1, int(MOST_FLOPS / (2 * inputs * outputs)))), inputs, outputs
 
 
-def _attention(model: LlamaConfig, sequences: int, seq_len: int) -> AttentionShape:
-    """Return the model's attention, with fewer sequences and then shorter ones if it would take too long."""
+def _attention(source: ModelSource, sequences: int, seq_len: int) -> AttentionShape:
+    """Return the model's attention, with fewer sequences and then shorter ones if it would take too long. One
+    that is not known has heads of 64 channels."""
+    heads = source.attention
+    if heads is None:
+        count = max(1, _widths(source)[0] // 64)
+        heads = AttentionHeads(count, count, 64)
 
     def flops(batch: int, length: int) -> float:
-        return 4.0 * batch * model.n_heads * model.head_dim * length**2
+        return 4.0 * batch * heads.heads * heads.head_dim * length**2
 
     while sequences > 1 and flops(sequences, seq_len) > MOST_FLOPS:
         sequences //= 2
     while flops(sequences, seq_len) > MOST_FLOPS:
         seq_len //= 2
-    return AttentionShape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
+    return AttentionShape(sequences, heads.heads, heads.kv_heads, heads.head_dim, seq_len)
 
 
 def kept_path(job: TrainingJob, local_processes: int, threads: int, device: torch.device) -> Path:

@@ -19,6 +19,7 @@ from meshwright.train.data.sequences import SequenceShape, make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.model.source import source_of
 from meshwright.train.planning.run_plan import RunPlan
 
 
@@ -87,7 +88,9 @@ def load_training_data(
     Raises the same DataError on every rank.
     """
     plan, train, corpus = planned.plan, config.train, load_on_all_ranks(config.data, ranks, resume_from)
-    sequences = make_sequence_shape(config.data, corpus.tokenizer, train.seq_len, config.model.vocab_size)
+    sequences = make_sequence_shape(
+        config.data, corpus.tokenizer, train.seq_len, source_of(config.model).vocab_size
+    )
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if train.eval_every:
         check_evaluation(corpus)

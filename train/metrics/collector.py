@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.models.cost import flops_per_token
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.memory_breakdown import GIB
@@ -24,6 +23,7 @@ from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
 from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
+from meshwright.train.model.source import source_of
 from meshwright.train.step import StepResult
 
 
@@ -253,8 +253,8 @@ def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughpu
     seq_len, hardware, dtype = job.seq_len, find_hardware(device_name), plan.units[0].param_dtype
     return Throughput(
         tokens_per_step=plan.global_batch_size * seq_len,
-        flops_per_token=flops_per_token(job.model, seq_len, "full"),
-        flops_per_token_causal=flops_per_token(job.model, seq_len, "causal"),
+        flops_per_token=source_of(job.model).flops_per_token(seq_len, "full"),
+        flops_per_token_causal=source_of(job.model).flops_per_token(seq_len, "causal"),
         world_size=plan.mesh.world_size,
         peak_flops=hardware.peak_tflops[dtype] * 1e12 if hardware else None,
     )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright import __version__
-from meshwright.models.size import count_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.schema import AXES, Plan
@@ -22,6 +21,7 @@ from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.metrics.tensorboard import RunSummary, Value
+from meshwright.train.model.source import source_of
 from meshwright.train.planning.device_defaults import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
 
@@ -72,10 +72,10 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> Run
 
 def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
     """Return one line each on model, data, training, hardware and software, by label."""
-    model, mesh, tokens = job.model, plan.mesh, plan.global_batch_size * job.seq_len
+    model, mesh, tokens = source_of(job.model), plan.mesh, plan.global_batch_size * job.seq_len
     python, axes = platform.python_version(), " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
     return {
-        "Model": f"{count_parameters(model).total:,} parameters in {model.n_layers} layers",
+        "Model": f"{model.parameters:,} parameters in {len(model.units.checkpointed)} layers",
         "Data": data,
         "Training": f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens",
         "Hardware": f"{mesh.world_size} x {device_name}: {axes}",
@@ -151,7 +151,7 @@ def log_run_summary(
         "threads each"
     )
     console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
-    parameters = count_parameters(job.model).total
+    parameters = source_of(job.model).parameters
     assert planned.peak_bytes is not None, "check_memory comes first"
     console.print(
         f"model: {parameters:,} parameters; about {planned.peak_bytes / GIB:.2f} GiB per process for training"

@@ -10,6 +10,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.train.config import TrainingJob
+from meshwright.train.model.source import source_of
 
 HOPPER = (9, 0)  # CUDA compute capability
 # fastest first; for GPUs that no file in configs/hardware describes
@@ -39,9 +40,10 @@ def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:
     """Raise PlanError if the plan's attention kernel does not support the job on this device ("cpu" or
     "cuda")."""
     kernel, document_mask = plan.attention, job.document_mask
-    dtypes = {
-        unit.param_dtype for unit in plan.units if any(name.startswith("layers.") for name in unit.modules)
-    }
+    model = source_of(job.model).units
+    if not model.attention_kernels:  # the model's own business
+        return
+    dtypes = {unit.param_dtype for unit in plan.units if not model.checkpointed.isdisjoint(unit.modules)}
     able = [name for name in KERNELS if _supports(name, device_type, document_mask, dtypes)]
     if kernel not in able:
         documents = "with data.document_mask=true" if document_mask else "without data.document_mask"

@@ -4,11 +4,6 @@ import dataclasses
 from functools import cache, partial
 from typing import Literal
 
-import torch
-from torch import nn
-
-from meshwright.models.cost import flops_per_token
-from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import PredictedMemory
@@ -21,8 +16,9 @@ from meshwright.parallel.planner.memory_model import allocator_bytes, predict_st
 from meshwright.parallel.planner.search import Cluster, SearchResult, least_memory, search
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
-from meshwright.train.build_model import freeze
-from meshwright.train.config import TrainingJob
+from meshwright.train.config import ModelConfig, TrainingJob
+from meshwright.train.model.build import freeze
+from meshwright.train.model.source import source_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.resolve import make_shape, model_units
 from meshwright.train.planning.trace_model import model_workload
@@ -68,7 +64,9 @@ def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
     seq_len = job.seq_len
     rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
     peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
-    full, causal = (rate * flops_per_token(job.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
+    full, causal = (
+        rate * source_of(job.model).flops_per_token(seq_len, kind) / peak_flops for kind in ATTENTION_KINDS
+    )
     # without a name, peak_tflops is not a device's own: on a CPU, it is the best measured rate of one core
     mfu, mfu_causal = (full, causal) if hardware.device_names else (None, None)
     allocator, reserved = allocator_bytes(memory, hardware), reserved_bytes(memory, hardware)
@@ -120,21 +118,19 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
 
 @cache
 def _frozen_and_trained(
-    config: LlamaConfig, patterns: tuple[str, ...]
+    model: ModelConfig, patterns: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, float]]:
     """Return the names of the parameters that `train.freeze` matches, and each module's trained share."""
     if not patterns:
         return frozenset(), {}
-    with torch.device("meta"):
-        model = Llama(config)
-    freeze(model, patterns)
-    modules: dict[str, nn.Module] = {"tok_embeddings": model.tok_embeddings, "head": model.head}
-    modules |= {f"layers.{i}": block for i, block in enumerate(model.layers)}
+    built = source_of(model).new()
+    freeze(built, patterns)
     counts = {
-        name: [(p.numel(), p.requires_grad) for p in module.parameters()] for name, module in modules.items()
+        name: [(p.numel(), p.requires_grad) for p in built.get_submodule(name).parameters()]
+        for name in model_units(model).modules
     }
     shares = {
         name: sum(n for n, trained in count if trained) / sum(n for n, _ in count)
         for name, count in counts.items()
     }
-    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad), shares
+    return frozenset(name for name, p in built.named_parameters() if not p.requires_grad), shares

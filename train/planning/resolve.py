@@ -2,21 +2,19 @@
 (`plan_run`) or for those of this machine (`plan_on_device`)."""
 
 import os
-from functools import cache
 from pathlib import Path
 
 import torch
 
-from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.float8 import check_float8
-from meshwright.parallel.model.describe import describe
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import plan_file_mistakes
-from meshwright.train.config import TrainingJob
+from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.model.source import source_of
 from meshwright.train.planning.device_defaults import attention_on_device, check_attention, dtype_on_device
 
 
@@ -115,8 +113,6 @@ def make_shape(
     )
 
 
-@cache
-def model_units(config: LlamaConfig) -> ModelUnits:
-    """Return the description of a Llama that planning needs."""
-    with torch.device("meta"):
-        return describe(Llama(config))
+def model_units(model: ModelConfig) -> ModelUnits:
+    """Return the description of a config's model that planning needs."""
+    return source_of(model).units

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
@@ -17,6 +16,7 @@ from meshwright.parallel.planner.search import Cluster
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
+from meshwright.train.model.source import source_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.predict import predict, predict_memory, run_workload, search_leanest
 from meshwright.train.planning.resolve import plan_run
@@ -132,8 +132,8 @@ def suggest_fits(job: TrainingJob, processes: int, devices: Devices) -> Iterator
 def _largest_shipped(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
     """Yield the largest shipped model that is smaller and fits, with the longest sequence that fits."""
     shipped = {path.name: load_config(path).job for path in list_configs()}
-    sizes = {name: count_parameters(candidate.model).total for name, candidate in shipped.items()}
-    smaller = [name for name, size in sizes.items() if size < count_parameters(job.model).total]
+    sizes = {name: source_of(candidate.model).parameters for name, candidate in shipped.items()}
+    smaller = [name for name, size in sizes.items() if size < source_of(job.model).parameters]
     for name in sorted(smaller, key=lambda name: sizes[name], reverse=True):
         opened, candidate = _on_any_number(shipped[name])
         for keys in _recomputing(candidate):
@@ -195,7 +195,7 @@ def _leanest_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: 
 def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:
     """Whether parameters and both moments alone fit: a quick test without tracing the model."""
     bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
-    held = bytes_each * count_parameters(job.model).total / processes
+    held = bytes_each * source_of(job.model).parameters / processes
     return bool(job.freeze) or job.parallel.cpu_offload or held < devices.available_bytes
 
 

@@ -1,5 +1,5 @@
-"""Traces a Llama's workload under a plan, module by module, and caches it on disk: a trace takes seconds and
-depends only on the config, this project's code and torch."""
+"""Traces a model's workload under a plan, module by module, and caches it on disk: a trace takes seconds and
+depends only on the config, the code and torch."""
 
 import contextlib
 import dataclasses
@@ -10,61 +10,29 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
-from meshwright.models.llama import Llama, LlamaConfig, block_linears
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.plan.float8_rules import count_float8
-from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
+from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.plan.selective_policy import MATMUL
 from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.float8 import PRODUCT, multiply_in_float8
+from meshwright.parallel.planner.tracing.float8 import PRODUCT
 from meshwright.parallel.planner.tracing.trace import (
     MOST_TRACED_SEQUENCES,
     JointGraph,
-    apply_as_single_tp_rank,
     capture_joint,
     compiled_workload,
     eager_workload,
 )
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
+from meshwright.train.config import ModelConfig
 from meshwright.train.files import write_atomically
-
-BLOCKS = "layers."
-BLOCK = f"{BLOCKS}0"  # stands for every block
-
-
-@dataclasses.dataclass(frozen=True)
-class _Case:
-    """Everything that a module's workload depends on.
-
-    `module`: tok_embeddings, head or BLOCK, in a model of one block; `styles`: as in TensorPlan; `frozen`:
-    names of its parameters that are not trained; `float8`: patterns of the linears that multiply in float8;
-    the other fields are those of Plan and UnitPlan.
-    `sequences`: 1, or 2 for every larger micro batch.
-    """
-
-    model: LlamaConfig
-    module: str
-    sequences: int
-    seq_len: int
-    tp: int
-    sequence_parallel: bool
-    styles: tuple[tuple[str, str], ...]
-    dtype: str
-    compiled: bool
-    activation_checkpoint: str
-    saved_ops: tuple[str, ...]
-    activation_budget: float
-    attention: str
-    loss_chunk_tokens: int
-    fused_projections: bool
-    frozen: tuple[str, ...]
-    document_mask: bool
-    float8: tuple[str, ...]
+from meshwright.train.model.source import ModelSource, TraceCase, source_of
 
 
 def model_workload(
-    config: LlamaConfig,
+    model: ModelConfig,
     plan: Plan,
     seq_len: int,
     frozen: frozenset[str] = frozenset(),
@@ -79,47 +47,54 @@ def model_workload(
         document_mask: sequences contain several documents that do not attend to each other
         folder: caches traces on disk; None: only in this process
 
-    Modules with the same settings are traced once.
+    Modules of one kind with the same settings are traced once.
     """
+    source = source_of(model)
+    kinds, units = source.kinds(seq_len), source.units
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    modules, traced = dict[str, ModuleWorkload](), dict[tuple[object, ...], ModuleWorkload]()
+    modules, traced = dict[str, ModuleWorkload](), dict[TraceCase, ModuleWorkload]()
     for name in plan.modules:
-        unit, kind = unit_of[name], BLOCK if name.startswith(BLOCKS) else name
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
-        key = (
-            kind,
-            unit.param_dtype,
-            unit.compiled,
-            unit.activation_checkpoint,
-            unit.saved_ops,
-            unit.activation_budget,
-            fixed,
+        in_block = name in units.checkpointed
+        case = dataclasses.replace(
+            _make_case(source, plan, unit_of[name], kinds[name], seq_len),
+            frozen=fixed,
+            document_mask=document_mask and in_block,
+            float8=plan.float8.linears if in_block else (),
         )
-        if key not in traced:
-            case = _make_case(config, plan, unit, kind, seq_len)
-            traced[key] = _trace(
-                dataclasses.replace(
-                    case,
-                    frozen=fixed,
-                    document_mask=document_mask and kind == BLOCK,
-                    float8=plan.float8.linears if kind == BLOCK else (),
-                ),
-                folder,
-            )
-        modules[name] = traced[key]
-    if parameters := count_float8(plan, block_linears(config)):
-        blocks = {id(work): work for name, work in modules.items() if name.startswith(BLOCKS)}
+        if case not in traced:
+            traced[case] = _trace(model, case, folder)
+        modules[name] = traced[case]
+    if parameters := count_float8(plan, units.linears):
+        blocks = {id(work): work for name, work in modules.items() if name in units.checkpointed}
         multiplied = {key: dataclasses.replace(work, float8=parameters) for key, work in blocks.items()}
         modules = {name: multiplied.get(id(work), work) for name, work in modules.items()}
-    if config.tie_embeddings:  # one weight; its gradient begins in the head
-        modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
-    tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
-    return ModelWorkload(modules, {}, seq_len, "head", tables)
+    for name, shared in _shared_weights(model).items():
+        work = modules[name]
+        weights = tuple(w for i, w in enumerate(work.weights) if i not in shared)
+        parameters = sum(rows * values for rows, values in weights)
+        modules[name] = dataclasses.replace(work, parameters=parameters, weights=weights)
+    return ModelWorkload(modules, {}, seq_len, plan.modules[-1], source.tables)
 
 
-def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> _Case:
-    return _Case(
-        model=dataclasses.replace(config, n_layers=1, rope_scaling=None),
+@cache
+def _shared_weights(model: ModelConfig) -> dict[str, frozenset[int]]:
+    """Return the places of the parameters that a later module shares, by module: they count there, where
+    their gradient begins."""
+    source = source_of(model)
+    built, last = source.new(), dict[nn.Parameter, str]()
+    for name in source.units.modules:
+        last |= dict.fromkeys(built.get_submodule(name).parameters(), name)
+    places = {
+        name: frozenset(i for i, p in enumerate(built.get_submodule(name).parameters()) if last[p] != name)
+        for name in source.units.modules
+    }
+    return {name: shared for name, shared in places.items() if shared}
+
+
+def _make_case(source: ModelSource, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> TraceCase:
+    return TraceCase(
+        model=source.trace_key,
         module=module,
         sequences=min(plan.micro_batch_size, MOST_TRACED_SEQUENCES),
         seq_len=seq_len,
@@ -127,7 +102,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         sequence_parallel=plan.tensor.sequence_parallel,
         styles=tuple(plan.tensor.styles.items()),
         dtype=unit.param_dtype,
-        compiled=unit.compiled and module != "tok_embeddings" and plan.compile.backend != "eager",
+        compiled=source.compiled(module, plan, unit.compiled),
         activation_checkpoint="none"
         if unit.activation_checkpoint == "offload"
         else unit.activation_checkpoint,
@@ -143,33 +118,33 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
 
 
 @cache
-def _trace(case: _Case, folder: Path | None) -> ModuleWorkload:
-    trace = partial(_trace_compiled if case.compiled else _trace_eager, case)
+def _trace(model: ModelConfig, case: TraceCase, folder: Path | None) -> ModuleWorkload:
+    trace = partial(_trace_compiled if case.compiled else _trace_eager, model, case)
     return remember(folder, case, trace) if folder else trace()
 
 
-def _trace_eager(case: _Case) -> ModuleWorkload:
-    return eager_workload(partial(_build, case))
+def _trace_eager(model: ModelConfig, case: TraceCase) -> ModuleWorkload:
+    return eager_workload(_recomputed(model, case))
 
 
-def _trace_compiled(case: _Case) -> ModuleWorkload:
+def _trace_compiled(model: ModelConfig, case: TraceCase) -> ModuleWorkload:
     """Return the workload of a compiled module. Cases that differ in activation checkpointing share one
     captured graph, unless it decomposes an operator whose results are to be saved."""
     joint = _capture(
-        dataclasses.replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
+        model, dataclasses.replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
     )
     saved_ops = _saved_ops(case)
     if joint.decomposes(saved_ops or ()):
-        joint, saved_ops = _capture(dataclasses.replace(case, activation_budget=1.0)), None
+        joint, saved_ops = _capture(model, dataclasses.replace(case, activation_budget=1.0)), None
     return compiled_workload(joint, saved_ops, case.activation_budget)
 
 
 @cache
-def _capture(case: _Case) -> JointGraph:
-    return capture_joint(partial(_build, case), case.sequences)
+def _capture(model: ModelConfig, case: TraceCase) -> JointGraph:
+    return capture_joint(_recomputed(model, case), case.sequences)
 
 
-def _saved_ops(case: _Case) -> tuple[str, ...] | None:
+def _saved_ops(case: TraceCase) -> tuple[str, ...] | None:
     """Return the operators whose results activation checkpointing saves; None without it."""
     if case.activation_checkpoint not in ("full", "selective"):
         return None
@@ -178,39 +153,21 @@ def _saved_ops(case: _Case) -> tuple[str, ...] | None:
     )
 
 
-def _build(case: _Case, sequences: int) -> TracedModule:
-    """Build the module and its inputs as one rank has them after the all-gather."""
-    dtype = getattr(torch, case.dtype)
-    torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
-    try:
-        model = Llama(case.model)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
-    apply_as_single_tp_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
-    multiply_in_float8(model, case.float8)
-    module = model.get_submodule(case.module)
-    # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.
-    for name in case.frozen if case.module != "tok_embeddings" else ():
-        module.get_parameter(name).requires_grad_(False)
-    if (saved_ops := _saved_ops(case)) is not None:
-        recompute(module, saved_ops)
-    ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
-    tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
-    # Not a leaf: autograd would keep a leaf alive, but in a run only the operators that need the input do.
-    x = torch.empty(sequences, tokens, case.model.dim, dtype=dtype, requires_grad=True).clone()
-    if case.module == "tok_embeddings":
-        return TracedModule(module, (ids_BT,))
-    if case.module == BLOCK:
-        size = (sequences, case.seq_len) if case.document_mask else (case.seq_len,)
-        tables = tuple(torch.empty(*size, case.model.head_dim, dtype=torch.float32) for _ in range(2))
-        if case.document_mask:
-            return TracedModule(module, (x, *tables, ids_BT))
-        return TracedModule(module, (x, *tables), tables=tables)
-    return TracedModule(module, (x, ids_BT))
+def _recomputed(model: ModelConfig, case: TraceCase) -> Callable[[int], TracedModule]:
+    """Return the function that builds the module of a case, with its activation checkpointing."""
+    trace = source_of(model).tracer(case)
+
+    def build(sequences: int) -> TracedModule:
+        subject = trace(sequences)
+        if (saved_ops := _saved_ops(case)) is not None:
+            recompute(subject.module, saved_ops)
+        return subject
+
+    return build
 
 
-TRACED_CODE = ("models", "parallel", "train/planning/trace_model.py")  # code that a trace depends on
+# code that a trace depends on
+TRACED_CODE = ("models", "parallel", "train/model", "train/planning/trace_model.py")
 
 
 def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) -> ModuleWorkload:

@@ -27,7 +27,7 @@ from meshwright.parallel.plan.selective_policy import find_op
 from meshwright.parallel.planner.tracing.buffers import module_buffers
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
 from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
-from meshwright.parallel.planner.workload import Linear, ModuleWorkload, total
+from meshwright.parallel.planner.workload import ModuleWorkload, total
 from meshwright.parallel.tensor_parallel import TensorAxis, apply_styles
 
 
@@ -151,9 +151,27 @@ def compiled_workload(
     graph = _copy(joint.graph)
     if saved_ops is not None:
         _tag_recomputed(graph.graph, saved_ops)
-    with FakeTensorMode(allow_non_fake_inputs=True), functorch.patch(activation_memory_budget=budget):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        functorch.patch(activation_memory_budget=budget),
+        _random_operators_as_they_are(),
+    ):
         forward, backward = min_cut_rematerialization_partition(graph, (), **joint.options)
         return _read(forward.graph, backward.graph, joint)
+
+
+@contextmanager
+def _random_operators_as_they_are() -> Iterator[None]:
+    """Context in which the partitioner does not wrap recomputed operators that may draw random numbers, such
+    as torch's attention, into ones that save the generator's state: the same kernels, and some bytes more."""
+    from torch._functorch import partitioners
+
+    found = partitioners.has_recomputable_rng_ops
+    partitioners.has_recomputable_rng_ops = lambda _: False
+    try:
+        yield
+    finally:
+        partitioners.has_recomputable_rng_ops = found
 
 
 def _copy(module: GraphModule) -> GraphModule:

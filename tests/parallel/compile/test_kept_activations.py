@@ -67,8 +67,10 @@ def kept_bytes(build: Callable[[int], TracedModule]) -> int:
         result = forward()
     events = profiled.profiler.kineto_results.events()
     allocated = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    return allocated - result.untyped_storage().nbytes() + sum(
-        tensor.nbytes for tensor in rest if not any(tensor is table for table in subject.tables)
+    return (
+        allocated
+        - result.untyped_storage().nbytes()
+        + sum(tensor.nbytes for tensor in rest if not any(tensor is table for table in subject.tables))
     )
 
 

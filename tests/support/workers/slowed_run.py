@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 
 import meshwright.train.main
 from meshwright.models.llama import Llama
-from meshwright.train.build_model import build_model
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.exit import exit_process
 from meshwright.train.distributed.ranks import read_rank_info
+from meshwright.train.model.build import build_model
 
 SLOW, LATE, BEFORE_LATE = "layers.2", "layers.4", "layers.3"
 SLEEP_S = 0.1

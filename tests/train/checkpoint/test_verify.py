@@ -19,7 +19,6 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.checkpoint import main as checkpoint_tool
 from meshwright.tools.convert_hf import main as convert
-from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint import initial_weights, reader
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
@@ -32,6 +31,7 @@ from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError
+from meshwright.train.model.build import build_model
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from tests.support.checkpoint_faults import Fault, make_faults
@@ -83,7 +83,6 @@ class Trainer:
             config.train,
             plan,
             build_mesh(plan.mesh, "cpu"),
-            torch.device("cpu"),
             config.run.seed,
         )
         self.optimizer = build_optimizer(self.model, config.optim)

@@ -15,7 +15,6 @@ from torch import Tensor
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.simulate.simulator import fake_process_group
-from meshwright.train.build_model import shard_model
 from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, whole
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
@@ -38,6 +37,7 @@ from meshwright.train.checkpoint.shards import (
     training_tensors,
 )
 from meshwright.train.config_parser import parse_config
+from meshwright.train.model.build import shard_model
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 
@@ -75,7 +75,7 @@ def training_state(config_name: str, mesh: MeshPlan, rank: int) -> Iterator[tupl
     plan = plan_run(config.job, mesh.world_size, min(GPUS_PER_NODE, mesh.world_size))
     with fake_process_group(mesh.world_size, rank):
         device_mesh = build_mesh(plan.mesh, "cpu")
-        model = shard_model(config.model, plan, device_mesh)
+        model = shard_model(config.model, plan, device_mesh).model
         yield training_tensors(model, build_optimizer(model, config.optim)), degrees(device_mesh)
 
 

@@ -1,0 +1,139 @@
+"""Our Llama as train/ and tools/ use it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.cost import flops_per_token
+from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.size import count_parameters
+from meshwright.parallel.fsdp import copy_shard
+from meshwright.parallel.model.describe import describe
+from meshwright.parallel.model.materialize import allocate
+from meshwright.parallel.plan.schema import ModelUnits, Plan, TensorPlan
+from meshwright.parallel.planner.tracing.eager import TracedModule
+from meshwright.parallel.planner.tracing.float8 import multiply_in_float8
+from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
+from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.train.config import TrainingJob
+from meshwright.train.data.batch import Batch
+from meshwright.train.model.source import Attention, AttentionHeads, LossOf, TraceCase, freeze_named
+
+BLOCKS = "layers."
+BLOCK = f"{BLOCKS}0"  # stands for every block
+LOGITS = ("head.output", "head.loss")
+
+
+class LlamaSource:
+    """A Llama of a shape (`ModelSource`)."""
+
+    logits = LOGITS
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def units(self) -> ModelUnits:
+        return describe(self.new())
+
+    @property
+    def parameters(self) -> int:
+        return count_parameters(self.config).total
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.config.max_seq_len
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        config = self.config
+        outputs = (config.dim, config.n_kv_heads * config.head_dim, config.ffn_dim, config.vocab_size)
+        return [*((config.dim, each) for each in outputs), (config.ffn_dim, config.dim)]
+
+    @property
+    def attention(self) -> AttentionHeads:
+        return AttentionHeads(self.config.n_heads, self.config.n_kv_heads, self.config.head_dim)
+
+    @property
+    def tables(self) -> int:
+        """Of models.rope."""
+        return 2 * self.config.max_seq_len * self.config.head_dim * torch.float32.itemsize
+
+    def check(self, job: TrainingJob) -> None:
+        """Everything can be trained: Config has checked the shape."""
+
+    def new(self, z_loss: float = 0.0) -> Llama:
+        with torch.device("meta"):
+            model = Llama(self.config)
+        model.head.loss.z_loss = z_loss
+        return model
+
+    def flops_per_token(self, seq_len: int, attention: Attention) -> float:
+        return flops_per_token(self.config, seq_len, attention)
+
+    def initialise(self, sharded: ShardedModel, seed: int) -> None:
+        """As `init_weights`."""
+        allocate(sharded)
+        assert isinstance(sharded.model, Llama)
+        init_weights(sharded.model, seed, copy_shard)
+
+    def loss(self, plan: Plan, z_loss: float) -> LossOf:
+        return loss_of_llama
+
+    def texts(self) -> Mapping[str, str]:
+        return {}
+
+    def kinds(self, seq_len: int) -> Mapping[str, str]:
+        return {name: BLOCK if name.startswith(BLOCKS) else name for name in self.units.modules}
+
+    def compiled(self, module: str, plan: Plan, unit_compiled: bool) -> bool:
+        return unit_compiled and module != "tok_embeddings" and plan.compile.backend != "eager"
+
+    @property
+    def trace_key(self) -> LlamaConfig:
+        """A model of one block, whose tables are inputs of the modules."""
+        return dataclasses.replace(self.config, n_layers=1, rope_scaling=None)
+
+    def tracer(self, case: TraceCase) -> Callable[[int], TracedModule]:
+        return partial(_traced, case)
+
+
+def _traced(case: TraceCase, sequences: int) -> TracedModule:
+    config, dtype = case.model, getattr(torch, case.dtype)
+    torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
+    try:
+        model = Llama(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
+    apply_as_single_tp_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
+    multiply_in_float8(model, case.float8)
+    module = model.get_submodule(case.module)
+    # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.
+    freeze_named(module, case.frozen if case.module != "tok_embeddings" else ())
+    ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
+    tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
+    # Not a leaf: autograd would keep a leaf alive, but in a run only the operators that need the input do.
+    x = torch.empty(sequences, tokens, config.dim, dtype=dtype, requires_grad=True).clone()
+    if case.module == "tok_embeddings":
+        return TracedModule(module, (ids_BT,))
+    if case.module == BLOCK:
+        size = (sequences, case.seq_len) if case.document_mask else (case.seq_len,)
+        tables = tuple(torch.empty(*size, config.head_dim, dtype=torch.float32) for _ in range(2))
+        if case.document_mask:
+            return TracedModule(module, (x, *tables, ids_BT))
+        return TracedModule(module, (x, *tables), tables=tables)
+    return TracedModule(module, (x, ids_BT))
+
+
+def loss_of_llama(model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:
+    """Return the loss, which our Llama computes itself."""
+    loss: Tensor = model(batch.tokens, batch.targets, batch.first, divisor)
+    return loss
