@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.models.hf import config_to_hf, hf_name
+from meshwright.models.llama import LlamaConfig
 from meshwright.tools.cli import number_from, run_tool
 from meshwright.tools.load_weights import (
     checkpoint_config,
@@ -44,8 +45,10 @@ from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path
+from meshwright.train.model.own import HF_CONFIG
 
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
+HF_CONFIG_BYTES = 2**24
 # checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
 # size: the default is never
 SAVE_EVERY = 500
@@ -173,10 +176,15 @@ def export_checkpoint(
     """Write the model of a verified checkpoint into the folder `partial`, in the format of transformers."""
     config = checkpoint_config(checkpoint)
     files = open_checkpoint(checkpoint, manifest)
-    saved = {
-        hf_name(fqn): (PREFIX + fqn, tensor)
-        for fqn, tensor in saved_weights(checkpoint, manifest, config.model).items()
-    }
+    if isinstance(config.model, LlamaConfig):
+        weights = saved_weights(checkpoint, manifest, config.model)
+        saved = {hf_name(fqn): (PREFIX + fqn, tensor) for fqn, tensor in weights.items()}
+    else:  # transformers' own module, whose names are those of the folder
+        saved = {
+            name.removeprefix(PREFIX): (name, tensor)
+            for name, tensor in manifest.tensors.items()
+            if name.startswith(PREFIX)
+        }
     dtypes = {name: getattr(torch, dtype or tensor.dtype) for name, (_, tensor) in saved.items()}
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
 
@@ -192,10 +200,22 @@ def export_checkpoint(
     main_dtype = max(
         dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each)
     )
-    written = config_to_hf(
-        config.model, str(main_dtype).removeprefix("torch."), _token_ids(partial / GENERATION)
-    )
+    stored_as = str(main_dtype).removeprefix("torch.")
+    if isinstance(config.model, LlamaConfig):
+        written = config_to_hf(config.model, stored_as, _token_ids(partial / GENERATION))
+    else:
+        written = {**_own_hf_config(checkpoint), "dtype": stored_as}
     (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _own_hf_config(checkpoint: Path) -> dict[str, Any]:
+    """Return the config.json of a model that a factory built, which the run has saved beside its weights."""
+    if not (checkpoint / HF_CONFIG).is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {HF_CONFIG}: its model is not one of transformers, which a Hugging Face "
+            "folder needs. Read its weights with meshwright.load, or from its safetensors files"
+        )
+    return read_json(checkpoint / HF_CONFIG, HF_CONFIG_BYTES)
 
 
 def write_files(

@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.models.llama import LlamaConfig
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint, read_tensors
 from meshwright.train.checkpoint.verify import verify_alone
-from meshwright.train.config import Config
+from meshwright.train.config import Config, ModelConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import CheckpointError, ConfigError
 
@@ -59,7 +58,7 @@ def checkpoint_config(checkpoint: Path) -> Config:
 
 
 def saved_weights(
-    checkpoint: Path, manifest: CheckpointManifest, model: LlamaConfig
+    checkpoint: Path, manifest: CheckpointManifest, model: ModelConfig
 ) -> dict[str, SavedTensor]:
     """Return the manifest's entries of the model's parameters, by fully qualified name. CheckpointError if a
     name or shape does not match the config."""

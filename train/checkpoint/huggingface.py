@@ -33,27 +33,37 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class HfFolder:
-    """A Llama saved by Hugging Face's libraries: our config, the Hugging Face config, and the file of each
-    tensor."""
+class HfWeights:
+    """A model saved by Hugging Face's libraries: its config, and the file of each tensor."""
 
     path: Path
-    config: LlamaConfig
     hf_config: dict[str, Any]
     files: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
 
 
+@dataclass(frozen=True)
+class HfFolder(HfWeights):
+    """A Llama among them, with our config."""
+
+    config: LlamaConfig
+
+
+def open_weights(path: Path) -> HfWeights:
+    """Read the config and the safetensors headers of a folder of any model. Raises CheckpointError."""
+    hf_config, files = _read_json(path / CONFIG), _find_files(path)
+    return HfWeights(path, hf_config, files, _read_headers(files))
+
+
 def open_folder(path: Path) -> HfFolder:
-    """Read the config and the safetensors headers of a folder. Weights are read only to compare the two
-    copies of a tied one. Raises CheckpointError."""
+    """Read a folder of a Llama. Weights are read only to compare the two copies of a tied one. Raises
+    CheckpointError."""
     hf_config = _read_json(path / CONFIG)
     try:
         config = config_from_hf(hf_config)
     except ValueError as error:
         raise CheckpointError(one_line(f"{path / CONFIG}: {error}")) from None
-    files = _find_files(path)
-    folder = HfFolder(path, config, hf_config, files, _read_headers(files))
+    folder = HfFolder(**vars(open_weights(path)), config=config)
     _check_blocks(folder)
     if config.tie_embeddings and OUTPUT in folder.tensors and EMBEDDING in folder.tensors:
         _check_copies(folder)

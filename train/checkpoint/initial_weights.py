@@ -5,26 +5,34 @@ Each rank reads the slices of its own shards directly into its parameters, conve
 holds the full model or sends weights to another.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from meshwright.models.hf import different_keys, hf_name, is_ignored
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, HfFolder, open_folder
+from meshwright.train.checkpoint.huggingface import (
+    CONFIG,
+    DTYPES,
+    HfFolder,
+    HfWeights,
+    open_folder,
+    open_weights,
+)
 from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.train.checkpoint.reader import open_checkpoint, open_files, read_together
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
-from meshwright.train.config import VerifyMode
+from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import CheckpointError, ConfigError
 from meshwright.train.files import user_path
+from meshwright.train.model.source import source_of
 
 PREFIX = "model."  # of the weights' names in our checkpoints
 
@@ -39,7 +47,7 @@ class Weights:
     files: tuple[Path, ...] | None = None
 
 
-def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | None) -> Weights | None:
+def find_weights(init_from: str | None, model: ModelConfig, resume_from: Path | None) -> Weights | None:
     """Return the weights that `checkpoint.init_from` names, checked against the model by name and shape.
 
     Returns None without init_from, or if the run resumes from its own checkpoint. Raises CheckpointError and
@@ -51,12 +59,14 @@ def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | 
     if (path / MANIFEST).is_file():
         return _of_checkpoint(path, model)
     if (path / CONFIG).is_file():
-        return _of_folder(open_folder(path), model)
+        if isinstance(model, LlamaConfig):
+            return _of_folder(open_folder(path), model)
+        return _of_own_folder(open_weights(path), model)
     saved = [] if not path.is_dir() else [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
     hint = f", such as {saved[-1]}" if saved else ""
     problem = f" has neither {CONFIG} nor {MANIFEST}" if path.is_dir() else ": no such folder"
     raise CheckpointError(
-        f"checkpoint.init_from={init_from}{problem}: name the folder of a Hugging Face Llama, or a "
+        f"checkpoint.init_from={init_from}{problem}: name the folder of a Hugging Face model, or a "
         f"checkpoint{hint}"
     )
 
@@ -90,6 +100,10 @@ def check_folder(folder: HfFolder) -> None:
     }
     names = {hf_name(fqn): shape for fqn, shape in weight_shapes(folder.config).items()}
     _check_tensors(folder.path, names, saved)
+    _check_dtypes(folder, names)
+
+
+def _check_dtypes(folder: HfWeights, names: Iterable[str]) -> None:
     unsupported = [
         f"{name} ({folder.tensors[name].dtype})" for name in names if folder.tensors[name].dtype not in DTYPES
     ]
@@ -100,11 +114,10 @@ def check_folder(folder: HfFolder) -> None:
         )
 
 
-def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return each parameter's shape by fqn, a tied weight once. Allocates nothing."""
-    with torch.device("meta"):
-        model = Llama(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    built = source_of(model).new()
+    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
 def _of_folder(folder: HfFolder, model: LlamaConfig) -> Weights:
@@ -118,7 +131,41 @@ def _of_folder(folder: HfFolder, model: LlamaConfig) -> Weights:
     return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files)
 
 
-def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
+def _of_own_folder(folder: HfWeights, model: ModelConfig) -> Weights:
+    """Return the weights of a model that a factory builds, which has the folder's names, but for a prefix
+    that one of them may lack, and a tied weight, which may be there under any of its names."""
+    built = source_of(model).new()
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in built.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(fqn)
+    prefix = f"{getattr(built, 'base_model_prefix', '')}."
+    known = {*folder.tensors}
+    names, used = {}, set[str]()
+    for fqns in names_of.values():
+        spelled = [other for fqn in fqns for other in (fqn, fqn.removeprefix(prefix), f"{prefix}{fqn}")]
+        found = [name for name in dict.fromkeys(spelled) if name in known]
+        names[fqns[0]] = found[0] if found else fqns[0]
+        used.update(found)
+    patterns = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = re.compile("|".join((*patterns, COMPUTED)))
+    _check_tensors(
+        folder.path,
+        {names[fqns[0]]: tuple(parameter.shape) for parameter, fqns in names_of.items()},
+        {
+            name: tensor.shape
+            for name, tensor in folder.tensors.items()
+            if name in names.values() or not (name in used or ignored.search(name))
+        },
+    )
+    _check_dtypes(folder, names.values())
+    return Weights(folder.path, names, folder.files)
+
+
+# tables that older versions of transformers saved among the weights
+COMPUTED = r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$"
+
+
+def _of_checkpoint(path: Path, model: ModelConfig) -> Weights:
     manifest = read_manifest(path)
     raise_damage(
         path, find_damage(path, manifest, "full", [name for name in manifest.files if name == "config.yaml"])
@@ -126,7 +173,9 @@ def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
     if not (path / "config.yaml").is_file():
         raise CheckpointError(f"{path} has no config.yaml, so its model is unknown: use another checkpoint")
     way_out = f"use the model section of {path}/config.yaml"
-    _check_config(f"{path}/config.yaml", load_config(path / "config.yaml").model, model, way_out)
+    saved_model = load_config(path / "config.yaml").model
+    if isinstance(model, LlamaConfig) and isinstance(saved_model, LlamaConfig):
+        _check_config(f"{path}/config.yaml", saved_model, model, way_out)
     names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
     _check_tensors(
         path,
