@@ -9,6 +9,7 @@ model on the meta device.
 import argparse
 import dataclasses
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import yaml
 from torch import nn
 
 from meshwright.parallel.config import CompileConfig, ParallelConfig
+from meshwright.parallel.errors import one_line
 from meshwright.parallel.model.check import Loss, check
 from meshwright.parallel.model.describe import Example, describe
 from meshwright.parallel.plan.make import RunShape, make_plan
@@ -97,7 +99,10 @@ def model_arguments(rest: Sequence[str]) -> dict[str, Any]:
         key, equals, value = argument.removeprefix(PREFIX).partition("=")
         if not argument.startswith(PREFIX) or not equals:
             raise ConfigError(f"unknown argument {argument}: see python -m tools.check -h")
-        given[key] = yaml.safe_load(value)
+        try:
+            given[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(one_line(f"{PREFIX}{key}={value} is not YAML: {error}")) from None
     return given
 
 
@@ -111,6 +116,10 @@ def build(factory: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, Exampl
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--model.factory={factory}: {error}") from error
+    try:
+        inspect.signature(function).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--model.factory={factory}: {error}: set it with {PREFIX}KEY=VALUE") from error
     result = function(**arguments)
     if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)):
         raise ConfigError(

@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
         model: not sharded, on the meta device (then its initialisers give values) or with values
         plan: for any number of processes: degrees above 2 become 2
         example: arguments of the model's forward, with values; the first dimension of its tensors is the
-        batch
+            batch
         loss: a function of the model's outputs and the example, to be told whether it is a sum or a mean
 
     The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises
@@ -127,16 +127,7 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
             "model of the same classes and its plan"
         )
     found = run_processes(small, cut, example, loss)
-    differences = tuple(difference for each in found for difference in each["differences"])
-    return CheckReport(
-        degrees=small.mesh,
-        blocks=blocks,
-        compared=sum(each["compared"] for each in found),
-        largest=max(each["largest"] for each in found),
-        differences=differences,
-        graphs=max(each["graphs"] for each in found),
-        loss=found[0]["loss"],
-    )
+    return CheckReport(small.mesh, blocks, **{**found, "differences": tuple(found["differences"])})
 
 
 def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
@@ -165,14 +156,19 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
     return cut, tuple(name for name in repeated if name in present)
 
 
+# attributes by which blocks count themselves: they differ in blocks that compute the same
+NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx")
+
+
 def block_kind(module: nn.Module) -> object:
-    """Return a key that is equal for blocks of one kind: classes, shapes, and settings other than numbers of
-    layers."""
+    """Return a key that is equal for blocks of one kind: classes, shapes, and settings other than NUMBERS."""
     settings = tuple(
         (name, type(part).__name__, key, value)
         for name, part in module.named_modules()
         for key, value in sorted(vars(part).items())
-        if isinstance(value, str | bool | float | None) and not key.startswith("_")
+        if isinstance(value, str | bool | int | float | None)
+        and key not in NUMBERS
+        and not key.startswith("_")
     )
     return settings, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
@@ -207,8 +203,8 @@ def _small_unit(unit: UnitPlan) -> UnitPlan:
     )
 
 
-def run_processes(plan: Plan, model: nn.Module, example: Example, loss: Loss | None) -> list[dict[str, Any]]:
-    """Compare on as many processes as the plan has, and return what each found."""
+def run_processes(plan: Plan, model: nn.Module, example: Example, loss: Loss | None) -> dict[str, Any]:
+    """Compare on as many processes as the plan has, and return what they found together."""
     with tempfile.TemporaryDirectory(prefix="meshwright-check-") as name:
         folder = Path(name)
         try:
@@ -223,7 +219,8 @@ def run_processes(plan: Plan, model: nn.Module, example: Example, loss: Loss | N
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
     if errors := [result["error"] for result in results if "error" in result]:
         raise PlanError(f"check: {errors[0]}")
-    return results
+    found: dict[str, Any] = results[0]
+    return found
 
 
 def _run_rank(rank: int, processes: int, folder: str) -> None:
@@ -239,8 +236,9 @@ def _run_rank(rank: int, processes: int, folder: str) -> None:
 
 
 def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = None) -> dict[str, Any]:
-    """Compare on this rank: the unsharded model on this rank's part of the batch, with its gradients summed
-    over the data-parallel ranks, and the sharded one, eager and compiled."""
+    """Compare the unsharded model on each rank's part of the batch, with its gradients summed over the
+    data-parallel ranks, and the sharded one, eager and compiled. Every rank calls it, and all get what they
+    found together: the fields of a CheckReport after `blocks`."""
     import torch._inductor.config as inductor
 
     from meshwright.parallel.compile.stats import count_compiled_graphs
@@ -266,7 +264,6 @@ def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = 
             expected = _backward(unsharded, part, sharded.data_rank)
             for name, gradient in gradients(unsharded).items():
                 expected[name] = summed(gradient, sharded.data_group)
-        results: dict[str, Tensor] = {}
         for own, _ in sharded.micro_batches([part], count=lambda _: 1):
             outputs = _backward(sharded.model, own, sharded.data_rank)
         results = outputs | gradients(sharded.model)
@@ -276,14 +273,24 @@ def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = 
             compared, largest = compared + 1, max(largest, error)
             if not error <= TOLERANCE:
                 differences.append(Mismatch(run, name, error, scale))
-    shown = differences if dist.get_rank() == 0 else []  # gradients are the same on all ranks
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (differences, largest))
     return {
-        "differences": shown,
-        "compared": compared if dist.get_rank() == 0 else 0,
-        "largest": largest,
+        "compared": compared,
+        "largest": max(of_rank for _, of_rank in by_rank),
+        "differences": _worst(found for found, _ in by_rank),
         "graphs": count_compiled_graphs() - graphs_before,
         "loss": kind_of_loss(unsharded, example, loss) if loss else "",
     }
+
+
+def _worst(by_rank: Iterable[Sequence[Mismatch]]) -> list[Mismatch]:
+    """Return the differences of all ranks, each tensor once: with the largest error."""
+    worst: dict[tuple[str, str], Mismatch] = {}
+    for each in (each for found in by_rank for each in found):
+        key = (each.run, each.name)
+        worst[key] = max(worst.get(key, each), each, key=lambda mismatch: mismatch.error)
+    return list(worst.values())
 
 
 def _compilable_on_cpu(plan: Plan) -> Plan:

@@ -2,13 +2,14 @@
 `tools.check` in a folder of somebody else."""
 
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.launch import family, kill
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = re.search(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
@@ -60,9 +61,8 @@ def test_the_script_trains_the_same_on_1_2_and_4_processes_and_resumes(tmp_path:
     deadline = time.monotonic() + 120
     while not (killed / "checkpoints/step-00000010").is_dir() and time.monotonic() < deadline:
         time.sleep(0.05)
-    first.send_signal(signal.SIGKILL)
+    kill(family(first.pid))
     first.communicate()
-    time.sleep(1.0)
     assert norms(start(killed, 4)) == pytest.approx(results[1] * 4, rel=1e-4)
 
 
@@ -108,6 +108,8 @@ def test_the_command_proves_a_model_of_somebody_else(tmp_path: Path) -> None:
         (["--model.factory=theirs"], "must be MODULE:FUNCTION"),
         (["--model.factory=nowhere:build"], "No module named 'nowhere'"),
         (["--model.factory=json:loads", "--tp=2", "--modle.args.x=1"], "unknown argument --modle.args.x=1"),
+        (["--model.factory=json:loads", "--model.args.x=[1"], "--model.args.x=[1 is not YAML"),
+        (["--model.factory=json:loads"], "missing a required argument: 's'"),
     ],
 )
 def test_wrong_commands_say_what_is_wrong(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import fork
+from tests.support.forks import STACKS, fork
 from tests.support.launch import LIMIT_S, Launch
 
 
@@ -39,6 +39,21 @@ def test_a_fork_ends_with_the_code_of_an_interpreter(
 def waits(folder: Path) -> None:
     (folder / "waits").touch()
     time.sleep(2 * LIMIT_S)
+
+
+def test_a_fork_prints_where_it_is(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    process = fork(waits, tmp_path, output=output)
+    try:
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        process.send_signal(STACKS)
+        while "in waits" not in output.read_text():
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def fails(folder: Path) -> None:

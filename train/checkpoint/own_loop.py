@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -40,8 +41,6 @@ def save(
 
     Raises SaveError on all ranks if one fails.
     """
-    import torch.distributed as dist
-
     config = CheckpointConfig(asynchronous=False, keep=keep)
     texts = {"plan.yaml": plan_to_yaml(sharded.plan), EXTRA: json.dumps(dict(extra or {}))}
     saver = CheckpointSaver(config, Path(folder), sharded.model, optimizer, sharded.mesh, texts)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -149,6 +150,37 @@ def test_a_lost_bias_is_found() -> None:
     plan = plan_of(made, tp=2, activation_checkpoint="none")
     result: dict[str, Any] = run_ranks(2, lose_bias, made, plan)[0]
     assert "output 0" in {each.name for each in result["differences"]}
+
+
+class OffOnOneRank(nn.Linear):
+    """A linear layer that is wrong on the last rank if it is sharded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        wrong = type(self).__name__.startswith("FSDP") and dist.get_rank() == 1
+        return y + 1 if wrong else y
+
+
+def off_on_one_rank() -> MADE:
+    return nn.Sequential(*(OffOnOneRank(8, 8) for _ in range(3))), {"input": torch.randn(4, 8)}
+
+
+def test_what_only_one_rank_computes_differently_is_found_by_all() -> None:
+    made = off_on_one_rank()
+    plan = plan_of(made, compile=mw.CompileConfig(enabled=False))
+    for results in run_ranks(2, compare_here, made, [plan]):
+        assert "output 0" in {each.name for each in results[0]["differences"]}
+
+
+def test_windows_of_two_lengths_are_two_kinds_and_numbers_of_layers_are_not() -> None:
+    def block(**settings: int) -> nn.Module:
+        made = nn.Linear(4, 4)
+        vars(made).update(settings)
+        return made
+
+    first = block(layer_idx=0, window=8)
+    assert block_kind(first) == block_kind(block(layer_idx=1, window=8))
+    assert block_kind(first) != block_kind(block(layer_idx=0, window=16))
 
 
 def test_the_cut_model_has_one_block_of_each_kind_and_another() -> None:
