@@ -8,14 +8,10 @@ model on the meta device.
 
 import argparse
 import dataclasses
-import importlib
-import inspect
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
 from torch import nn
 
 from meshwright.parallel.config import CompileConfig, ParallelConfig
@@ -24,8 +20,11 @@ from meshwright.parallel.model.check import Loss, check
 from meshwright.parallel.model.describe import Example, describe
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.serialize import plan_to_table
+from meshwright.parallel.yaml_io import YamlError, load_value
 from meshwright.tools.cli import run_tool, to_json
+from meshwright.train.config import FactoryConfig
 from meshwright.train.errors import ConfigError
+from meshwright.train.model.factory import call_factory, name_factory
 
 PREFIX = "--model.args."
 
@@ -100,32 +99,19 @@ def model_arguments(rest: Sequence[str]) -> dict[str, Any]:
         if not argument.startswith(PREFIX) or not equals:
             raise ConfigError(f"unknown argument {argument}: see python -m tools.check -h")
         try:
-            given[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(one_line(f"{PREFIX}{key}={value} is not YAML: {error}")) from None
+            given[key] = load_value(value)
+        except YamlError as error:
+            raise ConfigError(one_line(f"{PREFIX}{key}={value}: {error}")) from None
     return given
 
 
 def build(factory: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, Example, Loss | None]:
     """Call the factory. Raises ConfigError if there is no such function, or if it returns something else."""
-    module, colon, name = factory.partition(":")
-    if not colon:
-        raise ConfigError(f"--model.factory={factory} must be MODULE:FUNCTION, such as mine:build")
-    sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--model.factory={factory}: {error}") from error
-    try:
-        inspect.signature(function).bind(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--model.factory={factory}: {error}: set it with {PREFIX}KEY=VALUE") from error
-    result = function(**arguments)
-    if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)):
-        raise ConfigError(
-            f"--model.factory={factory} must return a model, an example, and if you like a loss"
-        )
-    return result if len(result) == 3 else (*result, None)
+    name_factory(factory)
+    made = call_factory(FactoryConfig(factory, dict(arguments)), device=None)
+    if made.example is None:
+        raise ConfigError(f"model.factory={factory} must return a model and an example of its arguments")
+    return made.module, made.example, made.loss
 
 
 def _blocks(text: str | None) -> str | int | None:

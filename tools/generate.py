@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.models.llama import Llama
+from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.rope import rope_tables
 from meshwright.tools.cli import natural, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = checkpoint_config(checkpoint)
     window = choose_window(options.window, config.job)
     tokenizer = find_model_tokenizer(checkpoint, config.data, options.tokenizer)
-    check_vocabulary(tokenizer.info, config.model.vocab_size)
+    check_vocabulary(tokenizer.info, _shape(config.job).vocab_size)
     context = make_context(tokenizer, options.prompt.encode("utf-8", "surrogateescape"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(checkpoint, config.job, device)
@@ -162,24 +162,33 @@ def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
     return ids if tokenizer.info.bos is None else [tokenizer.info.bos, *ids]
 
 
+def _shape(job: TrainingJob) -> LlamaConfig:
+    """Return the shape of a job's Llama. Raises ConfigError for another model."""
+    if not isinstance(job.model, LlamaConfig):
+        raise ConfigError(
+            f"the run's model is built by {job.model.factory}, and this tool generates with our Llama only: "
+            "write a model of transformers with tools.convert_hf export, and use its generate()"
+        )
+    return job.model
+
+
 def choose_window(requested: int, job: TrainingJob) -> int:
     """Return the maximum tokens of context; 0 is the run's seq_len. ConfigError if the position tables are
     shorter."""
-    if requested > job.model.max_seq_len:
-        raise ConfigError(
-            f"--window={requested} must not exceed the run's model.max_seq_len={job.model.max_seq_len}"
-        )
+    longest = _shape(job).max_seq_len
+    if requested > longest:
+        raise ConfigError(f"--window={requested} must not exceed the run's model.max_seq_len={longest}")
     return requested or job.seq_len
 
 
 def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> Llama:
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
     CPU in float32."""
-    weights = load_full_weights(checkpoint)
-    if job.model.tie_embeddings:
+    shape, weights = _shape(job), load_full_weights(checkpoint)
+    if shape.tie_embeddings:
         weights["head.output.weight"] = weights["tok_embeddings.weight"]
     with torch.device("meta"):
-        model = Llama(job.model)
+        model = Llama(shape)
     name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
     model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)

@@ -18,8 +18,8 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value
-from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import name_factory
 

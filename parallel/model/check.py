@@ -27,6 +27,7 @@ from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.model.describe import Example, call_arguments
+from meshwright.parallel.model.inputs import kind_of
 from meshwright.parallel.model.materialize import load_weights, materialize
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan
 from meshwright.parallel.sharded_model import ShardedModel, summed
@@ -146,7 +147,7 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
         if parent and isinstance(cut.get_submodule(parent), nn.ModuleList | nn.Sequential):
             lists.setdefault(parent, []).append(name)
     for parent, names in lists.items():
-        kinds = [block_kind(cut.get_submodule(name)) for name in names]
+        kinds = [kind_of(cut.get_submodule(name)) for name in names]
         last = max(kinds.index(kind) for kind in kinds)
         kept = {name.rpartition(".")[2] for name in names[: min(last + 2, MOST_BLOCKS)]}
         for name in names:
@@ -154,23 +155,6 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
                 delattr(cut.get_submodule(parent), key)
     present = {name for name, _ in cut.named_modules()}
     return cut, tuple(name for name in repeated if name in present)
-
-
-# attributes by which blocks count themselves: they differ in blocks that compute the same
-NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx")
-
-
-def block_kind(module: nn.Module) -> object:
-    """Return a key that is equal for blocks of one kind: classes, shapes, and settings other than NUMBERS."""
-    settings = tuple(
-        (name, type(part).__name__, key, value)
-        for name, part in module.named_modules()
-        for key, value in sorted(vars(part).items())
-        if isinstance(value, str | bool | int | float | None)
-        and key not in NUMBERS
-        and not key.startswith("_")
-    )
-    return settings, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
 def small_plan(plan: Plan, cut: nn.Module) -> Plan:

@@ -117,7 +117,7 @@ def tokens_of(example: Example) -> int:
     return next((t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
 
 
-def kind_of(module: nn.Module, call: Call | None) -> tuple[object, ...]:
+def kind_of(module: nn.Module, call: Call | None = None) -> tuple[object, ...]:
     """Return what decides how a module computes: its classes, the sizes of its weights, its plain attributes,
     and the arguments of its call. Modules of one kind have one trace."""
 

@@ -1,15 +1,18 @@
 """Calls the function that `model.factory` names, which returns a model of yours."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from meshwright.parallel.errors import one_line
 from meshwright.parallel.model.describe import Example
 from meshwright.train.config import FactoryConfig
 from meshwright.train.errors import ConfigError
@@ -45,23 +48,30 @@ def call_factory(config: FactoryConfig, device: str | None = "meta") -> OwnModel
     Raises ConfigError if no command has named it, as when a checkpoint does, and if there is no such
     function, it refuses its arguments, or returns something else.
     """
+    named = f"model.factory={config.factory}"
     if config.factory not in _named:
         raise ConfigError(
             f"the model is built by {config.factory}, which only a checkpoint names, and reading a "
-            f"checkpoint runs no code: if you trust it, add --model.factory={config.factory}"
+            f"checkpoint runs no code: if you trust it, add --{named}"
         )
     function = _find(config.factory)
     try:
-        with torch.device(device) if device else torch.device("cpu"):
+        inspect.signature(function).bind(**config.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{named}: {error}: set it with --model.args.KEY=VALUE") from error
+    try:
+        with torch.device(device) if device else nullcontext():
             result = function(**config.args)
-    except (TypeError, ValueError, ImportError, OSError) as error:
-        raise ConfigError(f"model.factory={config.factory}: {type(error).__name__}: {error}") from error
+    except (ValueError, ImportError, OSError) as error:  # others are bugs: their traceback says where
+        raise ConfigError(one_line(f"{named}: {type(error).__name__}: {error}")) from error
     parts = result if isinstance(result, tuple) else (result,)
-    if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module)):
-        raise ConfigError(f"model.factory={config.factory} must return {RESULT}")
-    if parts[1:] and not isinstance(parts[1], Mapping | tuple | list | None):
-        raise ConfigError(f"model.factory={config.factory} must return {RESULT}")
+    if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and _is_example(*parts[1:2])):
+        raise ConfigError(f"{named} must return {RESULT}")
     return OwnModel(*parts)
+
+
+def _is_example(value: object = None) -> bool:
+    return isinstance(value, Mapping | tuple | list | None)
 
 
 def _find(factory: str) -> Callable[..., Any]:

@@ -167,7 +167,7 @@ def _random_operators_as_they_are() -> Iterator[None]:
     from torch._functorch import partitioners
 
     found = partitioners.has_recomputable_rng_ops
-    partitioners.has_recomputable_rng_ops = lambda _: False
+    partitioners.has_recomputable_rng_ops = lambda fx_g: False
     try:
         yield
     finally:

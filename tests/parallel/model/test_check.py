@@ -11,15 +11,9 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.parallel import tensor_parallel
 from meshwright.parallel.activation_checkpoint import count_saved
-from meshwright.parallel.model.check import (
-    block_kind,
-    check,
-    compare,
-    cut_model,
-    kind_of_loss,
-    relative_error,
-)
+from meshwright.parallel.model.check import check, compare, cut_model, kind_of_loss, relative_error
 from meshwright.parallel.model.check import on_meta as on_the_meta_device
+from meshwright.parallel.model.inputs import kind_of
 from meshwright.tools.bench.own_model.models import MADE, hf_llama, linears, on_meta, qwen3
 from tests.support.worlds import run_ranks
 
@@ -179,15 +173,15 @@ def test_windows_of_two_lengths_are_two_kinds_and_numbers_of_layers_are_not() ->
         return made
 
     first = block(layer_idx=0, window=8)
-    assert block_kind(first) == block_kind(block(layer_idx=1, window=8))
-    assert block_kind(first) != block_kind(block(layer_idx=0, window=16))
+    assert kind_of(first) == kind_of(block(layer_idx=1, window=8))
+    assert kind_of(first) != kind_of(block(layer_idx=0, window=16))
 
 
 def test_the_cut_model_has_one_block_of_each_kind_and_another() -> None:
     made = stack()
     cut, blocks = cut_model(made[0], plan_of(made))
     assert blocks == ("blocks.0", "blocks.1", "blocks.2")
-    assert len({block_kind(cut.get_submodule(name)) for name in blocks}) == 2
+    assert len({kind_of(cut.get_submodule(name)) for name in blocks}) == 2
     assert len(made[0].blocks) == 6, "the model itself is left alone"
 
 

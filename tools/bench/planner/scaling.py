@@ -23,6 +23,7 @@ from meshwright.tools.plan.scaling import read_sweep, row_json, sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
+from meshwright.train.model.source import source_of
 
 WAYS = {"planner": (), "fsdp": ("--parallel.dp_replicate=1", "--parallel.tp=1")}
 GPUS_PER_NODE = 8
@@ -70,7 +71,7 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
         case = {"config": Path(name).stem, "gpu": hardware.name, "gpus": gpus, "way": way}
         label = " ".join(map(str, case.values()))
         predicted = predict_best(config.job, gpus, hardware)
-        cases[label] = {**case, "n_layers": config.model.n_layers, **predicted}
+        cases[label] = {**case, "n_layers": len(source_of(config.model).units.checkpointed), **predicted}
         print(f"{label}: {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
     cells = list(cases.values())
     if options.picture:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.bench.speed.cpu_limits import Allowed, measure_allowed
 from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, ours, parse_peers, run_rounds, to_figures
@@ -104,6 +105,8 @@ def measure_cell(
         raise BenchError(
             f"train.micro_batch_size={sequences}: cpu needs a number to compute a step's work: remove the key"
         )
+    if not isinstance(config.model, LlamaConfig):
+        raise BenchError("model.factory: cpu compares trainers on our Llama's shape: remove the key")
     rounds, left_out = run_rounds([ours(setup), *peers], options.rounds, options.cache)
     allowed = measure_allowed(config.model, sequences, seq_len, dtype, setup.processes, setup.threads)
     figures = to_figures(rounds)
