@@ -14,11 +14,14 @@ def causal_lm(folder: str = "", **config: Any) -> nn.Module:
         config: the keys of config.json, such as model_type="qwen3" and hidden_size; with `folder` those that
             differ. The cache of keys and values is off
 
-    Raises ImportError without transformers (pip install -e '.[hf]').
+    Raises ValueError for a type that transformers does not know, OSError for a folder that it cannot read,
+    and ImportError without transformers (pip install -e '.[hf]').
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     keys = {"use_cache": False, **config}
+    if not folder and "model_type" not in keys:
+        raise ValueError("it needs folder, a Hugging Face folder, or model_type, such as qwen3")
     if folder:
         shape = AutoConfig.from_pretrained(folder, **keys)
     else:

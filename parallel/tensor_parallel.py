@@ -16,6 +16,7 @@ Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D d
     gathered_logits             logits, then gathered over the vocabulary       -> logits[B, T, V]
     own_colwise                 colwise; its backward sums the gradient of x    -> h[B, T, F/tp]
     own_gathered                own_colwise, then gathered over the outputs     -> h[B, T, F]
+    own_rowwise                 this rank's part of a whole h, then rowwise     -> x[B, T, D]
     per_head   h[.., H]         a whole weight on this rank's heads             -> h[.., H]
 
 `own_` is for models whose norms are not `sequence`: each layer sums its input's gradient itself. A bias is
@@ -271,6 +272,10 @@ def _own_gathered(self: Any, x: Tensor) -> Tensor:
     return _Exchange.apply(y, self.tensor_axis, _gather, _local_chunk, y.dim() - 1)
 
 
+def _own_rowwise(self: Any, h: Tensor) -> Tensor:
+    return _rowwise(self, _Exchange.apply(h, self.tensor_axis, _local_chunk, _gather, h.dim() - 1))
+
+
 def _gathered_logits(self: Any, x: Tensor) -> Tensor:
     return _Exchange.apply(F.linear(x, _weight(self)), self.tensor_axis, _gather, _local_chunk, CHANNELS)
 
@@ -302,6 +307,7 @@ STYLES: dict[str, tuple[Callable[..., Tensor], Placement]] = {
     "whole_logits": (_linear, Replicate()),
     "own_colwise": (_own_colwise, Shard(0)),
     "own_gathered": (_own_gathered, Shard(0)),
+    "own_rowwise": (_own_rowwise, Shard(1)),
     "per_head": (_per_head, Replicate()),
 }
 NORM_STYLES = ("sequence", "whole_sequence")

@@ -16,6 +16,7 @@ TRANSFORMERS_STYLES = {
     "colwise_gather_output": "own_gathered",
     "colwise_rep": "own_gathered",
     "rowwise": "rowwise",
+    "rowwise_split_input": "own_rowwise",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "per_head",
 }
@@ -112,6 +113,6 @@ def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
         for name, module in model.named_modules():
             if not fnmatch.fnmatchcase(name, pattern) or style in ("sequence", "per_head"):
                 continue
-            dim = 1 if style == "rowwise" else 0
+            dim = 1 if style.endswith("rowwise") else 0
             sizes[f"size {dim} of {pattern}.weight"] = module.get_parameter("weight").shape[dim]
     return sizes

@@ -12,9 +12,9 @@ from meshwright.parallel.plan.schema import DTYPES, MeshPlan, ModelUnits, Plan, 
 STYLE_NAMES = (
     *("vocab", "sequence", "colwise", "rowwise", "logits", "gathered_logits"),
     *("whole_vocab", "whole_sequence", "whole_colwise", "whole_rowwise", "whole_logits"),
-    *("own_colwise", "own_gathered", "per_head"),
+    *("own_colwise", "own_gathered", "own_rowwise", "per_head"),
 )
-OWN_INPUT_STYLES = {"own_colwise", "own_gathered"}  # of models whose norms gather no tokens
+OWN_INPUT_STYLES = {"own_colwise", "own_gathered", "own_rowwise"}  # of models whose norms gather no tokens
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")  # their partitioner supports a memory budget
 COMMON_BACKENDS = (*BUDGET_BACKENDS, "aot_eager", "eager")  # not looked up: torch's list takes seconds
 MIN_CHUNK_TOKENS = 64  # of the loss

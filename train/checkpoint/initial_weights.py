@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -135,6 +136,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig) -> Weights:
     """Return the weights of a model that a factory builds, which has the folder's names, but for a prefix
     that one of them may lack, and a tied weight, which may be there under any of its names."""
     built = source_of(model).new()
+    _check_own_config(folder, built)
     names_of: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(fqn)
@@ -159,6 +161,34 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig) -> Weights:
     )
     _check_dtypes(folder, names.values())
     return Weights(folder.path, names, folder.files)
+
+
+# keys of config.json that may differ: the weights mean the same
+FREE_KEYS = re.compile(
+    r"architectures|.*version|_.*|(torch_)?dtype|use_cache|.*_token_id|.*dropout.*|.*_pdrop|initializer_range|"
+    r"max_position_embeddings"
+)
+
+
+def _check_own_config(folder: HfWeights, built: Any) -> None:
+    """Raise ConfigError with every key of a folder's config.json that a model of transformers has otherwise:
+    weights of equal shapes would compute something else."""
+    own = getattr(built, "config", None)
+    if not (hasattr(own, "to_dict") and hasattr(own, "from_dict")):
+        return
+    # through the class, which fills in defaults and rewrites old keys
+    saved, asked = type(own).from_dict(dict(folder.hf_config)).to_dict(), own.to_dict()
+    saved["model_type"] = folder.hf_config.get("model_type")
+    different = [
+        f"{key}={asked.get(key)} (saved: {value})"
+        for key, value in saved.items()
+        if asked.get(key) != value and not FREE_KEYS.fullmatch(key)
+    ]
+    if different:
+        raise ConfigError(
+            f"checkpoint.init_from: {folder.path}/{CONFIG} describes another model: {'; '.join(different)}. Give "
+            "the factory the same: meshwright.models.from_transformers:causal_lm takes --model.args.folder"
+        )
 
 
 # tables that older versions of transformers saved among the weights

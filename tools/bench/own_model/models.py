@@ -43,6 +43,55 @@ def qwen3(**changes: Any) -> MADE:
     return _transformers("Qwen3", **changes)
 
 
+def qwen2(**changes: Any) -> MADE:
+    """Biases of queries, keys and values."""
+    return _transformers("Qwen2", **changes)
+
+
+def mistral(**changes: Any) -> MADE:
+    """A window of attention."""
+    return _transformers("Mistral", **{"sliding_window": 4, **changes})
+
+
+def olmo2(**changes: Any) -> MADE:
+    """Norms after the blocks, and of all heads' queries and keys together."""
+    return _transformers("Olmo2", **changes)
+
+
+def phi(**changes: Any) -> MADE:
+    """Attention and feed-forward of one norm, in parallel, with biases; half of each head is rotated."""
+    return _transformers("Phi", **{"partial_rotary_factor": 0.5, **changes})
+
+
+def phi3(**changes: Any) -> MADE:
+    """Queries, keys and values in one product."""
+    return _transformers("Phi3", **changes)
+
+
+def gpt2(**changes: Any) -> MADE:
+    """Conv1D in place of nn.Linear, learned positions, a tied head, dropout."""
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    return _transformers("GPT2", "GPT2", **{**sizes, **changes})
+
+
+def vit(**changes: Any) -> MADE:
+    """An encoder of images: a convolution, a class token, no ids."""
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "image_size": 16,
+        "patch_size": 4,
+        "num_labels": 5,
+    }
+    pixels = torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    config = transformers.ViTConfig(**{**sizes, **changes})
+    return transformers.ViTForImageClassification(config), {"pixel_values": pixels}
+
+
 def gemma(**changes: Any) -> MADE:
     model, example = _transformers("Gemma", **changes)
     mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
@@ -50,11 +99,21 @@ def gemma(**changes: Any) -> MADE:
     return model, example | {"attention_mask": mask}
 
 
+ALTERNATING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+}
+
+
+def gemma2(**changes: Any) -> MADE:
+    """Attention of two kinds in turn, four norms in a block, and soft caps."""
+    return _transformers("Gemma2", **{**ALTERNATING, **changes})
+
+
 def gemma3(**changes: Any) -> MADE:
     """Attention of two kinds in turn, and norms of queries and keys."""
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    sizes = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 4}
-    return _transformers("Gemma3", "Gemma3Text", **{**sizes, **changes})
+    return _transformers("Gemma3", "Gemma3Text", **{**ALTERNATING, **changes})
 
 
 class Encoder(nn.Module):
@@ -83,8 +142,16 @@ def linears() -> MADE:
 
 MODELS: dict[str, Callable[..., MADE]] = {
     "transformers' Llama": hf_llama,
+    "transformers' Qwen2": qwen2,
     "transformers' Qwen3": qwen3,
+    "transformers' Mistral": mistral,
+    "transformers' OLMo 2": olmo2,
+    "transformers' Phi": phi,
+    "transformers' Phi 3": phi3,
+    "transformers' GPT-2": gpt2,
+    "transformers' ViT": vit,
     "transformers' Gemma": gemma,
+    "transformers' Gemma 2": gemma2,
     "transformers' Gemma 3": gemma3,
     "torch's TransformerEncoder": encoder,
     "linears with dropout": linears,
@@ -109,10 +176,19 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# models that do not publish how to split them
+WITHOUT_STYLES = (
+    "transformers' GPT-2",
+    "transformers' ViT",
+    "torch's TransformerEncoder",
+    "linears with dropout",
+)
+
+
 def plans_of(name: str, processes: int) -> dict[str, dict[str, Any]]:
     """Return the keys of the plans of a model on some processes, by their names."""
     return {
         plan: keys
         for plan, (count, keys) in PLANS.items()
-        if count == processes and ("tp" not in keys or name.startswith("transformers'"))
+        if count == processes and ("tp" not in keys or name not in WITHOUT_STYLES)
     }

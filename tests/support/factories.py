@@ -1,0 +1,80 @@
+"""Models of others, as functions for `model.factory`, and the keys of train.main for them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 264  # of bytes, with the special ids of our tokenizer
+HF_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+RUN = [
+    "--train.seq_len=32",
+    "--train.micro_batch_size=2",
+    "--train.global_batch_size=8",
+    "--optim.warmup_steps=2",
+    "--optim.lr=3e-3",
+    "--metrics.every=1",
+    "--run.threads=1",
+]
+
+
+def causal_lm(model_type: str, **changes: Any) -> list[str]:
+    """The keys of a small model of transformers."""
+    args = {"model_type": model_type, **HF_SIZES, **changes}
+    given = [f"--model.args.{key}={'null' if value is None else value}" for key, value in args.items()]
+    return ["--model.factory=meshwright.models.from_transformers:causal_lm", *given]
+
+
+class Mixer(nn.Module):
+    """A block without attention: a mean of the tokens before, and a feed-forward part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return x + self.down(self.up(self.norm(x.cumsum(1) / seen)).relu())
+
+
+def mixer(width: int = 32, n_layers: int = 2) -> nn.Module:
+    """A model of one's own that gives logits."""
+    blocks = [Mixer(width) for _ in range(n_layers)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
+
+
+def regression() -> tuple[nn.Module, tuple[Tensor]]:
+    """A model without tokens and logits."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), (torch.zeros(2, 8),)
+
+
+def loss_only() -> nn.Module:
+    """A model that takes tokens and gives a loss of its own."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mixer()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.inner(ids)
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    return Loss()
+
+
+def nothing() -> str:
+    """Not a model."""
+    return "model"

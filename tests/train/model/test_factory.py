@@ -1,0 +1,136 @@
+"""model.factory: what a command may name, what a checkpoint may not, and what a function must return."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.models.llama import LlamaConfig
+from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.config import Config, FactoryConfig
+from meshwright.train.config_parser import config_to_yaml, load_config, parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.model import factory
+from meshwright.train.model.factory import call_factory
+from tests.support.tables import try_each
+
+MIXER = "tests.support.factories:mixer"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "_named", set())
+
+
+def model_of(*arguments: str, **keys: Any) -> Any:
+    return parse_config(arguments, **keys).model
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_arguments_are_yaml_one_by_one_or_as_a_mapping(tmp_path: Path) -> None:
+    one = model_of(f"--model.factory={MIXER}", "--model.args.width=16", "--model.args.eps=1e-6")
+    assert one == FactoryConfig(MIXER, {"width": 16, "eps": 1e-6})
+    file = write(tmp_path, f"model: {{factory: '{MIXER}', args: {{width: 8, names: [a, b]}}}}")
+    assert model_of(f"--config={file}").args == {"width": 8, "names": ["a", "b"]}
+    assert model_of(f"--config={file}", "--model.args.width=4").args == {"width": 4, "names": ["a", "b"]}
+    assert model_of(f"--config={file}", "--model.args={n_layers: 1}").args["n_layers"] == 1
+
+
+def test_a_factory_on_the_command_line_replaces_the_shape_of_a_file() -> None:
+    config = parse_config(["--config=llama_debug", f"--model.factory={MIXER}"])
+    assert config.model == FactoryConfig(MIXER)
+    assert config.optim == parse_config(["--config=llama_debug"]).optim
+    assert isinstance(parse_config(["--config=llama_debug"]).model, LlamaConfig)
+
+
+def test_a_config_with_a_factory_reads_back_equal(tmp_path: Path) -> None:
+    config = parse_config([f"--model.factory={MIXER}", "--model.args.width=16"])
+    assert repr(load_config(write(tmp_path, config_to_yaml(config)))) == repr(config)
+    assert hash(config.model) == hash(FactoryConfig(MIXER, {"width": 16}))
+
+
+WRONG_KEYS: list[tuple[list[str], list[str]]] = [
+    ([f"--model.factory={MIXER}", "--model.dim=64"], ["model.dim", "model.args.KEY"]),
+    (["--model.args.width=3"], ["model.args.width", "model.factory=MODULE:FUNCTION"]),
+    (["--model.factory=mine"], ["model.factory=mine", "MODULE:FUNCTION"]),
+    (["--model.factory=mine:"], ["model.factory=mine:", "MODULE:FUNCTION"]),
+    ([f"--model.factory={MIXER}", "--model.args=3"], ["model.args", "mapping"]),
+    ([f"--model.factory={MIXER}", "--model.args.width=[1"], ["model.args.width"]),
+    ([f"--model.factory={MIXER}", "--model.argz.width=1"], ["model.argz.width", "model.args"]),
+    ([f"--model.factory={MIXER}", "--train.stepz=1"], ["train.stepz", "train.steps"]),
+]
+
+
+def test_keys_that_do_not_go_together_are_refused() -> None:
+    def check(arguments: list[str], facts: list[str]) -> None:
+        with pytest.raises(ConfigError) as refused:
+            parse_config(arguments)
+        assert [fact for fact in facts if fact not in str(refused.value)] == [], refused.value
+
+    try_each(WRONG_KEYS, check)
+
+
+def test_a_factory_is_called_when_a_command_names_it() -> None:
+    model = call_factory(model_of(f"--model.factory={MIXER}", "--model.args.width=16"))
+    assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
+    assert model.module[0].weight.shape == (264, 16)  # type: ignore[index]
+    assert model.example is None
+    assert call_factory(FactoryConfig(MIXER), device=None).module[0].weight.device == torch.device("cpu")  # type: ignore[index]
+
+
+def test_what_a_checkpoint_names_is_not_even_imported(tmp_path: Path) -> None:
+    """The config.yaml of a checkpoint names a module that would leave a mark."""
+    mark = tmp_path / "imported"
+    write(tmp_path, f"open({str(mark)!r}, 'w')\ndef build(): ...\n", "evil.py")
+    text = config_to_yaml(Config(model=FactoryConfig("evil:build")))
+    checkpoint = tmp_path / "step-00000001"
+    checkpoint.mkdir()
+    file = write(checkpoint, text, "config.yaml")
+    (checkpoint / MANIFEST).write_text("{}")
+    script = (
+        "import sys; from meshwright.train.config_parser import load_config, parse_config\n"
+        "from meshwright.train.model.source import source_of\n"
+        "from meshwright.train.errors import ConfigError\n"
+        "from pathlib import Path; path = Path(sys.argv[1])\n"
+        "for config in (load_config(path), parse_config([f'--config={path}'])):\n"
+        "    try: source_of(config.model)\n"
+        "    except ConfigError as error: print(error)\n"
+    )
+    code = [sys.executable, "-c", script, str(file)]
+    done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.count("add --model.factory=evil:build") == 2
+    assert not mark.exists()
+    (checkpoint / MANIFEST).unlink()  # a config file of the user's
+    done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert mark.exists()
+    assert "must return a model" in done.stdout
+
+
+WRONG_FACTORIES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("nowhere_at_all:build", {}, ["No module named 'nowhere_at_all'"]),
+    ("tests.support.factories:mixr", {}, ["mixr"]),
+    (MIXER, {"widht": 3}, ["widht", "--model.args.KEY=VALUE"]),
+    ("tests.support.factories:nothing", {}, ["must return a model"]),
+    ("meshwright.models.from_transformers:causal_lm", {"model_type": "qwen33"}, ["qwen33"]),
+    ("meshwright.models.from_transformers:causal_lm", {"folder": "/nowhere"}, ["/nowhere"]),
+    ("meshwright.models.from_transformers:causal_lm", {}, ["folder", "model_type"]),
+]
+
+
+def test_a_wrong_factory_is_refused_in_one_line() -> None:
+    def check(name: str, args: dict[str, Any], facts: list[str]) -> None:
+        with pytest.raises(ConfigError) as refused:
+            call_factory(model_of(f"--model.factory={name}", f"--model.args={args}"))
+        message = str(refused.value)
+        assert [fact for fact in (name, *facts) if fact not in message] == [], message
+        assert "\n" not in message
+
+    try_each(WRONG_FACTORIES, check)
