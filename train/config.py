@@ -294,10 +294,13 @@ class FactoryConfig:
         factory: MODULE:FUNCTION, a function that returns the model, or the model and an example of its
             arguments. It is called when a command names it, never because a checkpoint does
         args: keyword arguments of the function
+        blocks: the modules that become units and are compiled one by one: a pattern of names, or a number of
+            parameters (docs/your-model.md); null: found
     """
 
     factory: str
     args: dict[str, Any] = field(default_factory=dict)
+    blocks: str | None = None
 
     def __hash__(self) -> int:
         return hash(repr(self))

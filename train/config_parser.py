@@ -148,8 +148,8 @@ def parse_config(
     factory = any(key == FACTORY for key, _ in _keys(sources))
     if factory:
         sources = _replace_shape(sources)
-    elif given := [key for key, _ in _keys(sources) if key.startswith(ARGS)]:
-        raise ConfigError(f"{given[0]} needs {FACTORY}=MODULE:FUNCTION, whose argument it is")
+    elif given := [key for key, _ in _keys(sources) if key.startswith((ARGS, BLOCKS))]:
+        raise ConfigError(f"{given[0]} needs {FACTORY}=MODULE:FUNCTION, to whose model it belongs")
     # A parser that fails after --print_config would print at its next use, so it is not shared.
     prints = any(argument.startswith("--print_config") for argument in arguments)
     config = _parse(make_parser(prog, factory) if prints else _shared_parser(prog, factory), sources)
@@ -195,6 +195,7 @@ OWN_MODEL_HELP = """
 A model of yours, in place of the keys of model above (docs/your-model.md):
   --model.factory MODULE:FUNCTION  function that returns the model, or also an example of its arguments
   --model.args.KEY VALUE           keyword argument of the function, as YAML; in a file a mapping, model.args
+  --model.blocks B                 its blocks, a pattern of names or a number of parameters (default: found)
 """
 
 
@@ -253,7 +254,7 @@ def _keys(sources: _Sources) -> Iterator[tuple[str, str]]:
     yield from ((_key_of(override), COMMAND_LINE) for override in sources.overrides)
 
 
-FACTORY, ARGS, COMMAND_LINE = "model.factory", "model.args", "the command line"
+FACTORY, ARGS, BLOCKS, COMMAND_LINE = "model.factory", "model.args", "model.blocks", "the command line"
 
 
 def _replace_shape(sources: _Sources) -> _Sources:
@@ -264,7 +265,7 @@ def _replace_shape(sources: _Sources) -> _Sources:
     after = [*dict.fromkeys(place for _, place in _keys(sources))]
     after = after[after.index(places[0]) :]
     for key, place in _keys(sources):
-        if key.startswith("model.") and not key.startswith((FACTORY, ARGS)) and place in after:
+        if key.startswith("model.") and not key.startswith((FACTORY, ARGS, BLOCKS)) and place in after:
             raise ConfigError(
                 f"{place}: {key} is of the shape of our Llama, but {FACTORY} in {places[-1]} builds the "
                 f"model: remove one of them. Arguments of the function are {ARGS}.KEY=VALUE"
@@ -272,12 +273,12 @@ def _replace_shape(sources: _Sources) -> _Sources:
     args: dict[str, Any] = {}
     files = {}
     for path, mapping in sources.files.items():
-        kept = dict(mapping)
-        for key, value in _leaves(mapping):
+        leaves = dict(_leaves(mapping))
+        for key, value in leaves.items():
             args |= _argument_of(key, value)
-        factory = [value for key, value in _leaves(mapping) if key == FACTORY]
+        own = {key.removeprefix("model."): leaves[key] for key in (FACTORY, BLOCKS) if key in leaves}
         kept = {key: value for key, value in mapping.items() if key.split(".")[0] != "model"}
-        files[path] = kept | ({"model": {"factory": factory[-1]}} if factory else {})
+        files[path] = kept | ({"model": own} if own else {})
     rest = []
     for override in sources.overrides:
         key, equals, text = override.removeprefix("--").partition("=")

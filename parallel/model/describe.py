@@ -29,7 +29,8 @@ from meshwright.parallel.shardable import ShardableModel
 Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments of the model's forward
 Blocks = str | type[nn.Module] | int
 WAY_OUT = (
-    "name them: describe(model, example, blocks=...) takes a pattern, a class, or a number of parameters"
+    "name them: describe(model, example, blocks=...), model.blocks=... of train.main, or --blocks=... of "
+    "tools.check takes a pattern of names or a number of parameters"
 )
 
 

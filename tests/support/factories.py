@@ -50,7 +50,7 @@ class Mixer(nn.Module):
 
 
 def mixer(width: int = 32, n_layers: int = 2) -> nn.Module:
-    """A model of one's own that gives logits."""
+    """A model of one's own that gives logits. Its blocks are not in a list of their own."""
     blocks = [Mixer(width) for _ in range(n_layers)]
     return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
 

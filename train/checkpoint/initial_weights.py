@@ -186,8 +186,8 @@ def _check_own_config(folder: HfWeights, built: Any) -> None:
     ]
     if different:
         raise ConfigError(
-            f"checkpoint.init_from: {folder.path}/{CONFIG} describes another model: {'; '.join(different)}. Give "
-            "the factory the same: meshwright.models.from_transformers:causal_lm takes --model.args.folder"
+            f"checkpoint.init_from: {folder.path}/{CONFIG} describes another model: {'; '.join(different)}. "
+            "Give the factory the same: meshwright.models.from_transformers:causal_lm takes model.args.folder"
         )
 
 

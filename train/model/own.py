@@ -56,7 +56,10 @@ class OwnSource:
 
     @cached_property
     def units(self) -> ModelUnits:
-        return describe(self.module, self.example)
+        blocks = self.config.blocks
+        return describe(
+            self.module, self.example, blocks=int(blocks) if blocks and blocks.isdigit() else blocks
+        )
 
     @property
     def parameters(self) -> int:

@@ -38,7 +38,10 @@ def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
 def test_arguments_are_yaml_one_by_one_or_as_a_mapping(tmp_path: Path) -> None:
     one = model_of(f"--model.factory={MIXER}", "--model.args.width=16", "--model.args.eps=1e-6")
     assert one == FactoryConfig(MIXER, {"width": 16, "eps": 1e-6})
-    file = write(tmp_path, f"model: {{factory: '{MIXER}', args: {{width: 8, names: [a, b]}}}}")
+    file = write(
+        tmp_path, f"model: {{factory: '{MIXER}', args: {{width: 8, names: [a, b]}}, blocks: '[12]'}}"
+    )
+    assert model_of(f"--config={file}").blocks == "[12]"
     assert model_of(f"--config={file}").args == {"width": 8, "names": ["a", "b"]}
     assert model_of(f"--config={file}", "--model.args.width=4").args == {"width": 4, "names": ["a", "b"]}
     assert model_of(f"--config={file}", "--model.args={n_layers: 1}").args["n_layers"] == 1
@@ -62,6 +65,7 @@ WRONG_KEYS: list[tuple[list[str], list[str]]] = [
     (["--model.args.width=3"], ["model.args.width", "model.factory=MODULE:FUNCTION"]),
     (["--model.factory=mine"], ["model.factory=mine", "MODULE:FUNCTION"]),
     (["--model.factory=mine:"], ["model.factory=mine:", "MODULE:FUNCTION"]),
+    (["--model.blocks=x.*"], ["model.blocks", "model.factory=MODULE:FUNCTION"]),
     ([f"--model.factory={MIXER}", "--model.args=3"], ["model.args", "mapping"]),
     ([f"--model.factory={MIXER}", "--model.args.width=[1"], ["model.args.width"]),
     ([f"--model.factory={MIXER}", "--model.argz.width=1"], ["model.argz.width", "model.args"]),

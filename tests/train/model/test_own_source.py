@@ -1,0 +1,104 @@
+"""What train/ asks of a model of others: transformers' Llama has the figures of ours, and a model that cannot
+be trained by train.main is refused in words."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.planner.workload import ModelWorkload
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.model.own import code_of
+from meshwright.train.model.source import source_of
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.trace_model import model_workload
+from tests.support.factories import RUN, Mixer, causal_lm
+from tests.support.tables import try_each
+
+OURS = [
+    "--train.seq_len=32",
+    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2"),
+    *("--model.ffn_dim=48", "--model.vocab_size=264", "--model.max_seq_len=64"),
+]
+SUPPORT = "--model.factory=tests.support.factories"
+
+
+def workload(*keys: str) -> ModelWorkload:
+    config = parse_config([*RUN, *keys])
+    return model_workload(config.model, plan_run(config.job, 2, 2), config.train.seq_len)
+
+
+def test_transformers_llama_has_the_figures_of_ours() -> None:
+    ours, theirs = (source_of(parse_config(keys).model) for keys in (OURS, causal_lm("llama")))
+    assert theirs.parameters == ours.parameters
+    assert (theirs.vocab_size, theirs.max_seq_len) == (ours.vocab_size, ours.max_seq_len) == (264, 64)
+    assert theirs.attention == ours.attention
+    assert {*theirs.linears} == {*ours.linears}
+    for attention in ("full", "causal"):
+        found = theirs.flops_per_token(32, attention)
+        assert found == pytest.approx(ours.flops_per_token(32, attention), rel=1e-3)
+    kinds = theirs.kinds(32)
+    assert [kinds[name] for name in theirs.units.modules if "layers" in name] == ["model.layers.0"] * 2
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_its_blocks_multiply_and_keep_as_much_as_ours(compiled: str) -> None:
+    """Under full recomputation both keep only the input of a block."""
+    keys = [f"--parallel.compile.enabled={compiled}", "--parallel.activation_checkpoint=full"]
+    ours, theirs = (
+        work.modules[name]
+        for work, name in (
+            (workload(*OURS, *keys), "layers.0"),
+            (workload(*causal_lm("llama"), *keys), "model.layers.0"),
+        )
+    )
+    assert theirs.parameters == ours.parameters
+    assert theirs.saved_bytes == ours.saved_bytes
+    for phase in ("forward", "backward"):
+        flops = [
+            sum(each.flops.per_sequence for each in getattr(w, phase).operations) for w in (theirs, ours)
+        ]
+        assert flops[0] == pytest.approx(flops[1], rel=0.01), phase
+
+
+def test_blocks_of_two_kinds_are_traced_twice() -> None:
+    keys = causal_lm(
+        "gemma3_text",
+        num_hidden_layers=4,
+        layer_types="[sliding_attention,full_attention,sliding_attention,full_attention]",
+        sliding_window=8,
+    )
+    kinds = source_of(parse_config(keys).model).kinds(32)
+    assert [kinds[f"model.layers.{i}"] for i in range(4)] == ["model.layers.0", "model.layers.1"] * 2
+
+
+REFUSED: list[tuple[list[str], list[str]]] = [
+    ([f"{SUPPORT}:regression"], ["example has no tokens", "docs/your-model.md"]),
+    ([f"{SUPPORT}:mixer"], ["no list of equal blocks", "model.blocks=..."]),
+    (
+        [f"{SUPPORT}:loss_only", "--model.blocks=inner.[12]"],
+        ["shape ()", "logits[samples, tokens, ids]", "a loss of the model's own"],
+    ),
+    ([*causal_lm("llama"), "--train.seq_len=128"], ["train.seq_len=128", "64 positions"]),
+    ([*causal_lm("llama"), "--data.document_mask=true"], ["data.document_mask", "use false"]),
+]
+
+
+def test_a_model_that_train_main_cannot_train_is_refused_in_words() -> None:
+    def check(keys: list[str], facts: list[str]) -> None:
+        config: Config = parse_config([*RUN, *keys])
+        with pytest.raises((ConfigError, PlanError)) as refused:
+            source_of(config.model).check(config.job)
+        assert [fact for fact in facts if fact not in str(refused.value)] == [], refused.value
+
+    try_each(REFUSED, check)
+
+
+def test_a_trace_is_kept_for_code_and_arguments() -> None:
+    keys: list[Any] = [source_of(parse_config(k).model).trace_key for k in (causal_lm("llama"), OURS)]
+    assert keys[0] != source_of(parse_config(causal_lm("llama", hidden_size=64)).model).trace_key
+    assert code_of(Mixer(8)) == code_of(Mixer(16))
+    assert code_of(Mixer(8)) != code_of(torch.nn.Linear(8, 8))
