@@ -101,14 +101,17 @@ def model_arguments(rest: Sequence[str]) -> dict[str, Any]:
         try:
             given[key] = load_value(value)
         except YamlError as error:
-            raise ConfigError(one_line(f"{PREFIX}{key}={value}: {error}")) from None
+            raise ConfigError(one_line(f"{PREFIX}{key}={value} is not YAML: {error}")) from None
     return given
 
 
 def build(factory: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, Example, Loss | None]:
     """Call the factory. Raises ConfigError if there is no such function, or if it returns something else."""
     name_factory(factory)
-    made = call_factory(FactoryConfig(factory, dict(arguments)), device=None)
+    try:
+        made = call_factory(FactoryConfig(factory, dict(arguments)), device=None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if made.example is None:
         raise ConfigError(f"model.factory={factory} must return a model and an example of its arguments")
     return made.module, made.example, made.loss

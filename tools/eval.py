@@ -43,7 +43,7 @@ from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.model.build import build_model
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.resolve import plan_on_device
 
 PROG = "tools.eval"

@@ -27,7 +27,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.build import shard_model
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step

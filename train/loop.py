@@ -37,10 +37,8 @@ def train_loop(
 
     def evaluate(step: int) -> dict[str, Score]:
         supervision.enter("evaluation", step)
-        limit = config.train.eval_sequences
-        return score_sets(
-            model, data.evaluated, data.sequences, data.batch, limit, data.device, data.group, loss_of
-        )
+        sets = data.evaluated, data.sequences, data.batch
+        return score_sets(model, *sets, config.train.eval_sequences, data.device, data.group, loss_of)
 
     model, optimizer, position, stopping = state.model, state.optimizer, state.position, False
     saves = Saves(saver, config.checkpoint.on_error, supervision, reporting, position.step)

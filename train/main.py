@@ -41,7 +41,7 @@ from meshwright.train.loop import train_loop
 from meshwright.train.metrics.reporting import build_reporting
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.model.build import build_model
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.state import restore

@@ -263,16 +263,16 @@ def run_on_fakes(
 def _one_sequence_a_row() -> Iterator[None]:
     """Context in which transformers' models take each row of tokens as one sequence. They look for several in
     the values of positions, which fake tensors do not have, and would make masks that a run does not have."""
-    module: Any = sys.modules.get("transformers.masking_utils")
-    find = getattr(module, "find_packed_sequence_indices", None)
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
     if find is None:
         yield
         return
-    module.find_packed_sequence_indices = lambda *_, **__: None
+    masks.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
     finally:
-        module.find_packed_sequence_indices = find
+        masks.find_packed_sequence_indices = find
 
 
 def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -31,7 +31,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """The arguments of a module, with a TensorSpec in place of each tensor."""
 
     args: tuple[Any, ...]
@@ -42,7 +42,7 @@ class Call:
         """The tensors among the arguments."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorSpec)]
 
-    def at(self, larger: "Call", sequences: int) -> "Call":
+    def at(self, larger: "ModuleCall", sequences: int) -> "ModuleCall":
         """Return the call with another number of samples, given this one, of two, and one of three: sizes
         that differ between them grow with it."""
         shapes = {a.key: (a.shape, b.shape) for a, b in zip(self.tensors, larger.tensors, strict=True)}
@@ -52,14 +52,14 @@ class Call:
             return replace(spec, shape=tuple(a + (b - a) * (sequences - 2) for a, b in pairs))
 
         args, kwargs = tree_map_only(TensorSpec, resize, (self.args, dict(self.kwargs)))
-        return Call(args, kwargs)
+        return ModuleCall(args, kwargs)
 
 
 @dataclass(frozen=True)
 class Recorded:
     """The first call of each module, and the shapes of the results of the whole model."""
 
-    calls: Mapping[str, Call]
+    calls: Mapping[str, ModuleCall]
     results: Any
 
 
@@ -68,7 +68,7 @@ def record_calls(
 ) -> Recorded:
     """Run a forward of the example on fake tensors, with parameters of `dtype` (None: their own), and return
     what the modules were called with. Raises PlanError if the model cannot run so."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     seen: list[Tensor] = []  # kept, so that no two tensors have the same id
 
     def spec(tensor: Tensor) -> TensorSpec:
@@ -78,7 +78,9 @@ def record_calls(
     def record(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in calls:
-                calls[name] = Call(tree_map_only(Tensor, spec, args), tree_map_only(Tensor, spec, kwargs))
+                calls[name] = ModuleCall(
+                    tree_map_only(Tensor, spec, args), tree_map_only(Tensor, spec, kwargs)
+                )
 
         return hook
 
@@ -117,7 +119,7 @@ def tokens_of(example: Example) -> int:
     return next((t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
 
 
-def kind_of(module: nn.Module, call: Call | None = None) -> tuple[object, ...]:
+def kind_of(module: nn.Module, call: ModuleCall | None = None) -> tuple[object, ...]:
     """Return what decides how a module computes: its classes, the sizes of its weights, its plain attributes,
     and the arguments of its call. Modules of one kind have one trace."""
 
@@ -160,7 +162,9 @@ def alone_on_fakes(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(module, made)
 
 
-def make_arguments(call: Call, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+def make_arguments(
+    call: ModuleCall, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
     """Return a call's arguments on tensors of the current fake mode, those with gradients in `dtype`, and the
     tensors that the caller holds for all modules: those without gradients, if others have one."""
     made: dict[int, Tensor] = {}

@@ -36,7 +36,8 @@ def test_the_same_outputs_and_gradients_as_one_process(name: str) -> None:
                 assert result["compared"] > 10
                 assert result["largest"] < 1e-5
                 if name.startswith("transformers'"):
-                    kinds = 2 if name.endswith("Gemma 3") else 1
+                    # two kinds of Gemma 3's blocks; the input of ViT's first has other strides
+                    kinds = 2 if name.endswith(("Gemma 3", "ViT")) else 1
                     assert result["graphs"] == kinds, "one graph for each kind of block"
 
 

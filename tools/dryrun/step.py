@@ -43,7 +43,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.process_group import use_expandable_segments
 from meshwright.train.model.build import build_model
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import check_device_support
 from meshwright.train.step import train_step

@@ -31,7 +31,7 @@ from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import TrainingJob
 from meshwright.train.model.build import freeze
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.predict import predict_memory, run_workload
 
 EXACT, ABOUT = 0.01, 0.08  # allowed relative differences: of collectives and EXACT_KINDS, and of the peak

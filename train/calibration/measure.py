@@ -32,7 +32,8 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all
 from meshwright.train.files import write_atomically
-from meshwright.train.model.source import AttentionHeads, ModelSource, source_of
+from meshwright.train.model.choose import source_of
+from meshwright.train.model.source import AttentionHeads, ModelSource
 from meshwright.train.planning.device_defaults import dtype_on_device
 
 HERE = "this machine"  # name of a kind that measured itself

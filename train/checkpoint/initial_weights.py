@@ -33,7 +33,7 @@ from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import CheckpointError, ConfigError
 from meshwright.train.files import user_path
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 
 PREFIX = "model."  # of the weights' names in our checkpoints
 
@@ -173,7 +173,7 @@ FREE_KEYS = re.compile(
 def _check_own_config(folder: HfWeights, built: Any) -> None:
     """Raise ConfigError with every key of a folder's config.json that a model of transformers has otherwise:
     weights of equal shapes would compute something else."""
-    own = getattr(built, "config", None)
+    own: Any = getattr(built, "config", None)
     if not (hasattr(own, "to_dict") and hasattr(own, "from_dict")):
         return
     # through the class, which fills in defaults and rewrites old keys

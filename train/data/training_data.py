@@ -19,7 +19,7 @@ from meshwright.train.data.sequences import SequenceShape, make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.run_plan import RunPlan
 
 

@@ -23,7 +23,7 @@ from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
 from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.step import StepResult
 
 

@@ -13,7 +13,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainConfig
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 
 
 def build_model(

@@ -1,8 +1,8 @@
 """Our Llama as train/ and tools/ use it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,11 @@ from meshwright.models.size import count_parameters
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.describe import describe
 from meshwright.parallel.model.materialize import allocate
-from meshwright.parallel.plan.schema import ModelUnits, Plan, TensorPlan
-from meshwright.parallel.planner.tracing.eager import TracedModule
-from meshwright.parallel.planner.tracing.float8 import multiply_in_float8
-from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
+from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import TrainingJob
 from meshwright.train.data.batch import Batch
-from meshwright.train.model.source import Attention, AttentionHeads, LossOf, TraceCase, freeze_named
+from meshwright.train.model.source import Attention, AttentionHeads, LossOf
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block
@@ -100,37 +97,6 @@ class LlamaSource:
     def trace_key(self) -> LlamaConfig:
         """A model of one block, whose tables are inputs of the modules."""
         return dataclasses.replace(self.config, n_layers=1, rope_scaling=None)
-
-    def tracer(self, case: TraceCase) -> Callable[[int], TracedModule]:
-        return partial(_traced, case)
-
-
-def _traced(case: TraceCase, sequences: int) -> TracedModule:
-    config, dtype = case.model, getattr(torch, case.dtype)
-    torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
-    try:
-        model = Llama(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
-    apply_as_single_tp_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
-    multiply_in_float8(model, case.float8)
-    module = model.get_submodule(case.module)
-    # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.
-    freeze_named(module, case.frozen if case.module != "tok_embeddings" else ())
-    ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
-    tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
-    # Not a leaf: autograd would keep a leaf alive, but in a run only the operators that need the input do.
-    x = torch.empty(sequences, tokens, config.dim, dtype=dtype, requires_grad=True).clone()
-    if case.module == "tok_embeddings":
-        return TracedModule(module, (ids_BT,))
-    if case.module == BLOCK:
-        size = (sequences, case.seq_len) if case.document_mask else (case.seq_len,)
-        tables = tuple(torch.empty(*size, config.head_dim, dtype=torch.float32) for _ in range(2))
-        if case.document_mask:
-            return TracedModule(module, (x, *tables, ids_BT))
-        return TracedModule(module, (x, *tables), tables=tables)
-    return TracedModule(module, (x, ids_BT))
 
 
 def loss_of_llama(model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:

@@ -1,11 +1,10 @@
 """A model of yours, built by a function, as train/ and tools/ use it."""
 
-import copy
 import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,22 @@ from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
 from meshwright.parallel.model.inputs import (
-    Call,
     Recorded,
     TensorSpec,
-    alone_on_fakes,
     kind_of,
-    make_arguments,
     record_calls,
     tokens_of,
     with_sizes,
 )
 from meshwright.parallel.model.materialize import materialize
-from meshwright.parallel.plan.schema import ModelUnits, Plan, TensorPlan
-from meshwright.parallel.planner.tracing.eager import TracedModule, record_call
-from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner.tracing.eager import record_call
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import FactoryConfig, TrainingJob
 from meshwright.train.data.batch import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import call_factory
-from meshwright.train.model.source import Attention, AttentionHeads, LossOf, TraceCase, freeze_named
+from meshwright.train.model.source import Attention, AttentionHeads, LossOf
 
 HF_CONFIG = "hf_config.json"  # in a checkpoint: what transformers needs to build the model
 EXAMPLE_TOKENS = 16
@@ -67,7 +62,7 @@ class OwnSource:
 
     @cached_property
     def vocab_size(self) -> int:
-        return logits_of(self._recorded(2).results, self.config.factory).shape[-1]
+        return logits_of(self.recorded(2).results, self.config.factory).shape[-1]
 
     @property
     def max_seq_len(self) -> int | None:
@@ -123,7 +118,7 @@ class OwnSource:
                 f"{factory}: its example has {len(others)} tensors, but train.main gives only tokens: "
                 "return an example without the others"
             )
-        logits_of(self._recorded(2).results, self.config.factory)
+        logits_of(self.recorded(2).results, self.config.factory)
 
     def new(self, z_loss: float = 0.0) -> nn.Module:
         return call_factory(self.config).module
@@ -164,7 +159,7 @@ class OwnSource:
 
     @cache  # noqa: B019
     def kinds(self, seq_len: int) -> Mapping[str, str]:
-        calls, first = self._recorded(2, seq_len).calls, dict[tuple[object, ...], str]()
+        calls, first = self.recorded(2, seq_len).calls, dict[tuple[object, ...], str]()
         return {
             name: first.setdefault(kind_of(self.module.get_submodule(name), calls.get(name)), name)
             for name in self.units.modules
@@ -173,57 +168,24 @@ class OwnSource:
     def compiled(self, module: str, plan: Plan, unit_compiled: bool) -> bool:
         """Blocks are compiled, and the loss with the product before it."""
         return (unit_compiled and module in self.units.compiled) or (
-            plan.compile.enabled and module == self.logits[0] and self._trains
+            plan.compile.enabled and module == self.logits[0] and self.gives_logits
         )
 
     @cache  # noqa: B019
-    def _recorded(self, sequences: int, seq_len: int = 0, dtype: str = "float32") -> Recorded:
+    def recorded(self, sequences: int, seq_len: int = 0, dtype: str = "float32") -> Recorded:
         """Return the calls of the units' modules with parameters of `dtype`; `seq_len` 0: as long as the
         example."""
         example = with_sizes(self.example, sequences, seq_len)
         return record_calls(self.module, example, self.units.modules, getattr(torch, dtype))
 
     @property
-    def _trains(self) -> bool:
+    def gives_logits(self) -> bool:
         """Whether the model takes tokens and gives logits, of which there is a loss."""
         return bool(tokens_of(self.example))
 
     @cached_property
     def trace_key(self) -> tuple[str, str]:
         return repr(self.config), code_of(self.module)
-
-    def tracer(self, case: TraceCase) -> Callable[[int], TracedModule]:
-        small, large = (self._recorded(n, case.seq_len, case.dtype).calls[case.module] for n in (2, 3))
-        model = self.module
-        if case.tp > 1:
-            model = copy.deepcopy(model)
-            apply_as_single_tp_rank(model, TensorPlan(False, dict(case.styles)), case.tp)
-        return partial(self._traced, case, model.get_submodule(case.module), small, large)
-
-    def _traced(
-        self, case: TraceCase, module: nn.Module, small: Call, large: Call, sequences: int
-    ) -> TracedModule:
-        dtype = getattr(torch, case.dtype)
-        twin = alone_on_fakes(module, dtype)
-        freeze_named(twin, case.frozen)
-        args, kwargs, held = make_arguments(small.at(large, sequences), dtype)
-        if case.module != self.logits[0] or not self._trains:
-            return TracedModule(twin, args, kwargs, tuple(held))
-        targets = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
-        return TracedModule(_WithLoss(twin), (targets, *args), kwargs, (*held,))
-
-
-class _WithLoss(nn.Module):
-    """The module that computes the logits, and the loss after it, to trace both together."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.loss = inner, LogitsLoss()
-
-    def forward(self, targets_BT: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        divisor = torch.ones((), device=targets_BT.device)
-        loss: Tensor = self.loss(self.inner(*args, **kwargs), targets_BT, divisor)
-        return loss
 
 
 class OwnLoss(nn.Module):

@@ -1,51 +1,19 @@
 """What train/ and tools/ ask of a model, whether our Llama or one of yours."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
 from meshwright.parallel.plan.schema import ModelUnits, Plan
-from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.config import FactoryConfig, ModelConfig, TrainingJob
+from meshwright.train.config import TrainingJob
 from meshwright.train.data.batch import Batch
 
 # model, micro batch, divisor (None: 1) -> the loss in nats, summed over tokens and divided
 LossOf = Callable[[nn.Module, Batch, Tensor | None], Tensor]
 Attention = Literal["full", "causal"]  # FLOPs of all scores, or of those below the diagonal
-
-
-@dataclass(frozen=True)
-class TraceCase:
-    """Everything that the workload of a module depends on.
-
-    `model`: `ModelSource.trace_key`; `module`: of its `kinds`; `styles`: as in
-    TensorPlan; `frozen`: names of its parameters that are not trained; `float8`: patterns of the linears that
-    multiply in float8; the other fields are those of Plan and UnitPlan. `sequences`: 1, or 2 for every larger
-    micro batch.
-    """
-
-    model: Any
-    module: str
-    sequences: int
-    seq_len: int
-    tp: int
-    sequence_parallel: bool
-    styles: tuple[tuple[str, str], ...]
-    dtype: str
-    compiled: bool
-    activation_checkpoint: str
-    saved_ops: tuple[str, ...]
-    activation_budget: float
-    attention: str
-    loss_chunk_tokens: int
-    fused_projections: bool
-    frozen: tuple[str, ...]
-    document_mask: bool
-    float8: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -119,26 +87,3 @@ class ModelSource(Protocol):
     @property
     def trace_key(self) -> Any:
         """What stands for the model's shape and code in a TraceCase, by its repr."""
-
-    def tracer(self, case: TraceCase) -> Callable[[int], TracedModule]:
-        """Return a function that builds a module of `kinds` for a number of sequences, with its arguments, on
-        fake tensors, as one rank has them after the all-gather."""
-
-
-def freeze_named(module: nn.Module, names: Iterable[str]) -> None:
-    """Exclude parameters of a module from training."""
-    for name in names:
-        module.get_parameter(name).requires_grad_(False)
-
-
-@cache
-def source_of(model: ModelConfig) -> ModelSource:
-    """Return the source of a config's model. Raises ConfigError if a model of yours cannot be built, and
-    PlanError if it cannot be described."""
-    if isinstance(model, FactoryConfig):
-        from meshwright.train.model.own import OwnSource
-
-        return OwnSource(model)
-    from meshwright.train.model.llama import LlamaSource
-
-    return LlamaSource(model)

@@ -10,7 +10,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.train.config import TrainingJob
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 
 HOPPER = (9, 0)  # CUDA compute capability
 # fastest first; for GPUs that no file in configs/hardware describes

@@ -18,7 +18,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.model.build import freeze
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.resolve import make_shape, model_units
 from meshwright.train.planning.trace_model import model_workload

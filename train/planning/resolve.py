@@ -14,7 +14,7 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import plan_file_mistakes
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import attention_on_device, check_attention, dtype_on_device
 
 

@@ -16,7 +16,7 @@ from meshwright.parallel.planner.search import Cluster
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.predict import predict, predict_memory, run_workload, search_leanest
 from meshwright.train.planning.resolve import plan_run

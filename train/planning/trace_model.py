@@ -28,7 +28,12 @@ from meshwright.parallel.planner.tracing.trace import (
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.config import ModelConfig
 from meshwright.train.files import write_atomically
-from meshwright.train.model.source import ModelSource, TraceCase, source_of
+from meshwright.train.model.choose import source_of
+from meshwright.train.model.own import OwnSource
+from meshwright.train.model.source import ModelSource
+from meshwright.train.planning.trace_case import TraceCase
+from meshwright.train.planning.trace_llama import llama_module
+from meshwright.train.planning.trace_own import own_tracer
 
 
 def model_workload(
@@ -155,7 +160,8 @@ def _saved_ops(case: TraceCase) -> tuple[str, ...] | None:
 
 def _recomputed(model: ModelConfig, case: TraceCase) -> Callable[[int], TracedModule]:
     """Return the function that builds the module of a case, with its activation checkpointing."""
-    trace = source_of(model).tracer(case)
+    source = source_of(model)
+    trace = own_tracer(source, case) if isinstance(source, OwnSource) else partial(llama_module, case)
 
     def build(sequences: int) -> TracedModule:
         subject = trace(sequences)
@@ -167,7 +173,7 @@ def _recomputed(model: ModelConfig, case: TraceCase) -> Callable[[int], TracedMo
 
 
 # code that a trace depends on
-TRACED_CODE = ("models", "parallel", "train/model", "train/planning/trace_model.py")
+TRACED_CODE = ("models/**/*.py", "parallel/**/*.py", "train/model/*.py", "train/planning/trace_*.py")
 
 
 def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) -> ModuleWorkload:
@@ -191,7 +197,7 @@ def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) ->
 def _digest_of_code() -> str:
     """Return a hash of the code that is traced and of the code that traces it."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for name in TRACED_CODE:
-        for path in [root / name] if name.endswith(".py") else sorted((root / name).rglob("*.py")):
+    for pattern in TRACED_CODE:
+        for path in sorted(root.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -101,7 +101,7 @@ def test_what_a_checkpoint_names_is_not_even_imported(tmp_path: Path) -> None:
     (checkpoint / MANIFEST).write_text("{}")
     script = (
         "import sys; from meshwright.train.config_parser import load_config, parse_config\n"
-        "from meshwright.train.model.source import source_of\n"
+        "from meshwright.train.model.choose import source_of\n"
         "from meshwright.train.errors import ConfigError\n"
         "from pathlib import Path; path = Path(sys.argv[1])\n"
         "for config in (load_config(path), parse_config([f'--config={path}'])):\n"

@@ -11,8 +11,8 @@ from meshwright.parallel.planner.workload import ModelWorkload
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
+from meshwright.train.model.choose import source_of
 from meshwright.train.model.own import code_of
-from meshwright.train.model.source import source_of
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import model_workload
 from tests.support.factories import RUN, Mixer, causal_lm

@@ -25,7 +25,7 @@ def counted(monkeypatch) -> list[object]:
     traced: list[object] = []
 
     def trace(build, *settings):
-        traced.append(build.args[0])
+        traced.append(build)
         return original(build, *settings)
 
     import meshwright.train.planning.trace_model

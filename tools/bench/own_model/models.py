@@ -14,7 +14,7 @@ def ids(rows: int = ROWS) -> Tensor:
     return torch.randint(VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def _transformers(kind: str, config_kind: str = "", **changes: Any) -> MADE:
+def _transformers(kind: str, **changes: Any) -> MADE:
     import transformers
 
     sizes = {
@@ -31,8 +31,9 @@ def _transformers(kind: str, config_kind: str = "", **changes: Any) -> MADE:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config = getattr(transformers, f"{config_kind or kind}Config")(**{**sizes, **changes})
-    return getattr(transformers, f"{kind}ForCausalLM")(config), {"input_ids": ids()}
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    return made, {"input_ids": ids()}
 
 
 def hf_llama(**changes: Any) -> MADE:
@@ -71,7 +72,7 @@ def phi3(**changes: Any) -> MADE:
 def gpt2(**changes: Any) -> MADE:
     """Conv1D in place of nn.Linear, learned positions, a tied head, dropout."""
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
-    return _transformers("GPT2", "GPT2", **{**sizes, **changes})
+    return _transformers("GPT2", **{**sizes, **changes})
 
 
 def vit(**changes: Any) -> MADE:
@@ -113,7 +114,7 @@ def gemma2(**changes: Any) -> MADE:
 
 def gemma3(**changes: Any) -> MADE:
     """Attention of two kinds in turn, and norms of queries and keys."""
-    return _transformers("Gemma3", "Gemma3Text", **{**ALTERNATING, **changes})
+    return _transformers("Gemma3Text", **{**ALTERNATING, **changes})
 
 
 class Encoder(nn.Module):

@@ -23,7 +23,7 @@ from meshwright.tools.plan.scaling import read_sweep, row_json, sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.source import source_of
+from meshwright.train.model.choose import source_of
 
 WAYS = {"planner": (), "fsdp": ("--parallel.dp_replicate=1", "--parallel.tp=1")}
 GPUS_PER_NODE = 8
