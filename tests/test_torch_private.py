@@ -26,7 +26,10 @@ NOT_TORCH = {
     "_actions": "argparse",
     "_fingerprint": "datasets",
     "_tensor": "torchao",
-    **dict.fromkeys(("_init_weights", "_no_split_modules", "_tp_plan"), "transformers"),
+    **dict.fromkeys(
+        ("_init_weights", "_keys_to_ignore_on_load_unexpected", "_no_split_modules", "_tp_plan"),
+        "transformers",
+    ),
 }
 # Private operators and namespaces of torch that occur alone in strings.
 OPERATORS = {"_c10d_functional": "torch.ops", "_unsafe_view": "torch.ops.aten"}

@@ -78,7 +78,6 @@ def run(config: Config, ranks: RankInfo) -> bool:
     with supervised(config.run, ranks, console, named=config.checkpoint.resume != "auto") as supervision:
         # user errors are found before anything is created
         source = source_of(config.model)
-        source.check(config.job)
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, source.vocab_size)
@@ -124,8 +123,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
                 supervision.training(config.train, plan, model, data),
                 reporting,
             ):
-                loss_of = source.loss(plan, config.train.z_loss)
-                reached = train_loop(config, plan, loss_of, state, data, saver, supervision, reporting)
+                reached = train_loop(config, plan, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
             reporting.finish()
             supervision.finish(reached.step, stopped)

@@ -319,7 +319,7 @@ def test_what_is_refused(imports: Importer, top: str, message: str) -> None:
         ({"ignored_modules": "lm_head"}, "ignored_modules=lm_head: every parameter belongs to an FSDP unit"),
         ({"backward_prefetch": "BACKWARD_PREE"}, "Did you mean BACKWARD_PRE?"),
         ({"offload_params": [1]}, "it must be true or false"),
-        ({"min_num_params": "1e8"}, "min_num_params=1e8: it must be an integer of at least 0"),
+        ({"min_num_params": "1e8"}, "min_num_params=100000000.0: it must be an integer of at least 0"),
         ({"versoin": 2}, "Did you mean fsdp_config.fsdp_version?"),
     ],
 )

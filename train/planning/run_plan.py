@@ -15,6 +15,7 @@ from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.process_group import init_distributed
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
 from meshwright.train.memory import device_memory_bytes
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.resolve import plan_on_device
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ class RunPlan:
 def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
     """Choose the device and make the plan, checked against model, batch and machine.
 
-    Only `parallel.plan=auto` initializes the process group. Raises PlanError.
+    Only `parallel.plan=auto` initializes the process group. Raises PlanError, and ConfigError for a model
+    that cannot be trained here.
     """
+    source_of(config.model).check(config.job)
     device, device_name = choose_device(config.run, ranks)
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner uses the compiler

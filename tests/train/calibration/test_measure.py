@@ -95,7 +95,7 @@ def test_processes_measure_once_and_agree(tmp_path: Path, processes: int) -> Non
         assert second == f"this machine as it measured itself 1 minute ago; delete {path} to measure it again"
         assert measured == read == kept
     assert set(kept.collectives_s) == (set(COLLECTIVES) if processes > 1 else set())
-    assert kept.host.unit_s > 0
+    assert kept.host.unit_s >= 0  # a difference of two times, which a busy machine can make 0
 
 
 def test_measurements_of_another_version_are_not_used(tmp_path: Path) -> None:
