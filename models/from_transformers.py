@@ -1,30 +1,52 @@
 """Models of transformers, as factories for `model.factory`."""
 
+import logging
 from typing import Any
 
 from torch import nn
 
+REWRITTEN = ("rope_theta", "rope_scaling")  # old keys, which transformers turns into rope_parameters
 
-def causal_lm(folder: str = "", **config: Any) -> nn.Module:
+
+def causal_lm(folder: str = "", attn_implementation: str | None = None, **config: Any) -> nn.Module:
     """Return transformers' own causal language model, unpatched, with its own initial weights.
 
     Args:
         folder: a Hugging Face folder whose config.json describes the model; its weights are not read here,
             but by checkpoint.init_from
+        attn_implementation: of transformers; None: torch's attention, if the model supports it
         config: the keys of config.json, such as model_type="qwen3" and hidden_size; with `folder` those that
             differ. The cache of keys and values is off
 
-    Raises ValueError for a type that transformers does not know, OSError for a folder that it cannot read,
-    and ImportError without transformers (pip install -e '.[hf]').
+    Raises ValueError for a type or a key that transformers does not know, OSError for a folder that it cannot
+    read, and ImportError without transformers (pip install -e '.[hf]').
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    for noisy in ("torchao", "torch.utils._pytree"):  # hints on the import of torchao by transformers
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    from transformers import AutoModelForCausalLM
 
-    keys = {"use_cache": False, **config}
-    if not folder and "model_type" not in keys:
-        raise ValueError("it needs folder, a Hugging Face folder, or model_type, such as qwen3")
-    if folder:
-        shape = AutoConfig.from_pretrained(folder, **keys)
-    else:
-        shape = AutoConfig.for_model(keys.pop("model_type"), **keys)
-    model: nn.Module = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
+    shape = _read_shape(folder, config) if folder else _make_shape(config)
+    shape.use_cache = False
+    model: nn.Module = AutoModelForCausalLM.from_config(shape, attn_implementation=attn_implementation)
     return model
+
+
+def _read_shape(folder: str, changes: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    shape, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    if unknown:
+        raise ValueError(f"{folder}/config.json has no key {', '.join(unknown)}")
+    return shape
+
+
+def _make_shape(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    if "model_type" not in config:
+        raise ValueError("it needs folder, a Hugging Face folder, or model_type, such as qwen3")
+    kind, keys = config["model_type"], {key: value for key, value in config.items() if key != "model_type"}
+    defaults = AutoConfig.for_model(kind)
+    if unknown := [key for key in keys if not hasattr(defaults, key) and key not in REWRITTEN]:
+        raise ValueError(f"a config of {kind} has no key {', '.join(unknown)}")
+    return AutoConfig.for_model(kind, **keys)

@@ -17,6 +17,7 @@ from meshwright.train.model import factory
 from meshwright.train.model.factory import call_factory
 from tests.support.tables import try_each
 
+CAUSAL_LM = "meshwright.models.from_transformers:causal_lm"
 MIXER = "tests.support.factories:mixer"
 
 
@@ -123,9 +124,10 @@ WRONG_FACTORIES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("tests.support.factories:mixr", {}, ["mixr"]),
     (MIXER, {"widht": 3}, ["widht", "--model.args.KEY=VALUE"]),
     ("tests.support.factories:nothing", {}, ["must return a model"]),
-    ("meshwright.models.from_transformers:causal_lm", {"model_type": "qwen33"}, ["qwen33"]),
-    ("meshwright.models.from_transformers:causal_lm", {"folder": "/nowhere"}, ["/nowhere"]),
-    ("meshwright.models.from_transformers:causal_lm", {}, ["folder", "model_type"]),
+    (CAUSAL_LM, {"model_type": "qwen33"}, ["qwen33"]),
+    (CAUSAL_LM, {"folder": "/nowhere"}, ["/nowhere"]),
+    (CAUSAL_LM, {"model_type": "qwen3", "hiden_size": 8}, ["hiden_size"]),
+    (CAUSAL_LM, {}, ["folder", "model_type"]),
 ]
 
 
