@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from meshwright.train.errors import USER_ERRORS
+from meshwright.train.errors import USER_ERRORS, ConfigError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -26,6 +26,28 @@ def run_tool(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # the reader of our output, such as head, has exited
         # Python's own flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add --config, of which `config_arguments` makes arguments of `parse_config`."""
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="X",
+        help="YAML file: a path, or a name in configs/, such as llama_8b.yaml; later ones override",
+    )
+
+
+def config_arguments(options: argparse.Namespace, keys: Sequence[str], prog: str) -> list[str]:
+    """Return the arguments of `parse_config`: the files of --config, then the keys. Raises ConfigError if
+    nothing says which model it is."""
+    if not options.config and not any(key.startswith("--model.factory") for key in keys):
+        raise ConfigError(
+            "--config X is missing, or --model.factory=MODULE:FUNCTION for a model of yours. "
+            f"See python -m {prog} -h"
+        )
+    return [*(f"--config={name}" for name in options.config), *keys]
 
 
 def to_json(document: object) -> str:

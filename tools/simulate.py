@@ -21,7 +21,14 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, eager_plan, simulate
-from meshwright.tools.cli import format_table, natural, positive, run_tool
+from meshwright.tools.cli import (
+    add_config_option,
+    config_arguments,
+    format_table,
+    natural,
+    positive,
+    run_tool,
+)
 from meshwright.train.config import OptimConfig, TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
@@ -42,8 +49,8 @@ NO_BUDGET = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse arguments, simulate, print. Raises ConfigError and PlanError."""
-    options, config_arguments = make_parser().parse_known_args(arguments)
-    config = parse_config([f"--config={options.config}", *config_arguments], PROG)
+    options, keys = make_parser().parse_known_args(arguments)
+    config = parse_config(config_arguments(options, keys, PROG), PROG)
     if not options.rank < options.world_size:
         raise ConfigError(f"--rank={options.rank} must be less than --world-size={options.world_size}")
     plan = plan_run(config.job, options.world_size, options.gpus_per_node)
@@ -67,12 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         "compiled run.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="X",
-        help="YAML file: a path, or a name in configs/, such as llama_8b.yaml",
-    )
+    add_config_option(parser)
     parser.add_argument(
         "--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU"
     )

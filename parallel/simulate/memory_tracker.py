@@ -156,8 +156,16 @@ class StorageTracker:
         if module not in ("", self._differentiated):
             # Autograd uses the operation's result itself as the gradient, so it is known as one only now.
             weights = self._modules[self._differentiated]._parameters.values()
-            self.mark("buffers", (weight.grad for weight in weights if weight is not None))
+            grads = [weight.grad for weight in weights if weight is not None]
+            self.mark("buffers", (grad for grad in grads if not self._is_reduced(grad)))
             self._differentiated = module
+
+    def _is_reduced(self, gradient: Tensor | None) -> bool:
+        """Whether a gradient is already that of the sharded weight: its unit was reduced in the meantime."""
+        if gradient is None:
+            return False
+        tracked = self._live.get(_local(gradient).untyped_storage()._cdata)
+        return tracked is not None and tracked.kind == "grads"
 
     def _follow(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = storage._cdata

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.cli import positive, run_tool
+from meshwright.tools.cli import add_config_option, config_arguments, positive, run_tool
 from meshwright.tools.dryrun.install import SIZE, install
 from meshwright.tools.dryrun.program import run_program
 from meshwright.tools.dryrun.report import FIRST, as_json, as_text, read_dry_run
@@ -25,9 +25,9 @@ EXIT_TERMINATED = 143  # what a shell reports for SIGTERM
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse arguments, run, print. Raises ConfigError and PlanError before anything is downloaded."""
-    options, config_arguments = make_parser().parse_known_args(arguments)
-    config_arguments = [f"--config={options.config}", *config_arguments]
-    job = parse_config(config_arguments, PROG).job
+    options, keys = make_parser().parse_known_args(arguments)
+    of_config = config_arguments(options, keys, PROG)
+    job = parse_config(of_config, PROG).job
     per_node = min(options.gpus, options.gpus_per_node)
     if options.keep:
         check_empty(options.keep)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="dryrun-") as temporary:
         scratch = Path(options.keep or temporary).absolute()
         scratch.mkdir(parents=True, exist_ok=True)
-        run_program(gpu, scratch, report.plan, config_arguments, show)
+        run_program(gpu, scratch, report.plan, of_config, show)
         run = read_dry_run(scratch)
     if options.json:
         print(json.dumps(as_json(run, report), indent=2))
@@ -76,12 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--config",
-        required=True,
-        metavar="X",
-        help="YAML file: a path, or a name in configs/, such as llama_8b.yaml",
-    )
+    add_config_option(parser)
     add("--gpus", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
     add(
         "--gpus-per-node",

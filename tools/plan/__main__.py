@@ -19,7 +19,7 @@ from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.tools.cli import number_from, positive, run_tool
+from meshwright.tools.cli import add_config_option, config_arguments, number_from, positive, run_tool
 from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
 from meshwright.tools.plan.compare import compare_strategies, comparison_json, comparison_text
 from meshwright.tools.plan.export import (
@@ -125,7 +125,8 @@ def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
     """Write the requested files, and return their paths."""
     mesh, target = report.plan.mesh, report.target
     kind = target.hardware.name if target.hardware else "GPUs"
-    title = f"{Path(options.config).stem} on {mesh.world_size} {kind}"
+    of = Path(options.config[-1]).stem if options.config else "model"
+    title = f"{of} on {mesh.world_size} {kind}"
     if options.timeline and report.prediction:
         degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
         save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
@@ -205,12 +206,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add, flag = parser.add_argument, "store_true"
-    add(
-        "--config",
-        required=True,
-        metavar="X",
-        help="YAML file: a path, or a name in configs/, as llama_8b.yaml",
-    )
+    add_config_option(parser)
     how_many = parser.add_mutually_exclusive_group(required=True).add_argument
     how_many("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
     add(
@@ -299,9 +295,9 @@ def make_diff_parser() -> argparse.ArgumentParser:
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainingJob]:
     """Return the options of a command line, and the training. Raises ConfigError for unknown or conflicting
     options."""
-    options, config_arguments = make_parser().parse_known_args(arguments)
-    _check_names(config_arguments)
-    options.config_arguments = [f"--config={options.config}", *config_arguments]
+    options, keys = make_parser().parse_known_args(arguments)
+    _check_names(keys)
+    options.config_arguments = config_arguments(options, keys, PROG)
     job = parse_config(options.config_arguments, PROG).job
     _check_together(options, job)
     return options, job

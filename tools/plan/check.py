@@ -165,18 +165,15 @@ def _of_unit(
 
 
 def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """Yield the all-reduces of norm gradients. With sequence parallelism each tp rank has the gradient of its
-    tokens; FSDP2 sums them over tp before each reduction: in param_dtype, or the sums in reduce_dtype."""
-    if not plan.tensor.sequence_parallel:
-        return
+    """Yield the all-reduces of norm gradients. Each tp rank has the gradient of its heads, or with sequence
+    parallelism of its tokens; FSDP2 sums them over tp before each reduction: in param_dtype, or the sums in
+    reduce_dtype."""
+    partial = ("per_head", *SEQUENCE_STYLES) if plan.tensor.sequence_parallel else ("per_head",)
     for unit in plan.units:
         for name, parameter in chain.from_iterable(
             model.get_submodule(m).named_parameters(m) for m in unit.modules
         ):
-            if (
-                find_style(plan.tensor, name.rpartition(".")[0]) in SEQUENCE_STYLES
-                and parameter.requires_grad
-            ):
+            if find_style(plan.tensor, name.rpartition(".")[0]) in partial and parameter.requires_grad:
                 sums = sums_whole_gradients(unit, plan)
                 size = parameter.numel() * DTYPE_BYTES[unit.reduce_dtype if sums else unit.param_dtype]
                 yield from [("all_reduce", "tp", size)] * (1 if sums else plan.accumulation)

@@ -1,0 +1,107 @@
+"""train.main, tools.plan, tools.simulate and tools.dryrun with a model of someone else."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshwright.parallel.plan.serialize import load_plan
+from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
+from meshwright.train.model.factory import call_factory, name_factory
+from tests.support.factories import RUN, causal_lm
+from tests.support.hf_models import make_tokens
+from tests.support.launch import EAGER, run, started
+from tests.support.run_faults import curve, rows
+
+QWEN3 = [*RUN, *causal_lm("qwen3"), "--train.steps=16", "--train.eval_every=4", "--checkpoint.every=4"]
+QWEN3.append("--train.eval_sequences=8")
+MIXER = [*RUN, *EAGER, "--model.factory=tests.support.factories:mixer", "--model.blocks=[12]"]
+
+
+def figures(folder: Path) -> dict[str, float]:
+    """Loss and gradient norm of each step."""
+    pairs = {step: zip(("loss", "norm"), pair, strict=True) for step, pair in curve(folder).items()}
+    return {f"{name} {step}": value for step, pair in pairs.items() for name, value in pair}
+
+
+@pytest.mark.slow
+def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(data, tmp_path: Path) -> None:
+    """On 4 ranks, FSDP 2 x TP 2, killed after the first save; on 2 ranks to the end, planned by itself."""
+    mesh = ["--parallel.tp=2", "--parallel.dp_shard=2"]
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert run(4, *QWEN3, *EAGER, *data, *mesh, f"--run.dir={whole}").returncode == 0
+    saved = folder / "checkpoints" / "step-00000004" / "manifest.json"
+    keys = [*QWEN3, *EAGER, *data, f"--run.dir={folder}"]
+    with started(4, *keys, *mesh, output=tmp_path / "out") as launch:
+        assert launch.wait_until(saved.exists), launch.output()
+        for rank in launch.ranks:
+            rank.kill()
+    done = run(2, *keys, "--parallel.plan=auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(saved.parent) in done.stdout
+    assert load_plan(folder / "plan.yaml").mesh.world_size == 2
+    assert figures(folder) == pytest.approx(figures(whole), abs=1e-4)
+
+    convert(["export", str(folder), str(tmp_path / "hf")])
+    back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(map(len, info.values()))
+    checkpoint = find_newest(folder)
+    config = checkpoint_config(checkpoint).model
+    name_factory(config.factory)  # type: ignore[union-attr]
+    own = call_factory(config, device="cpu").module  # type: ignore[arg-type]
+    own.load_state_dict(load_full_weights(checkpoint))
+    ids = make_tokens(264, 2, 24)
+    with torch.no_grad():
+        assert torch.equal(back.eval()(ids).logits, own.eval()(ids).logits)
+
+    evaluated = run(1, str(folder), "--json", module="tools.eval")
+    assert evaluated.returncode == 2
+    assert "which only a checkpoint names" in evaluated.stderr
+    named = run(1, str(folder), "--json", QWEN3[len(RUN)], module="tools.eval")
+    assert named.returncode == 0, named.stderr
+    assert json.loads(named.stdout)["sets"]["held_out"]["loss"] == pytest.approx(
+        rows(folder)[-1]["eval_loss"], abs=1e-4
+    )
+
+
+def test_a_model_of_ones_own_trains_and_resumes(data, tmp_path: Path) -> None:
+    keys = [*MIXER, *data, f"--run.dir={tmp_path / 'run'}", "--checkpoint.every=2"]
+    first = run(2, *keys, "--train.steps=2")
+    assert first.returncode == 0, first.stderr
+    again = run(1, *keys, "--train.steps=4")
+    assert again.returncode == 0, again.stderr
+    whole = run(1, *MIXER, *data, f"--run.dir={tmp_path / 'whole'}", "--train.steps=4")
+    assert whole.returncode == 0, whole.stderr
+    assert figures(tmp_path / "run") == pytest.approx(figures(tmp_path / "whole"), abs=1e-4)
+
+
+def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(data, tmp_path: Path) -> None:
+    keys = [*MIXER, *data, f"--run.dir={tmp_path / 'run'}", "--checkpoint.every=1", "--train.steps=1"]
+    assert run(1, *keys).returncode == 0
+    refused = run(1, "export", str(tmp_path / "run"), str(tmp_path / "hf"), module="tools.convert_hf")
+    assert refused.returncode == 2
+    assert "not one of transformers" in refused.stderr
+    generated = run(1, f"--run={tmp_path / 'run'}", module="tools.generate")
+    assert generated.returncode == 2
+    assert "tests.support.factories:mixer" in generated.stderr
+
+
+def test_the_planning_commands_take_a_factory(tmp_path: Path) -> None:
+    model = [*RUN, "--train.micro_batch_size=auto", *causal_lm("qwen3"), "--json"]
+    h100 = ["--gpus=8", "--gpu=h100-sxm", "--parallel.plan=auto", f"--timeline={tmp_path / 'step.svg'}"]
+    planned = run(1, *model, *h100, module="tools.plan")
+    assert planned.returncode == 0, planned.stderr
+    report = json.loads(planned.stdout)
+    assert report["predicted"]["fits"]
+    assert report["candidates"]
+    assert report["plan"]["modules"][-1] == "lm_head"
+    assert "model.layers.1" in (tmp_path / "step.svg").read_text()
+    checked = run(1, *model, "--gpus=4", "--parallel.tp=2", "--check", *EAGER, module="tools.plan")
+    assert checked.returncode == 0, checked.stdout
+    simulated = run(1, *model, "--world-size=4", "--parallel.tp=2", module="tools.simulate")
+    assert simulated.returncode == 0, simulated.stderr
+    units = {each["unit"] for each in json.loads(simulated.stdout)["collectives"]}
+    assert {"model.layers.0", "model.layers.1"} <= units
