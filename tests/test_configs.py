@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from meshwright.models.llama import Llama
-from meshwright.models.size import count_parameters
 from meshwright.train.config_parser import CONFIG_FOLDER, list_configs, load_config, parse_config
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER
@@ -20,6 +18,8 @@ MEANT_FOR = {
     "llama_8b": (8, 8.03),
     "llama_70b": (128, 70.55),
     "llama_405b": (2048, 405.85),
+    "mistral_7b": (8, 7.25),
+    "qwen3_8b": (8, 8.19),
 }
 PUBLISHED = sorted(MEANT_FOR.keys() - {"llama_debug"})
 
@@ -34,12 +34,10 @@ def test_the_table_is_complete() -> None:
 
 @pytest.mark.parametrize("name", MEANT_FOR)
 def test_it_has_the_published_number_of_parameters(name: str) -> None:
-    config = load_config(_path(name))
-    with torch.device("meta"):
-        model = Llama(config.model)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    source = source_of(parse_config([f"--config={_path(name)}"]).model)
+    parameters = sum(parameter.numel() for parameter in source.new().parameters())
     assert parameters == pytest.approx(MEANT_FOR[name][1] * 1e9, rel=0.005)
-    assert parameters == count_parameters(config.model).total
+    assert parameters == source.parameters
 
 
 @pytest.mark.parametrize("name", MEANT_FOR)
@@ -49,7 +47,7 @@ def test_it_plans_for_the_gpus_it_is_meant_for(name: str) -> None:
     plan = plan_run(config.job, gpus)
     assert plan.mesh.world_size == gpus
     assert predict_memory(config.job, plan).peak_bytes > 0
-    check_vocabulary(ByteTokenizer.info, config.model.vocab_size)
+    check_vocabulary(ByteTokenizer.info, source_of(config.model).vocab_size)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

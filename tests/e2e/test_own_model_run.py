@@ -60,7 +60,7 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     evaluated = run(1, str(folder), "--json", module="tools.eval")
     assert evaluated.returncode == 2
     assert "which only a checkpoint names" in evaluated.stderr
-    named = run(1, str(folder), "--json", QWEN3[len(RUN)], module="tools.eval")
+    named = run(1, str(folder), "--json", "--sequences=8", QWEN3[len(RUN)], module="tools.eval")
     assert named.returncode == 0, named.stderr
     assert json.loads(named.stdout)["sets"]["held_out"]["loss"] == pytest.approx(
         rows(folder)[-1]["eval_loss"], abs=1e-4

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
@@ -130,9 +131,16 @@ def suggest_fits(job: TrainingJob, processes: int, devices: Devices) -> Iterator
 
 
 def _largest_shipped(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
-    """Yield the largest shipped model that is smaller and fits, with the longest sequence that fits."""
+    """Yield the largest shipped Llama that is smaller than the job's and fits, with the longest sequence
+    that fits; none in place of a model of another kind."""
+    if not isinstance(job.model, LlamaConfig):
+        return
     shipped = {path.name: load_config(path).job for path in list_configs()}
-    sizes = {name: source_of(candidate.model).parameters for name, candidate in shipped.items()}
+    sizes = {
+        name: source_of(candidate.model).parameters
+        for name, candidate in shipped.items()
+        if isinstance(candidate.model, LlamaConfig)
+    }
     smaller = [name for name, size in sizes.items() if size < source_of(job.model).parameters]
     for name in sorted(smaller, key=lambda name: sizes[name], reverse=True):
         opened, candidate = _on_any_number(shipped[name])
