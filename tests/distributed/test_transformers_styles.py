@@ -1,0 +1,110 @@
+"""The styles of every causal language model of transformers: known, and then a model that is split by them
+computes the same as whole; or refused by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import meshwright as mw
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.model.check import compare
+from meshwright.parallel.model.styles import TRANSFORMERS_STYLES, find_styles
+from tests.support.factories import HF_SIZES
+from tests.support.hf_models import make_tokens
+from tests.support.worlds import run_ranks
+
+LARGEST = 1_000_000  # parameters: a model that is larger at our sizes has parts of other sizes, as for images
+# The words and the modules that we refuse.
+UNKNOWN = {
+    *("all_reduce", "embedding_colwise", "local_params", "mla_kv_a_proj", "moe_identity_expert"),
+    *("moe_tp_experts", "packed_colwise", "packed_rowwise", "replicate"),
+}
+REFUSALS = ("matches no module", "is for nn.Linear", "is for nn.Embedding", "is for a single norm")
+# Dense text models whose split must be known, whatever transformers changes.
+FAMILIES = {
+    *("cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite"),
+    *("helium", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3"),
+    *("qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+}
+# No initialiser of transformers writes a parameter of its activation.
+WITHOUT_INITIALISER = {"apertus", "apertus1p5_text"}
+
+pytestmark = pytest.mark.slow
+
+
+def make(kind: str) -> nn.Module:
+    """A tiny model on the meta device. Raises whatever transformers raises if it needs other sizes."""
+    config = transformers.CONFIG_MAPPING[kind](**HF_SIZES, rotary_dim=8, use_cache=False)
+    for key in ("layer_types", "mlp_layer_types"):
+        if isinstance(types := getattr(config, key, None), list):
+            setattr(config, key, types[: HF_SIZES["num_hidden_layers"]])
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, name if isinstance(name, str) else name[0])(config)
+    return model.eval()
+
+
+def made() -> dict[str, nn.Module]:
+    """Every model that can be built at our sizes."""
+    models = {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            models[kind] = make(kind)
+        except Exception:  # of any kind: the config of this model asks for other sizes
+            continue
+    return models
+
+
+def test_every_published_style_is_known_or_refused_by_name() -> None:
+    known, words = set(), set()
+    models = made()
+    for kind, model in models.items():
+        published: Any = getattr(model, "tp_plan", None) or {}
+        try:
+            if find_styles(model, None):
+                known.add(kind)
+        except PlanError as error:
+            refused = str(error)
+            assert any(word in refused for word in UNKNOWN) or any(each in refused for each in REFUSALS), kind
+        words |= set(published.values())
+    assert len(models) > 100
+    assert words >= set(TRANSFORMERS_STYLES) - {"colwise_rep"}
+    assert words - set(TRANSFORMERS_STYLES) <= UNKNOWN
+    assert known >= FAMILIES
+
+
+def compare_each(kinds: Sequence[str]) -> dict[str, Any]:
+    """Compare each model split over 2 processes with the whole one."""
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        model, example = make(kind), {"input_ids": make_tokens(HF_SIZES["vocab_size"], 2, 12)}
+        eager = mw.CompileConfig(enabled=False)
+        config = mw.ParallelConfig(compile=eager, tp=2, activation_checkpoint="none")
+        try:
+            plan = mw.make_plan(config, mw.describe(model, example), mw.RunShape(2, 2, seq_len=12))
+            found[kind] = compare(plan, model, example)
+        except PlanError as error:
+            found[kind] = str(error)
+    return found
+
+
+def test_every_known_model_computes_the_same_split() -> None:
+    kinds = []
+    for kind, model in made().items():
+        try:
+            if find_styles(model, None) and sum(p.numel() for p in model.parameters()) < LARGEST:
+                kinds.append(kind)
+        except PlanError:
+            continue
+    found = run_ranks(2, compare_each, kinds, limit_s=240)[0]
+    refused = {kind for kind, result in found.items() if isinstance(result, str)}
+    assert refused <= WITHOUT_INITIALISER, {kind: found[kind] for kind in refused}
+    for kind in found.keys() - refused:
+        assert found[kind]["differences"] == [], kind
+        assert found[kind]["compared"] > 10, kind
+    assert found.keys() - refused >= FAMILIES
