@@ -56,7 +56,7 @@ def describe(
             compiled as a whole
         unsharded: patterns of parameters that every rank keeps whole, in the dtype in which they are stored
         styles: tensor-parallel styles by pattern of module names (docs/your-model.md); None: what the model
-            publishes as `_tp_plan`; {}: none
+            publishes as `_tp_plan`, or none if that cannot be used; {}: none
 
     Raises PlanError, which names the module and a way out, for what cannot be described.
     """
@@ -70,7 +70,7 @@ def describe(
     owners = _owners(model, [*found, *finer], whole, order if example is not None else None)
     groups = _in_order(owners, order, {*found, *finer})
     modules = _count(model, list(itertools.chain(*groups)), owners)
-    split = find_styles(model, styles)
+    split, why_not = _styles(model, styles)
     nested = {block for block in found if any(name.startswith(f"{block}.") for name in finer)}
     return ModelUnits(
         modules=modules,
@@ -82,7 +82,19 @@ def describe(
         attention_kernels=(),
         attention_ops=ATTENTION_OPS,
         unsharded=tuple(whole),
+        why_no_styles=why_not,
     )
+
+
+def _styles(model: nn.Module, styles: Mapping[str, str] | None) -> tuple[dict[str, str], str]:
+    """Return the tensor-parallel styles; and why there are none if the model publishes a split that cannot be
+    used, which is a mistake only in a plan with tp."""
+    try:
+        return find_styles(model, styles), ""
+    except PlanError as error:
+        if styles is not None:
+            raise
+        return {}, str(error)
 
 
 def _published(model: ShardableModel) -> ModelUnits:

@@ -32,6 +32,7 @@ class ModelUnits:
         attention_kernels: names of the attention kernels; none for a model whose kernel is its own business
         unsharded: parameters that every rank keeps whole
         linears: (outputs, inputs) of the linears inside blocks, by fqn pattern
+        why_no_styles: why the split that the model publishes cannot be used
     """
 
     modules: Mapping[str, int]
@@ -45,6 +46,7 @@ class ModelUnits:
     attention_kernels: tuple[str, ...] = ("cpu",)
     unsharded: tuple[str, ...] = ()
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    why_no_styles: str = ""
 
 
 @dataclass(frozen=True)

@@ -259,10 +259,10 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
     at all."""
     styles, tp, known = plan.tensor.styles, plan.mesh.tp, (*rules.STYLE_NAMES, "loss")
     if tp > 1 and not model.styles:
-        yield Mistake(
-            "mesh.tp",
-            f"={tp}, but this model has no tensor-parallel styles: use 1, or describe(..., styles={{...}})",
+        why = model.why_no_styles or (
+            "this model has no tensor-parallel styles: use 1, or describe(..., styles={...})"
         )
+        yield Mistake("mesh.tp", f"={tp}, but {why}")
         return
     if plan.tensor.sequence_parallel and styles and not rules.splits_tokens(styles):
         yield Mistake(

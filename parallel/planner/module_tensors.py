@@ -127,12 +127,12 @@ def _estimate_buffers(
         return [Linear(part) for part in (max(0.0, size.fixed), *[each] * int(count), rest) if part]
 
     def peak(moments: Sequence[Linear], *others: Linear) -> list[Linear]:
-        largest = max(moments, key=lambda moment: moment.at(sequences))
+        largest = max(moments, key=lambda moment: moment.at(sequences), default=Linear())
         return pieces(total((largest, *(other.times(-1) for other in others))))
 
     saves_input = module.saved_bytes.at(sequences) >= given.at(sequences)
     saved = total((module.saved_bytes, given.times(-1))) if saves_input else module.saved_bytes
-    gradients = max(moment.fixed for moment in module.backward.live_bytes)
+    gradients = max((moment.fixed for moment in module.backward.live_bytes), default=0.0)
     weights = list(map(prod, module.weights)) or [1]
     # a module without parameters of its own, such as an embedding with tied weights, adds to a gradient
     role, end = ("weight_grad", 4) if module.parameters else ("inner", 3)

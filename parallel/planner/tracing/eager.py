@@ -41,11 +41,11 @@ class TracedModule:
     tables: tuple[Tensor, ...] = ()
 
     @property
-    def input(self) -> Tensor:
-        """The tensor that the module before has made."""
+    def input(self) -> Tensor | None:
+        """The tensor that the module before has made; None for a module that gets only numbers."""
         leaves = tree_leaves((self.args, dict(self.kwargs)))
         held = {id(table) for table in self.tables}
-        return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held)
+        return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held), None)
 
     def call(self) -> list[Tensor]:
         """Run the module's forward, and return the results that have gradients."""
@@ -158,15 +158,17 @@ def _record(subject: TracedModule) -> tuple[RecordedPhase, RecordedPhase, int]:
     """Return the forward, the backward, and the bytes of the output."""
     held = [*subject.module.parameters(), *subject.module.buffers(), *subject.tables]
     with _OpRecorder(held) as recorder:
-        recorder.track(subject.input)
+        if subject.input is not None:
+            recorder.track(subject.input)
         results = subject.call()
         del subject  # its input stays alive only if the backward needs it
         output = sum(result.untyped_storage().nbytes() for result in results)
         forward = recorder.finish()
-        end = _GradientSink.apply(*results)
+        end = _GradientSink.apply(*results) if results else None
         del results
         left = recorder.finish().left
-        end.backward(torch.empty_like(end))
+        if end is not None:
+            end.backward(torch.empty_like(end))
         backward = recorder.finish()
     return RecordedPhase(forward.operations, forward.moments, left), backward, output
 

@@ -5,7 +5,7 @@ fusion.py says which values share a kernel. The Python body of a custom operator
 operator, with two micro batches.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import or_
@@ -248,7 +248,10 @@ def _loop(node: Node) -> Loop:
     if _name(node) not in REDUCTIONS:
         return Loop(results, results)
     tensor = node.all_input_nodes[0].meta["val"]
-    dims = [dim % tensor.dim() for dim in node.args[1]] if len(node.args) > 1 else range(tensor.dim())  # type: ignore[union-attr, operator]
+    reduced: Any = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(reduced, Sequence):  # argmax takes a number; sum, if all are summed, None
+        reduced = range(tensor.dim()) if reduced is None else [reduced]
+    dims = [dim % tensor.dim() for dim in reduced]
     first = 0 in dims and tensor.dim() - 1 not in dims
     return Loop(tensor.numel(), results, "first" if first else "others")
 

@@ -149,3 +149,15 @@ def test_switches_that_the_model_does_not_have_are_refused(keys: dict[str, Any],
     with pytest.raises(mw.PlanError) as raised:
         mw.make_plan(mw.ParallelConfig(**keys), units, mw.RunShape(2, 2, 8))
     assert message in str(raised.value)
+
+
+def test_a_published_split_that_is_unknown_is_refused_only_with_tp() -> None:
+    """`_tp_plan` of a style that we do not have; without tp the model is planned."""
+    model, example = on_meta(hf_llama)
+    model._tp_plan = {"model.layers.*.mlp.down_proj": "packed_rowwise"}
+    units = describe(model, example)
+    assert mw.make_plan(mw.ParallelConfig(), units, mw.RunShape(2, 2, 8)).mesh.dp_shard == 2
+    with pytest.raises(mw.PlanError) as raised:
+        mw.make_plan(mw.ParallelConfig(tp=2), units, mw.RunShape(2, 2, 8))
+    assert "tp=2, but LlamaForCausalLM._tp_plan: model.layers.*.mlp.down_proj" in str(raised.value)
+    assert "no style for 'packed_rowwise'" in str(raised.value)

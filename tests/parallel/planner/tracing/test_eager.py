@@ -63,6 +63,19 @@ def test_what_the_backward_does_not_need_is_let_go() -> None:
     assert backward.live_bytes == (Linear(0, 2 * X),), "two gradients: there is no reference to the first"
 
 
+def test_a_module_of_numbers_without_gradients_has_no_backward() -> None:
+    """As one that returns rows of a fixed table of positions."""
+
+    class Table(nn.Module):
+        def forward(self, tokens: int) -> Tensor:
+            return torch.ones(tokens, WIDE)
+
+    forward, backward, saved, output = trace_eager(lambda sequences: TracedModule(Table(), (TOKENS,)))
+    assert [operation.name for operation in forward.operations] == ["ones"]
+    assert (backward.operations, backward.live_bytes) == ((), ())
+    assert (saved, output) == (Linear(), Linear())
+
+
 def test_views_are_no_operations_and_no_memory() -> None:
     forward, _, saved, output = trace_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
     assert [operation.name for operation in forward.operations] == ["add"]

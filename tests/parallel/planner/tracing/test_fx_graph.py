@@ -189,10 +189,11 @@ def test_placeholders_of_one_storage_are_counted_once() -> None:
         (lambda x, w: [torch.mm(x.t(), x + 1)], Linear(W, 0)),  # the gradient of a weight
         (lambda x, w: [(x + 1).sum(0)], Linear(4 * DIM, 0)),  # over the tokens, as a norm's gradient
         (lambda x, w: [(x + 1).sum(1)], Linear(0, 4 * TOKENS)),
+        (lambda x, w: [(x + 1).argmax(1)], Linear(0, 8 * TOKENS)),
         (lambda x, w: [torch.mm(x, w)], Linear(0, X)),
         (lambda x, w: [w + 1], Linear(W, 0)),
     ],
-    ids=["weight gradient", "sum over tokens", "sum over dim", "product", "of a weight"],
+    ids=["weight gradient", "sum over tokens", "sum over dim", "argmax over dim", "product", "of a weight"],
 )
 def test_sizes_are_fixed_or_grow_with_the_sequences(
     function: Callable[..., list[Tensor]], size: Linear

@@ -1,5 +1,5 @@
-"""The styles of every causal language model of transformers: known, and then a model that is split by them
-computes the same as whole; or refused by name."""
+"""Every causal language model of transformers, tiny: sharded, recomputed and split it computes the same, or
+it is refused; its tensor-parallel styles are known, or refused by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +31,7 @@ FAMILIES = {
     *("helium", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3"),
     *("qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
 }
-# No initialiser of transformers writes a parameter of its activation.
-WITHOUT_INITIALISER = {"apertus", "apertus1p5_text"}
+BROKEN = {"xlstm"}  # its own initialiser fails
 
 pytestmark = pytest.mark.slow
 
@@ -78,13 +77,12 @@ def test_every_published_style_is_known_or_refused_by_name() -> None:
     assert known >= FAMILIES
 
 
-def compare_each(kinds: Sequence[str]) -> dict[str, Any]:
-    """Compare each model split over 2 processes with the whole one."""
+def compare_each(kinds: Sequence[str], keys: dict[str, Any]) -> dict[str, Any]:
+    """Compare each model under a plan for 2 processes with the model on one; the message of a refusal."""
     found: dict[str, Any] = {}
+    config = mw.ParallelConfig(compile=mw.CompileConfig(enabled=False), **keys)
     for kind in kinds:
         model, example = make(kind), {"input_ids": make_tokens(HF_SIZES["vocab_size"], 2, 12)}
-        eager = mw.CompileConfig(enabled=False)
-        config = mw.ParallelConfig(compile=eager, tp=2, activation_checkpoint="none")
         try:
             plan = mw.make_plan(config, mw.describe(model, example), mw.RunShape(2, 2, seq_len=12))
             found[kind] = compare(plan, model, example)
@@ -93,18 +91,23 @@ def compare_each(kinds: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def test_every_known_model_computes_the_same_split() -> None:
-    kinds = []
-    for kind, model in made().items():
-        try:
-            if find_styles(model, None) and sum(p.numel() for p in model.parameters()) < LARGEST:
-                kinds.append(kind)
-        except PlanError:
-            continue
-    found = run_ranks(2, compare_each, kinds, limit_s=240)[0]
-    refused = {kind for kind, result in found.items() if isinstance(result, str)}
-    assert refused <= WITHOUT_INITIALISER, {kind: found[kind] for kind in refused}
-    for kind in found.keys() - refused:
-        assert found[kind]["differences"] == [], kind
-        assert found[kind]["compared"] > 10, kind
-    assert found.keys() - refused >= FAMILIES
+@pytest.mark.parametrize(
+    ("keys", "least"),
+    [
+        ({"tp": 2, "activation_checkpoint": "none"}, 40),
+        ({"dp_shard": 2, "activation_checkpoint": "full"}, 68),
+    ],
+)
+def test_every_model_that_is_not_refused_computes_the_same(keys: dict[str, Any], least: int) -> None:
+    kinds = [
+        kind
+        for kind, model in made().items()
+        if sum(parameter.numel() for parameter in model.parameters()) < LARGEST and kind not in BROKEN
+    ]
+    found = run_ranks(2, compare_each, kinds, keys, limit_s=240)[0]
+    computed = {kind: result for kind, result in found.items() if not isinstance(result, str)}
+    for kind, result in computed.items():
+        assert result["differences"] == [], kind
+        assert result["compared"] > 10, kind
+    assert len(computed) >= least
+    assert computed.keys() >= FAMILIES
