@@ -59,6 +59,7 @@ ELSEWHERE = {
 SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])
 # all blocks are traced once
 BLOCKS_OF_8B = "--model.n_layers=4 --model.dim=4096 --model.n_heads=32 --model.ffn_dim=14336"
+SMALL_QWEN = "--model.args.num_hidden_layers=2 --model.args.hidden_size=64 --model.args.vocab_size=264"
 QUICK = "--parallel.compile.enabled=false --train.steps=2 --train.eval_every=0"
 OVERRIDES = " ".join(f"--override {key[2:]}" for key in f"{SMALL} {QUICK}".split())
 SMALLER = [  # pattern, replacement; all that match are applied in this order
@@ -66,6 +67,7 @@ SMALLER = [  # pattern, replacement; all that match are applied in this order
     (r"--nproc-per-node 8", "--standalone --nproc-per-node 2"),
     (r"(?<!standalone )--nproc-per-node 2", "--standalone --nproc-per-node 2"),
     (r"(train\.main .*llama_(?:1b|8b|70b|405b)\.yaml.*)", rf"\1 {SMALL} {QUICK}"),
+    (r"(train\.main .*qwen3_8b\.yaml.*)", rf"\1 {SMALL_QWEN} {QUICK} --train.seq_len=64"),
     (r"(train\.main .*llama_debug\.yaml.*)", rf"\1 {SMALL} --train.steps=12"),
     (r"(executed_code .*)", rf"\1 {SMALL} {QUICK}"),
     (r"(train\.main .*start/config\.yaml.*)", rf"\1 {QUICK} --train.seq_len=32"),

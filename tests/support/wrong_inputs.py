@@ -152,7 +152,8 @@ TRAIN: list[Case] = [
 # Complete commands: a module of tools/ (or train.main) and its arguments.
 TOOLS: list[Case] = [
     ("train.main --config llama_405b --run.dir={own}", ("GiB per process", "It needs", "params", "Fits")),
-    ("tools.plan", ("--config", "-h")),
+    ("tools.plan", ("--gpus", "-h")),
+    ("tools.plan --gpus 8", ("--config", "--model.factory", "-h")),
     ("tools.plan --config llama_8b --gpus 0", ("--gpus", "0", "at least 1")),
     ("tools.plan --config llama_8b --gpus 8 --gpu h100", ("--gpu=h100", "h100-sxm", "a100-80gb")),
     ("tools.plan --config llama_8b --gpus 8 --parallel.tp=16", ("tp=16", "use 16 processes", "1, 2, 4 or 8")),

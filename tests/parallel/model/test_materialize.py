@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from meshwright.tools.bench.own_model.models import MADE, MODELS, encoder, hf_llama, on_meta
+from meshwright.tools.bench.own_model.models import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
 from tests.support.own_models import EACH
 from tests.support.worlds import run_ranks
 
@@ -40,7 +40,7 @@ def materialized(name: str, keys: dict[str, Any]) -> dict[str, Tensor]:
 def test_the_same_values_on_every_mesh(name: str) -> None:
     (alone,) = run_ranks(1, materialized, name, {})
     meshes: list[dict[str, Any]] = [{}, {"dp_replicate": 2}]
-    for keys in [*meshes, *([{"tp": 2}] if name.startswith("transformers") else [])]:
+    for keys in [*meshes, *([] if name in WITHOUT_STYLES else [{"tp": 2}])]:
         for values in run_ranks(2, materialized, name, keys):
             assert values.keys() == alone.keys()
             assert all(torch.equal(values[key], alone[key]) for key in alone), keys
