@@ -13,7 +13,7 @@ from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.metrics.reporting import Reporting
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.source import LossOf
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
@@ -22,6 +22,7 @@ from meshwright.train.step import train_step
 def train_loop(
     config: Config,
     plan: Plan,
+    loss_of: LossOf,
     state: TrainState,
     data: TrainingData,
     saver: CheckpointSaver,
@@ -39,7 +40,6 @@ def train_loop(
         sets = data.evaluated, data.sequences, data.batch
         return score_sets(model, *sets, config.train.eval_sequences, data.device, data.group, loss_of)
 
-    loss_of = source_of(config.model).loss(plan, config.train.z_loss)
     model, optimizer, position, stopping = state.model, state.optimizer, state.position, False
     saves = Saves(saver, config.checkpoint.on_error, supervision, reporting, position.step)
     with (

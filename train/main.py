@@ -117,13 +117,14 @@ def run(config: Config, ranks: RankInfo) -> bool:
                 group_timeout=timeout,
             )
             make_room(saver, config.checkpoint, console.print)
+            loss_of = source.loss(plan, config.train.z_loss)
             reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)
             with (
                 explaining_out_of_memory(config.job, plan, device, optimizer, folder / "profile"),
-                supervision.training(config.train, plan, model, data),
+                supervision.training(config.train, plan, model, data, loss_of),
                 reporting,
             ):
-                reached = train_loop(config, plan, state, data, saver, supervision, reporting)
+                reached = train_loop(config, plan, loss_of, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
             reporting.finish()
             supervision.finish(reached.step, stopped)

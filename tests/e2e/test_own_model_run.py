@@ -78,6 +78,15 @@ def test_a_model_of_ones_own_trains_and_resumes(data, tmp_path: Path) -> None:
     assert figures(tmp_path / "run") == pytest.approx(figures(tmp_path / "whole"), abs=1e-4)
 
 
+def test_the_first_bad_value_of_a_model_of_ones_own_is_named(data, tmp_path: Path) -> None:
+    keys = ["--optim.lr=1e38", "--optim.warmup_steps=0", "--train.max_skipped_steps=0", "--train.steps=4"]
+    failed = run(1, *MIXER, *data, *keys, f"--run.dir={tmp_path / 'run'}")
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr
+    assert "is not finite" in failed.stderr
+    assert "the output of 0 " in failed.stderr, "the embedding"
+
+
 def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(data, tmp_path: Path) -> None:
     keys = [*MIXER, *data, f"--run.dir={tmp_path / 'run'}", "--checkpoint.every=1", "--train.steps=1"]
     assert run(1, *keys).returncode == 0

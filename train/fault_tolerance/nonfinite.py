@@ -26,6 +26,8 @@ from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
+from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.source import LossOf
 from meshwright.train.step import StepResult, count_targets
 
 
@@ -49,6 +51,7 @@ def first_bad_value(
     units: Sequence[UnitPlan],
     micro_batches: Sequence[Batch],
     data_parallel: dist.ProcessGroup,
+    loss_of: LossOf = loss_of_llama,
 ) -> BadValue | None:
     """Repeat a step's forward and backward without compilation; return the first value on this rank that is
     not finite, or None.
@@ -62,7 +65,7 @@ def first_bad_value(
         for i, batch in enumerate(micro_batches):
             set_last_micro_batch(model, units, last=i == len(micro_batches) - 1)
             watch.micro_batch, watch.in_forward = i, True
-            loss = model(batch.tokens, batch.targets, batch.first, global_tokens)
+            loss = loss_of(model, batch, global_tokens)
             watch.check("the loss", [loss])
             watch.in_forward = False
             loss.backward()
@@ -215,13 +218,14 @@ class NonFiniteGuard:
         order: SampleOrder,
         shape: BatchShape,
         data_parallel: dist.ProcessGroup,
+        loss_of: LossOf = loss_of_llama,
     ) -> None:
         """`max_skipped` steps may be skipped. The other arguments serve to repeat the first step above that
-        limit and to name its sequences: model, units and group of train_step, order and shape of the training
-        loop."""
+        limit and to name its sequences: model, units, group and loss of train_step, order and shape of the
+        training loop."""
         self.skipped = 0
         self._max_skipped, self._order, self._shape = max_skipped, order, shape
-        self._model, self._units, self._data_parallel = model, units, data_parallel
+        self._model, self._units, self._data_parallel, self._loss_of = model, units, data_parallel, loss_of
         self._steps: deque[_Step] = deque()
 
     def step_done(self, step: int, first_sample: int, data: StepData, result: StepResult) -> list[str]:
@@ -260,7 +264,9 @@ class NonFiniteGuard:
         damaged = tuple(name for name, p in self._model.named_parameters() if not all_finite([p]))
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
-            first = first_bad_value(self._model, self._units, done.micro_batches, self._data_parallel)
+            first = first_bad_value(
+                self._model, self._units, done.micro_batches, self._data_parallel, self._loss_of
+            )
         # possibly on this rank only, so no collective may follow
         except torch.OutOfMemoryError:
             alone = NonFiniteFinding(

@@ -27,6 +27,7 @@ from meshwright.train.fault_tolerance.run_status import RunStatus, read_status
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Section, Watchdog
 from meshwright.train.memory import GarbageCollector, return_free_memory
+from meshwright.train.model.source import LossOf
 from meshwright.train.step import StepResult
 
 NAMED_S = 1.0  # from a failed collective until the connections report which rank has ended
@@ -89,14 +90,14 @@ class Supervision:
 
     @contextmanager
     def training(
-        self, config: TrainConfig, plan: Plan, model: nn.Module, data: TrainingData
+        self, config: TrainConfig, plan: Plan, model: nn.Module, data: TrainingData, loss_of: LossOf
     ) -> Iterator[None]:
         """Steps are done within this context: from now on there is something to save, and a first signal
         requests an agreed stop."""
         self._plan, self._garbage = plan, GarbageCollector(config.gc_every_steps)
         self._recompiles = RecompileGuard(plan.compile)
         self._nonfinite = NonFiniteGuard(
-            config.max_skipped_steps, model, plan.units, data.order, data.batch, data.group
+            config.max_skipped_steps, model, plan.units, data.order, data.batch, data.group, loss_of
         )
         self._shutdown.begin()
         try:
