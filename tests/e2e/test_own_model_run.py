@@ -78,6 +78,20 @@ def test_a_model_of_ones_own_trains_and_resumes(data, tmp_path: Path) -> None:
     assert figures(tmp_path / "run") == pytest.approx(figures(tmp_path / "whole"), abs=1e-4)
 
 
+def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(data, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    keys = ["--train.steps=4", "--profile.start=2", "--profile.steps=2", f"--run.dir={folder}"]
+    assert run(2, *MIXER, *data, *keys).returncode == 0
+    unnamed = run(1, folder, module="tools.trace")
+    assert unnamed.returncode == 0, unnamed.stderr
+    assert "not compared" in unnamed.stdout
+    assert "which only a checkpoint names" in unnamed.stdout
+    named = run(1, folder, "--model.factory=tests.support.factories:mixer", "--json", module="tools.trace")
+    assert named.returncode == 0, named.stderr
+    assert "lanes" in named.stdout
+    assert "which only a checkpoint names" not in named.stdout
+
+
 def test_the_first_bad_value_of_a_model_of_ones_own_is_named(data, tmp_path: Path) -> None:
     keys = ["--optim.lr=1e38", "--optim.warmup_steps=0", "--train.max_skipped_steps=0", "--train.steps=4"]
     failed = run(1, *MIXER, *data, *keys, f"--run.dir={tmp_path / 'run'}")

@@ -27,6 +27,7 @@ from meshwright.tools.trace.reader import find_traces
 from meshwright.tools.trace.report import describe, make_document
 from meshwright.tools.trace.roofline import find_roof
 from meshwright.train.errors import DataError
+from meshwright.train.model.factory import name_factory
 
 EPILOG = """
 examples:
@@ -49,6 +50,8 @@ class AgainstPlan:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Analyze a profile and print the result. Raises ConfigError and DataError."""
     options = make_parser().parse_args(arguments)
+    if options.factory:
+        name_factory(options.factory)
     picture = (
         check_target("--picture", Path(options.picture), (".svg", ".png"), overwrites=True)
         if options.picture
@@ -97,6 +100,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="the rank whose step is analyzed (default: the first profiled)",
     )
     add("--json", action="store_true", help="print one JSON document")
+    add(
+        "--model.factory",
+        dest="factory",
+        metavar="MODULE:FUNCTION",
+        help="the function that built the run's model, to predict its step: that its config names one does "
+        "not let it run",
+    )
     add(
         "--picture",
         metavar="FILE",

@@ -71,8 +71,8 @@ def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timelin
     Raises DataError with the reason if the step cannot be predicted.
     """
     config, plan = _read_run(run)
-    hardware = _hardware_of(device_name, config, processes_per_node, run)
     try:
+        hardware = _hardware_of(device_name, config, processes_per_node, run)
         return predict(config.job, plan, hardware, processes_per_node).timeline
     except ValueError as error:
         raise DataError(f"{run}: its step cannot be predicted: {error}") from None
