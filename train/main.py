@@ -106,15 +106,9 @@ def run(config: Config, ranks: RankInfo) -> bool:
             model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
+            parts = (model, optimizer, mesh, texts)
             saver = CheckpointSaver(
-                config.checkpoint,
-                checkpoints,
-                model,
-                optimizer,
-                mesh,
-                texts,
-                machine=ranks.machine,
-                group_timeout=timeout,
+                config.checkpoint, checkpoints, *parts, machine=ranks.machine, group_timeout=timeout
             )
             make_room(saver, config.checkpoint, console.print)
             loss_of = source.loss(plan, config.train.z_loss)
