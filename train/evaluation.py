@@ -18,7 +18,6 @@ from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
-from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.model.source import LossOf
 from meshwright.train.step import count_targets
 
@@ -63,7 +62,7 @@ def score_sets(
     limit: int,
     device: torch.device,
     data_parallel: dist.ProcessGroup,
-    loss_of: LossOf = loss_of_llama,
+    loss_of: LossOf,
 ) -> dict[str, Score]:
     """Return the score of every set: identical on all ranks and, except for rounding, on every mesh. `limit`:
     evaluate at most the first `limit` sequences of each set; 0 is all."""
@@ -103,7 +102,7 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
     data_parallel: dist.ProcessGroup,
-    loss_of: LossOf = loss_of_llama,
+    loss_of: LossOf,
 ) -> Tensor:
     """Return (sum of the loss in nats, number of targets) over all batches of `data_parallel`, float64 [2] on
     the device. The z-loss is not included; weights and gradients do not change.

@@ -106,9 +106,15 @@ def run(config: Config, ranks: RankInfo) -> bool:
             model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
-            parts = (model, optimizer, mesh, texts)
             saver = CheckpointSaver(
-                config.checkpoint, checkpoints, *parts, machine=ranks.machine, group_timeout=timeout
+                config.checkpoint,
+                checkpoints,
+                model,
+                optimizer,
+                mesh,
+                texts,
+                machine=ranks.machine,
+                group_timeout=timeout,
             )
             make_room(saver, config.checkpoint, console.print)
             loss_of = source.loss(plan, config.train.z_loss)
@@ -123,10 +129,13 @@ def run(config: Config, ranks: RankInfo) -> bool:
             reporting.finish()
             supervision.finish(reached.step, stopped)
             progress = f"step {reached.step} of {data.total_steps}"
-            saved = _describe_save(config.checkpoint, saver.failed)
-            stop = f"stopped at {progress} ({supervision.stop_reason}), {saved}"
+            stop = _describe_stop(progress, supervision.stop_reason, config.checkpoint, saver.failed)
             console.print(stop if stopped else f"finished: {progress}; tensorboard --logdir {folder}/tb")
     return stopped
+
+
+def _describe_stop(progress: str, reason: str, config: CheckpointConfig, failed: str) -> str:
+    return f"stopped at {progress} ({reason}), {_describe_save(config, failed)}"
 
 
 def _describe_save(config: CheckpointConfig, failed: str) -> str:

@@ -16,7 +16,6 @@ from meshwright.parallel.plan.schema import UnitPlan
 from meshwright.parallel.sharded_model import global_count, set_micro_batches, summed
 from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
 from meshwright.train.data.batch import Batch
-from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.model.source import LossOf
 
 
@@ -40,7 +39,7 @@ def train_step(
     micro_batches: Sequence[Batch],
     grad_clip: float,
     data_parallel: dist.ProcessGroup,
-    loss_of: LossOf = loss_of_llama,
+    loss_of: LossOf,
 ) -> StepResult:
     """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights unless the
     loss or the gradient norm is not finite.

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.data.batch import Batch
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 
@@ -73,7 +74,7 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
     shape = run.shape
     own = tokens.chunk(shape.data_parallel)[shape.data_rank]
     batch = Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous())
-    result = train_step(model, run.plan.units, run.optimizer, [batch], 0.0, run.group)
+    result = train_step(model, run.plan.units, run.optimizer, [batch], 0.0, run.group, loss_of_llama)
     return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": full}
 
 

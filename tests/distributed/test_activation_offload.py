@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.models.llama import Llama
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.train.evaluation import evaluate
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.distributed import matrix
 from tests.support.launch import EAGER
@@ -50,14 +51,14 @@ def train_case(arguments: Sequence[str]) -> dict[str, Any]:
     batches = random_batches(run)
     seen: dict[str, list[Any]] = {"losses": [], "norms": [], "graphs": [], "sent": [], "held": []}
     for _ in range(STEPS):
-        result = train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group)
+        result = train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama)
         offload = getattr(run.model, "activation_offload", None)
         seen["losses"].append(result.loss.item())
         seen["norms"].append(result.grad_norm.item())
         seen["graphs"].append(count_compiled_graphs())
         seen["sent"].append(offload.sent_bytes if offload else 0)
         seen["held"].append(offload.host_bytes if offload else 0)
-    evaluate(run.model, batches[:1], run.group)
+    evaluate(run.model, batches[:1], run.group, loss_of_llama)
     assert offload is None or offload.sent_bytes == seen["sent"][-1], "an evaluation offloads nothing"
     assert count_compiled_graphs() == seen["graphs"][-1], "an evaluation compiles no graph"
     return {**seen, **measure(run.model, batches[0].tokens)}

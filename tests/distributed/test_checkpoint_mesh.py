@@ -32,6 +32,7 @@ from meshwright.train.checkpoint.shards import (
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.errors import CheckpointError
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches
@@ -80,7 +81,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
     run = build_sharded(arguments)
     model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
     for step, asynchronous in ((1, False), (2, True)):
-        train_step(model, run.plan.units, optimizer, batches, 1.0, run.group)
+        train_step(model, run.plan.units, optimizer, batches, 1.0, run.group, loss_of_llama)
         saver = CheckpointSaver(
             CheckpointConfig(asynchronous=asynchronous),
             folder,
@@ -96,7 +97,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
                 name: full_tensor(tensor).clone()
                 for name, tensor in training_tensors(model, optimizer).items()
             }
-            train_step(model, run.plan.units, optimizer, batches, 1.0, run.group)
+            train_step(model, run.plan.units, optimizer, batches, 1.0, run.group, loss_of_llama)
         saver.wait()
         (news,) = saver.poll()
         assert (news.error, news.path) == ("", folder / f"step-{step:08d}")

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.parallel.simulate.collectives import StepRecorder, axes_of_groups
 from meshwright.parallel.simulate.module_tracker import ModuleTracker
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
@@ -53,7 +54,7 @@ def step(arguments: Sequence[str]) -> dict[str, Any]:
     batches = random_batches(run)
     recorder = StepRecorder(ModuleTracker(run.model, run.plan), axes_of_groups(run.mesh, run.group), None)
     with recorder.position.following(), recorder:
-        train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group)
+        train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama)
     state = [value for values in run.optimizer.state.values() for value in values.values()]
     return {
         "collectives": [dataclasses.asdict(collective) for collective in recorder.collectives],

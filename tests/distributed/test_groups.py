@@ -23,6 +23,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.evaluation import evaluate
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.sharded import build_sharded, random_batches
@@ -41,10 +42,12 @@ def groups_and_losses(layers: int, reshard: str) -> tuple[int, list[float]]:
         ]
     )
     losses = [
-        train_step(run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group).loss.item()
+        train_step(
+            run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group, loss_of_llama
+        ).loss.item()
         for _ in range(2)
     ]
-    evaluate(run.model, random_batches(run), run.group)
+    evaluate(run.model, random_batches(run), run.group, loss_of_llama)
     return len(dist.distributed_c10d._world.pg_map) - 1, losses
 
 

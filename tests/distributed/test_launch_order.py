@@ -12,6 +12,7 @@ from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitT
 from meshwright.parallel.planner.fsdp_schedule import launch_tasks, start_ahead
 from meshwright.parallel.planner.stream_simulator import Task
 from meshwright.train.config_parser import parse_config
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
@@ -59,10 +60,10 @@ def profiled_step(arguments: Sequence[str]) -> list[Event]:
     run = build_sharded(arguments)
     batches = random_batches(run)[:1]
     train_step(
-        run.model, run.plan.units, run.optimizer, batches, 1.0, run.group
+        run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama
     )  # FSDP2 initializes in the first step
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group)
+        train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama)
     return events_of(trace)
 
 

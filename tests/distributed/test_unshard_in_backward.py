@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.fsdp import local_part
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches
@@ -30,7 +31,9 @@ def losses_and_weights(arguments: list[str], gathered: bool) -> tuple[list[float
     assert not run.plan.units[0].unshard_in_backward
     run.model.tok_embeddings.set_unshard_in_backward(gathered)
     losses = [
-        train_step(run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group).loss.item()
+        train_step(
+            run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group, loss_of_llama
+        ).loss.item()
         for _ in range(2)
     ]
     return losses, {name: local_part(p).detach().clone() for name, p in run.model.named_parameters()}

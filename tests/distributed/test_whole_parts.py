@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from meshwright.tools.plan.check import check_run
 from meshwright.train.config_parser import parse_config
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
@@ -24,7 +25,9 @@ def train_with_other_roundings(arguments: list[str]) -> list[str]:
                 lambda _module, _inputs, out: out.register_hook(lambda grad: grad * off) and None
             )
     for _ in range(3):
-        train_step(run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group)
+        train_step(
+            run.model, run.plan.units, run.optimizer, random_batches(run), 1.0, run.group, loss_of_llama
+        )
     replicated = {
         name: p.to_local() for name, p in run.model.named_parameters() if p.placements[-1].is_replicate()
     }

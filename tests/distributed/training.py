@@ -25,6 +25,7 @@ from meshwright.train.data.loader import TrainLoader
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.evaluation import mean_loss, score_sets
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.step import train_step
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
@@ -72,12 +73,16 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
         seen.append(torch.cat([batch.tokens for batch in batches]))
         if step == steps:
             batches = [Batch(b.tokens, pad_unevenly(b.tokens, b.targets), b.first) for b in batches]
-        result = train_step(model, run.plan.units, optimizer, batches, config.train.grad_clip, group)
+        result = train_step(
+            model, run.plan.units, optimizer, batches, config.train.grad_clip, group, loss_of_llama
+        )
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         if step == EVALUATE_AFTER:
             limit = config.train.eval_sequences
-            eval_loss = mean_loss(score_sets(model, corpus.held_out, sequences, shape, limit, device, group))
+            eval_loss = mean_loss(
+                score_sets(model, corpus.held_out, sequences, shape, limit, device, group, loss_of_llama)
+            )
         graphs.append(count_compiled_graphs())
     loader.close()
     return {

@@ -17,6 +17,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import model_workload
 from meshwright.train.step import train_step
@@ -104,7 +105,15 @@ def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused:
     assert run.plan.fused_projections == fused
     tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
     with Products() as products:
-        train_step(run.model, run.plan.units, run.optimizer, [Batch(tokens_BT, tokens_BT)], 1.0, run.group)
+        train_step(
+            run.model,
+            run.plan.units,
+            run.optimizer,
+            [Batch(tokens_BT, tokens_BT)],
+            1.0,
+            run.group,
+            loss_of_llama,
+        )
     assert products.count == run.config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
     assert set(dict(run.model.named_parameters())) == set(dict(Llama(run.config.model).named_parameters())), (
         "fused projections changed parameter names"

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.train.config import ProfileConfig
 from meshwright.train.data.batch import Batch
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.profiling import ProfiledRun, StepProfiler
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
@@ -220,7 +221,9 @@ def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_
     )
 
     def step(number: int) -> None:
-        train_step(run.model, run.plan.units, run.optimizer, [Batch(tokens, tokens)], 1.0, run.group)
+        train_step(
+            run.model, run.plan.units, run.optimizer, [Batch(tokens, tokens)], 1.0, run.group, loss_of_llama
+        )
 
     def profiled(number: int) -> None:
         off.before_step(number)

@@ -26,7 +26,6 @@ from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
-from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.model.source import LossOf
 from meshwright.train.step import StepResult, count_targets
 
@@ -51,7 +50,7 @@ def first_bad_value(
     units: Sequence[UnitPlan],
     micro_batches: Sequence[Batch],
     data_parallel: dist.ProcessGroup,
-    loss_of: LossOf = loss_of_llama,
+    loss_of: LossOf,
 ) -> BadValue | None:
     """Repeat a step's forward and backward without compilation; return the first value on this rank that is
     not finite, or None.
@@ -218,7 +217,7 @@ class NonFiniteGuard:
         order: SampleOrder,
         shape: BatchShape,
         data_parallel: dist.ProcessGroup,
-        loss_of: LossOf = loss_of_llama,
+        loss_of: LossOf,
     ) -> None:
         """`max_skipped` steps may be skipped. The other arguments serve to repeat the first step above that
         limit and to name its sequences: model, units, group and loss of train_step, order and shape of the

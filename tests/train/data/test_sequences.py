@@ -18,6 +18,7 @@ from meshwright.train.data.sequences import SequenceShape, count_sequences, read
 from meshwright.train.data.token_store import Source, TokenStream
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import score_sets
+from meshwright.train.model.llama import loss_of_llama
 from tests.support import stores
 
 BOS, EOS = 1, 2
@@ -241,7 +242,14 @@ def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, pred
     )
     monkeypatch.setattr("meshwright.train.step.dist.all_reduce", lambda value, group: None)
     score = score_sets(
-        OneBitOff(), {"set": split}, shape, BatchShape(2, 1, 0, 1), 0, torch.device("cpu"), None
+        OneBitOff(),
+        {"set": split},
+        shape,
+        BatchShape(2, 1, 0, 1),
+        0,
+        torch.device("cpu"),
+        None,
+        loss_of_llama,
     )["set"]
     assert score.tokens == predicted
     assert score.bits_per_byte == pytest.approx(predicted / split.text_bytes)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.train.config import MetricsConfig
 from meshwright.train.metrics.collector import GradientNorms, Metrics, Throughput
 from meshwright.train.metrics.tensorboard import RunSummary
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import Sharded, build_sharded, random_batches, sharded_alone
@@ -54,7 +55,9 @@ def take_step(keys: list[str]) -> dict[str, Any]:
     run.optimizer.register_step_pre_hook(gather)
     norms = GradientNorms(run.model, run.plan, run.optimizer)
     norms.request(True)
-    result = train_step(run.model, run.plan.units, run.optimizer, random_batches(run), 0.01, run.group)
+    result = train_step(
+        run.model, run.plan.units, run.optimizer, random_batches(run), 0.01, run.group, loss_of_llama
+    )
     measured = norms.take()
     return {
         "grad_norm": result.grad_norm.item(),
@@ -92,7 +95,9 @@ def operations_of(trainer: Sharded, metrics: Metrics, reported: bool) -> int:
     batches = random_batches(trainer)
     metrics.before_step(reported)
     with Count("aten.", "c10d.") as counted:
-        train_step(trainer.model, trainer.plan.units, trainer.optimizer, batches, 1.0, trainer.group)
+        train_step(
+            trainer.model, trainer.plan.units, trainer.optimizer, batches, 1.0, trainer.group, loss_of_llama
+        )
     return counted.count
 
 

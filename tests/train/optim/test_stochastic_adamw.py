@@ -15,6 +15,7 @@ from meshwright.train.checkpoint.manifest import SavedTensor
 from meshwright.train.config import OptimConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import CheckpointError
+from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.optim.adamw_kernel import (
     AdamWStep,
     Slice,
@@ -330,16 +331,16 @@ def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> 
 
 def test_a_step_reads_nothing_back_and_a_skipped_one_changes_no_bit(trainer) -> None:
     model, units, optimizer, group = trainer
-    train_step(model, units, optimizer, make_batches(2), 1.0, group)
+    train_step(model, units, optimizer, make_batches(2), 1.0, group, loss_of_llama)
     before = bits(model, optimizer)
     with Count(*READS) as reads:
-        result = train_step(model, units, optimizer, make_batches(2), 0.01, group)
+        result = train_step(model, units, optimizer, make_batches(2), 0.01, group, loss_of_llama)
         assert reads.count == 0
     assert result.skipped.item() == 0
     after = bits(model, optimizer)
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * math.nan)
-    assert train_step(model, units, optimizer, make_batches(2), 1.0, group).skipped.item() == 1
+    assert train_step(model, units, optimizer, make_batches(2), 1.0, group, loss_of_llama).skipped.item() == 1
     assert all(torch.equal(a, b) for a, b in zip(after, bits(model, optimizer), strict=True))
 
 
