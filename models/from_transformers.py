@@ -29,8 +29,10 @@ def causal_lm(folder: str = "", attn_implementation: str | None = None, **config
     """
     for noisy in ("torchao", "torch.utils._pytree"):  # hints on the import of torchao by transformers
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    from transformers import AutoModelForCausalLM, __version__
-
+    try:
+        from transformers import AutoModelForCausalLM, __version__
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}: pip install -e '.[hf]'") from error
     if tuple(map(int, __version__.split(".")[:2])) < OLDEST:
         raise ImportError(f"transformers {__version__} is older than {OLDEST[0]}.{OLDEST[1]}: {WHY_OLDEST}")
     shape = _read_shape(folder, config) if folder else _make_shape(config)

@@ -148,7 +148,8 @@ class RunConfig:
     """Folder, seed, device and time limits of a run.
 
     Args:
-        dir: folder of the run; the same command resumes the run in it. null is runs/ plus the config's name
+        dir: folder of the run; the same command resumes the run in it. null is runs/ plus the config's name,
+            or without a config that of the factory's module
         seed: seed of the initial weights and of the data order
         device: auto uses GPUs, and the CPU on a machine without one; or cpu, or cuda. Every local process
             needs its own GPU

@@ -19,7 +19,7 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value
 from meshwright.train.checkpoint.manifest import MANIFEST
-from meshwright.train.config import Config, FactoryConfig
+from meshwright.train.config import Config, FactoryConfig, ModelConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import name_factory
 
@@ -322,15 +322,22 @@ def _parse(parser: ArgumentParser, sources: _Sources) -> Config:
     except Exception as error:  # jsonargparse raises several types, all about the user's input
         keys = {path: [key for key, _ in _leaves(mapping)] for path, mapping in sources.files.items()}
         raise ConfigError(one_line(explain_parser_error(str(error), keys, sources.overrides))) from None
-    if not namespace["run.dir"]:
-        namespace["run.dir"] = f"runs/{[*sources.files][-1].stem if sources.files else 'llama'}"
     try:
         built = parser.instantiate(namespace)
+        if not built.run.dir:
+            built.run = dataclasses.replace(built.run, dir=f"runs/{_name_of_run(sources, built.model)}")
         return Config(
             **{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)}
         )
     except ValueError as error:
         raise ConfigError(one_line(error)) from None
+
+
+def _name_of_run(sources: _Sources, model: ModelConfig) -> str:
+    """Return the config's name, or without a config that of the factory's module."""
+    if sources.files:
+        return [*sources.files][-1].stem
+    return model.factory.partition(":")[0].rpartition(".")[2] if isinstance(model, FactoryConfig) else "llama"
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -73,6 +73,7 @@ def test_without_a_file_every_key_has_its_default() -> None:
 def test_the_folder_of_a_run_is_named_after_its_config_unless_given(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "train: {steps: 7}")).run.dir == "runs/mine"
     assert load_config(write(tmp_path, "run: {dir: here}")).run.dir == "here"
+    assert parse_config(["--model.factory=theirs.mine:build"]).run.dir == "runs/mine"
 
 
 @pytest.mark.parametrize(

@@ -82,5 +82,7 @@ def _find(factory: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model.factory={factory}: {error}") from error
+        raise ConfigError(
+            f"model.factory={factory}: {error}: use a function of a module in this folder, or installed"
+        ) from error
     return function

@@ -224,7 +224,8 @@ def logits_of(result: Any, factory: str) -> Any:
 
 def code_of(model: nn.Module) -> str:
     """Return a hash of the code of a model: versions of installed packages that its classes are from, and the
-    contents of all other modules that are loaded from their folders."""
+    contents of all other modules that are loaded from their folders, without packages that are installed in
+    one, as in its .venv."""
     digest, folders = hashlib.sha256(), set[Path]()
     for kind in sorted({type(module) for module in model.modules()}, key=repr):
         top = kind.__module__.partition(".")[0]
@@ -235,6 +236,7 @@ def code_of(model: nn.Module) -> str:
             folders |= {Path(file).parent} if file else set()
     loaded: Sequence[Any] = list(sys.modules.values())
     files = {Path(file) for module in loaded if (file := getattr(module, "__file__", None))}
-    for path in sorted(path for path in files if folders & set(path.parents) and path.suffix == ".py"):
+    own = (path for path in files if folders & set(path.parents) and "site-packages" not in path.parts)
+    for path in sorted(path for path in own if path.suffix == ".py" and path.is_file()):  # some are made up
         digest.update(path.read_bytes())
     return digest.hexdigest()
