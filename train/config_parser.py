@@ -446,9 +446,12 @@ def _check_key(key: str, place: str) -> None:
 
 def is_config_key(key: str) -> bool:
     """Return whether `key` is a dotted key or a section of the config."""
-    return key.startswith(f"{ARGS}.") or any(
-        known == key or known.startswith(f"{key}.") for known in known_keys()
-    )
+    return has_value(key) or any(known.startswith(f"{key}.") for known in known_keys())
+
+
+def has_value(key: str) -> bool:
+    """Return whether `key` is a dotted key of the config, or an argument of the model's factory."""
+    return key in known_keys() or key.startswith(f"{ARGS}.")
 
 
 def key_hint(key: str) -> str:

@@ -15,7 +15,14 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, report, structure
 from meshwright.parallel.yaml_io import load_mapping
 from meshwright.tools.run_reader import flatten
-from meshwright.train.config_parser import is_config_key, key_hint, known_keys, rename_keys, warn_once
+from meshwright.train.config_parser import (
+    has_value,
+    is_config_key,
+    key_hint,
+    known_keys,
+    rename_keys,
+    warn_once,
+)
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
@@ -179,7 +186,6 @@ def _wrong_values(spec: Spec) -> Iterator[str]:
 def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield the errors in config keys: unknown keys, keys that the sweep sets itself, keys set in two
     places, invalid counts, and values that no config accepts. `given`: the keys of --override."""
-    known = known_keys()
     runs = {f"runs: {name}": keys for name, keys in spec.runs.items()}
     places = {"overrides": spec.overrides, "grid": spec.grid, **runs}
     for place, keys in places.items():
@@ -196,7 +202,7 @@ def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
                     f"{place}: {key} is set by the sweep (each run has its own folder, all share one "
                     "config): remove it"
                 )
-            elif key not in known:
+            elif not has_value(key):
                 yield f"{place}: unknown key {one_line(key, 80)}. {key_hint(key)}"
             elif not _is_plain(value):
                 yield (

@@ -42,6 +42,15 @@ def test_a_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -
     assert cells[1].overrides["train.steps"] == 20
 
 
+def test_the_arguments_of_a_factory_can_be_varied_and_set(tmp_path: Path) -> None:
+    grid = {"model.args.width": [32, 64]}
+    cells = cells_of(write_spec(tmp_path, grid=grid))
+    assert [cell.own for cell in cells] == [{"model.args.width": 32}, {"model.args.width": 64}]
+    assert read_overrides(["model.args.width=8"]) == {"model.args.width": "8"}
+    with pytest.raises(ConfigError, match=r"unknown key model\.arg\.width"):
+        read_overrides(["model.arg.width=8"])
+
+
 def test_named_runs_are_multiplied_by_seeds_and_repeats_and_may_have_processes_of_their_own(
     tmp_path: Path,
 ) -> None:
