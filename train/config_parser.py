@@ -309,7 +309,8 @@ def _argument_of(key: str, value: Any) -> dict[str, Any]:
     if key.startswith(f"{ARGS}."):
         return {key.removeprefix(f"{ARGS}."): value}
     if key == ARGS and not isinstance(value, dict):
-        raise ConfigError(f"{ARGS} is the function's arguments and needs a mapping, not {value!r}")
+        given = one_line(repr(value), 200)
+        raise ConfigError(f"{ARGS} is the function's arguments and needs a mapping, not {given}")
     return value if key == ARGS else {}
 
 

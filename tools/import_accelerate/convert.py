@@ -46,7 +46,7 @@ def make_imported(source: str, items: Sequence[Item]) -> Imported:
     try:
         notes += _plan(settings, int(options["--nproc-per-node"]) * int(options.get("--nnodes", "1")))
     except (ConfigError, PlanError) as error:
-        lines = [f"{source}, imported: {line}" for line in str(error).splitlines()]
+        lines = [one_line(f"{source}, imported: {line}") for line in str(error).splitlines()]
         raise ConfigError("\n".join(lines)) from None
     notes.append(NO_MODEL)
     return Imported(source, _nest(settings), items, launch_line(options), list(dict.fromkeys(notes)))
