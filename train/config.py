@@ -300,7 +300,8 @@ class FactoryConfig:
     """
 
     factory: str
-    args: dict[str, Any] = field(default_factory=dict)
+    # not dict[str, Any]: jsonargparse would import, while it parses, what a value {class_path: ...} names
+    args: dict = field(default_factory=dict)  # type: ignore[type-arg]
     blocks: str | None = None
 
     def __hash__(self) -> int:

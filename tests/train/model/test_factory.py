@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.train.checkpoint.manifest import MANIFEST
@@ -140,3 +141,28 @@ def test_a_wrong_factory_is_refused_in_one_line() -> None:
         assert "\n" not in message
 
     try_each(WRONG_FACTORIES, check)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"class_path": "a_canary.X"},
+        {"deep": {"class_path": "a_canary.X", "init_args": {}}},
+        {"deep": [{"more": {"class_path": "a_canary.X"}}]},
+        {"deep": "a_canary.X"},
+    ],
+    ids=str,
+)
+def test_an_argument_that_looks_like_a_class_is_data(
+    args: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jsonargparse imports what `class_path` names where any value is accepted, while it parses."""
+    (tmp_path / "a_canary.py").write_text("class X: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_canary", raising=False)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"model": {"factory": "a_canary:X", "args": args}}))
+    config = load_config(path).model
+    assert isinstance(config, FactoryConfig)
+    assert config.args == args
+    assert "a_canary" not in sys.modules
