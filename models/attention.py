@@ -1,8 +1,9 @@
 """Scaled dot-product attention, without the projections around it.
 
-Shapes: B batch, T tokens, N query heads, K key-value heads, H head dim.
+Shapes: B batch, T tokens, t tokens with a query, N query heads, K key-value heads, H head dim.
 """
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +32,9 @@ KERNELS = {
     "flex": ("cuda",),
 }
 DOCUMENT_MASK_KERNELS = ("cpu", "flex")  # kernels that can mask attention across documents
+# Kernels that align fewer queries than keys with the last keys. cuDNN aligns them with the first, and torch
+# refuses the lengths for its flash attention, but not for the operator below it.
+FEWER_QUERIES = ("cpu", "flash")
 # kernels that do not support float32 on a GPU (torch, sdp_utils.cpp: check_dtypes_low_precision)
 HALF_PRECISION_KERNELS = ("flash", "cudnn")
 _TORCH_KERNELS = {
@@ -51,8 +55,8 @@ def document_mask(first_BT: Tensor) -> Documents:
 
 
 class CausalAttention(nn.Module):
-    """Causal softmax attention with scale 1/sqrt(H): q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H]; K
-    divides N.
+    """Causal softmax attention with scale 1/sqrt(H): q[B, t, N, H], k and v[B, T, K, H] -> [B, t, N, H]; K
+    divides N. If t < T, which the kernels of FEWER_QUERIES support, the queries are those of the last tokens.
 
     `kernel`: one of KERNELS, without fallback: RuntimeError if it does not support the inputs. "" is our own
     kernel on a CPU and torch's choice on other devices. A separate module, so that a sharding plan or a
@@ -64,6 +68,8 @@ class CausalAttention(nn.Module):
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q.shape[1] != k.shape[1]
+        if q.shape[2] != k.shape[2] and self.kernel == "flash" and not q.is_cpu:
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
         if isinstance(documents, BlockMask):
             return flex_attention(q, k, v, block_mask=documents, enable_gqa=grouped).transpose(1, 2)
         if self.kernel in _TORCH_KERNELS:

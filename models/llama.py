@@ -18,10 +18,17 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from meshwright.models.attention import ATTENTION_OPS, KERNELS, CausalAttention, Documents, document_mask
+from meshwright.models.attention import (
+    ATTENTION_OPS,
+    FEWER_QUERIES,
+    KERNELS,
+    CausalAttention,
+    Documents,
+    document_mask,
+)
 from meshwright.models.head import Head
 from meshwright.models.projections import Projection, project_as_one
-from meshwright.models.rope import apply_rope, rope_tables
+from meshwright.models.rope import apply_rope, rope_frequencies, rope_tables
 from meshwright.models.rope_scaling import RopeScaling, check_scaling
 
 INIT_STD = 0.02  # normal initialization: GPT-2's report, and `initializer_range` of Hugging Face's Llama
@@ -45,6 +52,7 @@ SHARDING: dict[str, dict[str, str]] = {
     },
     "head": {"head.norm": "sequence", "head.output": "logits", "head.loss": "loss"},
 }
+ATTENTION_CORES = ("layers.*.attention.inner",)  # context parallelism exchanges tokens around them
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class LlamaConfig:
         n_kv_heads: number of key-value heads, each shared by n_heads / n_kv_heads query heads
         ffn_dim: hidden width of the SwiGLU feed-forward
         vocab_size: number of token ids
-        max_seq_len: longest sequence the position tables cover, in tokens
+        max_seq_len: longest sequence that the model is for, in tokens
         rope_theta: base of the rotary wavelengths
         rope_scaling: stretching of rotary wavelengths, or null; a mapping with the keys kind (llama3 or
             linear), factor (a ratio) and, for llama3, low_freq_factor, high_freq_factor (ratios) and
@@ -177,12 +185,13 @@ class Llama(nn.Module):
     in the forward: dividing them afterwards would read and write the head's entire weight gradient again.
 
     With first[B, T], the position in its sequence at which each token's document begins, attention does not
-    cross documents, and positions count from the start of the document. Can be built on any device, including
-    meta; call `init_weights` before the first forward.
+    cross documents, and positions count from the start of the document. With positions[t] the tokens and
+    targets, [B, t], are those at these positions of longer sequences; first has all positions.
+
+    Can be built on any device, including meta; call `init_weights` before the first forward.
     """
 
-    cos_TH: Tensor
-    sin_TH: Tensor
+    frequencies: Tensor
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -192,8 +201,7 @@ class Llama(nn.Module):
         self.head = Head(config.dim, config.vocab_size, config.norm_eps)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
-        for name in ("cos_TH", "sin_TH"):
-            self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
+        self.register_buffer("frequencies", torch.empty(config.head_dim // 2), persistent=False)
 
     def sharding(self) -> dict[str, Any]:
         """Return the description that planning reads (`parallel.shardable.ShardableModel`)."""
@@ -208,6 +216,9 @@ class Llama(nn.Module):
             "shared_parts": frozenset({"embedding", "head"} if self.config.tie_embeddings else ()),
             "attention_ops": ATTENTION_OPS,
             "attention_kernels": tuple(KERNELS),
+            "attention_cores": ATTENTION_CORES,
+            "core_heads": {"model.n_kv_heads": self.config.n_kv_heads},
+            "shifted_kernels": FEWER_QUERIES,
             "linears": block_linears(self.config),
         }
 
@@ -225,13 +236,14 @@ class Llama(nn.Module):
         targets_BT: Tensor | None = None,
         first_BT: Tensor | None = None,
         divisor: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        x = self.tok_embeddings(tokens_BT)
-        seq_len = tokens_BT.shape[1]
-        cos, sin, documents = self.cos_TH[:seq_len], self.sin_TH[:seq_len], None
+        x, documents = self.tok_embeddings(tokens_BT), None
+        if positions is None:
+            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         if first_BT is not None:
-            positions_BT = torch.arange(seq_len, device=first_BT.device) - first_BT
-            cos, sin, documents = cos[positions_BT], sin[positions_BT], document_mask(first_BT)
+            documents, positions = document_mask(first_BT), positions - first_BT[:, positions]
+        cos, sin = rope_tables(positions, self.frequencies)
         for block in self.layers:
             x = block(x, cos, sin, documents)
         if targets_BT is not None and divisor is None:
@@ -290,7 +302,7 @@ def copy_unsharded(parameter: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None] = copy_unsharded) -> None:
-    """Initialize parameters and position tables in place, with the same values on any mesh.
+    """Initialize parameters and RoPE's frequencies in place, with the same values on any mesh.
 
     Normal with standard deviation 0.02; projections into the residual stream are scaled by 1/sqrt(2 n_layers)
     (GPT-2); norms are one. Each parameter has its own generator, seeded by (seed, fqn), so its values depend
@@ -312,6 +324,4 @@ def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None]
             value = torch.randn(parameter.shape, generator=generator, device=parameter.device) * std
         copy(parameter, value)
     config = model.config
-    cos_TH, sin_TH = rope_tables(config.head_dim, config.max_seq_len, config.rope_theta, config.rope_scaling)
-    model.cos_TH.copy_(cos_TH)
-    model.sin_TH.copy_(sin_TH)
+    model.frequencies.copy_(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))

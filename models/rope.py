@@ -1,6 +1,6 @@
 """Rotary position embedding in real arithmetic.
 
-Shapes: T positions, H head dim. The two halves of a head rotate together (the layout of the Hugging Face
+Shapes: B batch, T positions, N heads, H head dim. The two halves of a head rotate together (the layout of the Hugging Face
 weights), so channel i pairs with channel i + H/2.
 
 Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for linear scaling; Llama
@@ -28,20 +28,18 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return frequency * (keep + (1.0 - keep) / scaling.factor)
 
 
-def rope_tables(
-    head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position's angles, each float32 [T, H], always on the CPU."""
-    positions = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
-    angles_TH = torch.outer(positions, rope_frequencies(head_dim, theta, scaling)).repeat(1, 2)
-    return angles_TH.cos(), angles_TH.sin()
+def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the angles of positions[T] or [B, T], each float32 [..., H/2]. The tables have
+    the positions of one call only: one rank's tokens."""
+    angles = positions.float()[..., None] * frequencies
+    return angles.cos(), angles.sin()
 
 
 def apply_rope(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every head of x[B, T, N, H] by its position's angles, in float32; the result has x's dtype.
 
-    cos and sin are [T, H], or [B, T, H] if each sequence has its own positions.
+    cos and sin are [T, H/2], or [B, T, H/2] if each sequence has its own positions.
     """
     low, high = x_BTNH.float().chunk(2, dim=-1)
-    rotated = torch.cat((-high, low), dim=-1)
-    return (x_BTNH.float() * cos[..., None, :] + rotated * sin[..., None, :]).to(x_BTNH.dtype)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x_BTNH.dtype)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpoint
 from meshwright.parallel.compile.apply import apply_compile
+from meshwright.parallel.context_parallel import apply_context_parallel
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, apply_fsdp, apply_prefetch
 from meshwright.parallel.mesh import fsdp_mesh
@@ -32,7 +33,8 @@ def apply_plan(
         gradients: what the gradients of the data-parallel ranks become. "mean_of_ranks" is right for a loss
             that is a mean over this rank's samples, if all ranks and micro batches have equally many; "sum"
             for a loss divided by the global number that `ShardedModel.micro_batches` gives
-        group_timeout: of the smaller groups of reshard_after_forward=INT; None: torch's default
+        group_timeout: of the groups of cp and the smaller ones of reshard_after_forward=INT; None: torch's
+            default
     """
     if gradients not in get_args(Gradients):
         raise PlanError(f"gradients={gradients!r} must be one of {', '.join(get_args(Gradients))}")
@@ -43,6 +45,7 @@ def apply_plan(
 
         apply_float8(model, plan, mesh.device_type)
     apply_tensor_parallel(model, plan, mesh["tp"])
+    apply_context_parallel(model, plan, mesh, group_timeout)
     apply_activation_checkpoint(model, plan)
     apply_compile(model, plan, mesh["tp"])
     if any(unit.activation_checkpoint == "offload" for unit in plan.units):

@@ -70,6 +70,11 @@ class ParallelConfig:
         dp_replicate: degree of replication of shard groups (HSDP); auto is 1
         dp_shard: degree of sharding (FSDP2); -1 or auto is the number of processes divided by the other
             degrees
+        cp: degree of context parallelism: the number of processes that hold the tokens of the same
+            sequences, and shard the parameters with those of dp_shard; auto is 1
+        cp_exchange: what they exchange around attention: heads (all-to-all: each gets all tokens of some
+            heads) or gather (all-gather of keys and values: any degree); auto is heads if tp x cp divides the
+            key-value heads, else gather
         tp: degree of tensor parallelism; auto is 1
         tp_modules: parts of the model that tensor parallelism splits; the others are unsharded on every tp
             rank
@@ -120,6 +125,8 @@ class ParallelConfig:
     strategy: str | None = None
     dp_replicate: Auto | int = "auto"
     dp_shard: Auto | int = "auto"
+    cp: Auto | int = "auto"
+    cp_exchange: Literal["auto", "heads", "gather"] = "auto"
     tp: Auto | int = "auto"
     tp_modules: tuple[str, ...] = TP_MODULES
     sequence_parallel: bool = True

@@ -52,7 +52,7 @@ def apply_fsdp(
             )
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
     fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=whole)
-    divisor = 1.0 if gradients == "sum" else float(plan.mesh.data_parallel)
+    divisor = 1.0 if gradients == "sum" else float(plan.mesh.world_size // plan.mesh.tp)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Reduce by sums, and divide them: for other divisors FSDP2 uses PREMUL_SUM, which gloo does not

@@ -1,4 +1,7 @@
-"""DeviceMesh of a plan, its data-parallel parts and groups."""
+"""DeviceMesh of a plan, its data-parallel parts and groups.
+
+The mesh has one axis for dp_shard x cp, under the name dp_shard: FSDP shards parameters over both together.
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,20 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.plan.schema import AXES, MeshPlan
+from meshwright.parallel.plan.schema import MeshPlan
+
+AXES = ("dp_replicate", "dp_shard", "tp")  # of the DeviceMesh
+CONTEXT_GROUP = "mesh_cp"  # description of the groups of cp, which are not an axis of the DeviceMesh
 
 
 def build_mesh(
     mesh: MeshPlan, device_type: str, timeout: timedelta | None = None, on_host: bool = False
 ) -> DeviceMesh:
-    """Build a mesh with the axes dp_replicate, dp_shard and tp, including those of degree 1. Needs an
+    """Build a mesh with the axes dp_replicate, dp_shard (x cp) and tp, including those of degree 1. Needs an
     initialized process group; every rank calls it.
 
     Args:
         timeout: of the axes' groups; None: torch's default
         on_host: whether the groups reduce tensors in host memory too, as with cpu_offload
     """
-    ranks = torch.arange(mesh.world_size).view([getattr(mesh, axis) for axis in AXES])
+    ranks = torch.arange(mesh.world_size).view(mesh.dp_replicate, mesh.shards, mesh.tp)
     return mesh_of_own_groups(ranks, AXES, device_type, timeout, on_host)
 
 
@@ -59,32 +65,54 @@ def _own_group(
     assert world is not None, "a mesh needs a process group"
     if len(ranks) == world.size():
         return world
+    return _new_group(ranks, f"mesh_{axis}", device_type, timeout, on_host)
+
+
+def _new_group(
+    ranks: Sequence[int], description: str, device_type: str, timeout: timedelta | None, on_host: bool = False
+) -> dist.ProcessGroup:
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     group = dist.new_group(
         list(ranks),
         timeout=timeout,
         backend=None if on_host else backends[device_type],
         use_local_synchronization=True,
-        group_desc=f"mesh_{axis}",
+        group_desc=description,
     )
     assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
     return group
 
 
 def fsdp_mesh(mesh: DeviceMesh, plan: MeshPlan) -> DeviceMesh:
-    """Return the submesh for FSDP2: dp_shard, or dp_replicate x dp_shard (HSDP)."""
+    """Return the submesh for FSDP2: dp_shard (x cp), or dp_replicate x dp_shard (HSDP)."""
     return mesh["dp_replicate", "dp_shard"] if plan.dp_replicate > 1 else mesh["dp_shard"]
 
 
 def data_parallel_rank(mesh: DeviceMesh, plan: MeshPlan) -> int:
     """Return the index of this rank's part of the global batch: 0 .. data_parallel - 1, the same for all
-    ranks of a tp group."""
-    return mesh.get_local_rank("dp_replicate") * plan.dp_shard + mesh.get_local_rank("dp_shard")
+    ranks of a cp or tp group."""
+    return mesh.get_local_rank("dp_replicate") * plan.dp_shard + mesh.get_local_rank("dp_shard") // plan.cp
+
+
+def context_rank(mesh: DeviceMesh, plan: MeshPlan) -> int:
+    """Return the index of this rank among those that hold the tokens of the same sequences: 0 .. cp - 1."""
+    return mesh.get_local_rank("dp_shard") % plan.cp
+
+
+def context_group(mesh: DeviceMesh, plan: MeshPlan, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Return a new group of the ranks that hold the tokens of the same sequences. Every rank calls it.
+
+    Never the group of FSDP's shards, also where that has the same ranks: a communicator runs its collectives
+    one after another, and attention would wait for parameters that are gathered ahead.
+    """
+    shards = mesh["dp_shard"].mesh.tolist()
+    first = mesh.get_local_rank("dp_shard") // plan.cp * plan.cp
+    return _new_group(shards[first : first + plan.cp], CONTEXT_GROUP, mesh.device_type, timeout)
 
 
 def data_parallel_group(mesh: DeviceMesh, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return the process group over dp_replicate and dp_shard: the ranks with this tp rank, which together
-    process the global batch. Every rank calls it.
+    """Return the process group over dp_replicate and dp_shard (x cp): the ranks with this tp rank, which
+    together process the global batch. Every rank calls it.
 
     The group of an axis or of all ranks where that has these ranks, and on GPUs its communicator; only HSDP
     with tp needs one more, a new one for each call. `timeout`: as in build_mesh.

@@ -53,6 +53,7 @@ COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
 }
 
 
@@ -65,25 +66,31 @@ ATTENTION_OPS = (
 )
 
 
-def attention_flops(name: str, arguments: Any) -> float:
-    """Return the floating-point operations of causal attention: half of the T x T scores, in two products
-    forward and five backward, one of them recomputed (FlashAttention, arXiv 2205.14135).
+def collective_axis(arguments: Any) -> str:
+    """Return the name of the group of a collective, its last string: in a trace that of an axis."""
+    return str([argument for argument in arguments if isinstance(argument, str)][-1])
 
-    `arguments` begin with q[B, N, T, H], k; those of the backward with the gradient.
+
+def attention_flops(name: str, arguments: Any) -> float:
+    """Return the floating-point operations of causal attention, in two products forward and five backward,
+    one of them recomputed (FlashAttention, arXiv 2205.14135). The queries are those of the last t of T
+    tokens, which have scores with T - t/2 of them on average: half of the square if t = T.
+
+    `arguments` begin with q[B, N, t, H], k; those of the backward with the gradient.
     """
     q, k = _attended(name, arguments)
-    square = q.numel() * k.shape[-2]
-    return float(square * (5 if "backward" in name else 2))
+    scores = q.numel() * (2 * k.shape[-2] - q.shape[-2])
+    return float(scores * (5 if "backward" in name else 2))
 
 
 def attention_shape(name: str, arguments: Any) -> tuple[int, int]:
-    """Return the tokens of a sequence and the width of a head."""
+    """Return the tokens with queries and the width of a head."""
     q, _ = _attended(name, arguments)
     return q.shape[-2], q.shape[-1]
 
 
 def _attended(name: str, arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return q[B, N, T, H] and k."""
+    """Return q[B, N, t, H] and k."""
     first = 1 if "backward" in name else 0
     q, k = (x.meta["val"] if isinstance(x, Node) else x for x in arguments[first : first + 2])
     return q, k

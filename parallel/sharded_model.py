@@ -38,7 +38,7 @@ class ShardedModel:
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's part of the global batch; all ranks of a tp group have the same."""
+        """The index of this rank's part of the global batch; all ranks of a cp or tp group have the same."""
         return data_parallel_rank(self.mesh, self.plan.mesh)
 
     @cached_property
@@ -79,7 +79,7 @@ class ShardedModel:
     def _reduce_unsharded(self) -> None:
         """Reduce the gradients of unsharded parameters, and make tp ranks agree on those that they all
         compute."""
-        divisor = 1 if self.gradients == "sum" else self.plan.mesh.data_parallel
+        divisor = 1 if self.gradients == "sum" else self.plan.mesh.world_size // self.plan.mesh.tp
         for name in self.plan.unsharded:
             if (grad := self.model.get_parameter(name).grad) is not None:
                 dist.all_reduce(grad, group=self.data_group)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.models.rope import rope_tables
+from meshwright.models.rope import rope_frequencies
 from meshwright.tools.cli import natural, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
 from meshwright.train.config import DataConfig, TrainingJob
@@ -192,10 +192,8 @@ def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> Llam
     name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
     model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
-    tables = rope_tables(
-        model.config.head_dim, model.config.max_seq_len, model.config.rope_theta, model.config.rope_scaling
-    )
-    model.cos_TH, model.sin_TH = (table.to(device) for table in tables)
+    frequencies = rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+    model.frequencies = frequencies.to(device)
     return model.eval()
 
 
@@ -215,7 +213,7 @@ def generate(
     last_only = model.head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
     try:
         for _ in range(max_new_tokens):
-            inputs = torch.tensor([context[-window:]], device=model.cos_TH.device)
+            inputs = torch.tensor([context[-window:]], device=model.frequencies.device)
             token = choose_token(model(inputs)[0, -1, : tokenizer.vocab_size], sampling, generator)
             if token == tokenizer.eos:
                 return

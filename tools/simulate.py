@@ -32,6 +32,7 @@ from meshwright.tools.cli import (
 from meshwright.train.config import OptimConfig, TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
+from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.build import shard_model
 from meshwright.train.model.choose import source_of
@@ -121,7 +122,10 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64)
         # one document per sequence, which has the most attention blocks
         first = tokens.clone() if job.document_mask else None
-        batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
+        shape = make_batch_shape(plan, sharded[-1].mesh)
+        batches = [
+            shape.own_tokens(Batch(tokens.clone(), tokens.clone(), first)) for _ in range(plan.accumulation)
+        ]
         train_step(model, plan.units, optimizer, batches, 1.0, group, loss_of)
 
     return simulate(plan, TrainingCode(build, fill, step, source.logits), rank)

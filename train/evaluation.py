@@ -87,7 +87,8 @@ def set_batches(
     for first in range(0, count, per_round):
         index = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
         rows = np.stack((np.zeros_like(index), np.where(index < count, index, -1)), axis=1)
-        yield to_device(read_batch([split], rows, sequences, device.type == "cuda"), device)
+        batch = read_batch([split], rows, sequences, device.type == "cuda")
+        yield to_device(shape.own_tokens(batch), device)
 
 
 def _predicted(split: TokenStream, shape: SequenceShape) -> int:

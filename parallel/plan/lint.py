@@ -11,7 +11,7 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
     mesh, advice = plan.mesh, []
     if mesh.world_size == 1:
         advice.append("one process: nothing is sharded, gathered or reduced")
-    if mesh.dp_replicate > 1 and mesh.dp_shard > 1 and mesh.world_size <= gpus_per_node:
+    if mesh.dp_replicate > 1 and mesh.shards > 1 and mesh.world_size <= gpus_per_node:
         advice.append(
             f"dp_replicate={mesh.dp_replicate} within a single node: HSDP needs more memory there and saves "
             f"no time; use dp_shard={mesh.data_parallel}"
@@ -21,7 +21,13 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
             f"tp={mesh.tp} does not divide the {gpus_per_node} processes of a node, so tp collectives, "
             "which every layer waits for, cross nodes: use a degree within one"
         )
-    group = mesh.dp_shard * mesh.tp  # ranks of one replica: should be part of a node, or several full nodes
+    if mesh.cp > 1 and gpus_per_node % (mesh.cp * mesh.tp):
+        advice.append(
+            f"cp x tp = {mesh.cp * mesh.tp} does not divide the {gpus_per_node} processes of a node, so the "
+            "exchanges around attention, which every layer waits for, cross nodes: use degrees within one if "
+            "the memory allows it"
+        )
+    group = mesh.shards * mesh.tp  # ranks of one replica: should be part of a node, or several full nodes
     if (
         mesh.world_size > gpus_per_node
         and mesh.dp_replicate > 1
@@ -29,10 +35,10 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
         and group % gpus_per_node
     ):
         advice.append(
-            f"dp_shard x tp = {group} is neither a part nor a multiple of the {gpus_per_node} processes of a "
+            f"{'dp_shard x tp' if mesh.cp == 1 else 'dp_shard x cp x tp'} = {group} is neither a part nor a multiple of the {gpus_per_node} processes of a "
             "node: some groups of shards cross nodes needlessly; use degrees that divide or fill nodes"
         )
-    if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
+    if mesh.shards == 1 and mesh.dp_replicate > 1:
         advice.append(
             "dp_shard=1: every process holds all parameters, gradients and optimizer state, and there is "
             f"nothing to reshard or prefetch; with dp_shard={mesh.dp_replicate} each holds a shard of them"

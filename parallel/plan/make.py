@@ -12,8 +12,16 @@ from meshwright.parallel.config import TP_MODULES, Float8Config, ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_float8
 from meshwright.parallel.plan.mistakes import Mistake, key_line
-from meshwright.parallel.plan.rules import nearest, split_styles, splits_tokens
-from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan, only_look_up
+from meshwright.parallel.plan.rules import heads_of_rank, nearest, split_styles, splits_tokens
+from meshwright.parallel.plan.schema import (
+    ContextPlan,
+    MeshPlan,
+    ModelUnits,
+    Plan,
+    TensorPlan,
+    UnitPlan,
+    only_look_up,
+)
 from meshwright.parallel.plan.selective_policy import blocks_of_every, policy_mistakes, saved_ops
 from meshwright.parallel.plan.strategy import resolve_strategy
 from meshwright.parallel.plan.validate import validate
@@ -68,8 +76,8 @@ def _resolve_config(
     """
     mistakes = list[Mistake]()
     if config.strategy:
-        tp = max(_resolve(config.tp, 1), 1)
-        config, mistakes = resolve_strategy(config, tp, shape.world_size, shape.gpus_per_node)
+        inner = max(_resolve(config.tp, 1), 1) * max(_resolve(config.cp, 1), 1)
+        config, mistakes = resolve_strategy(config, inner, shape.world_size, shape.gpus_per_node)
     for part in dict.fromkeys(() if config.tp_modules == TP_MODULES else config.tp_modules):
         if model.styles and part not in model.styles:
             hint = nearest(part, model.styles) or f" Use {', '.join(model.styles)}."
@@ -129,6 +137,7 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         )
     per_pass = max(micro_batch_size, 1) * data_parallel
     tensor = _make_tensor(config, model, mesh.tp)
+    context = _make_context(config, model, mesh, tensor)
     return Plan(
         mesh=mesh,
         micro_batch_size=micro_batch_size,
@@ -136,9 +145,14 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         tensor=tensor,
         cpu_offload=config.cpu_offload,
         storage_dtype=config.storage_dtype,
-        attention=_resolve(config.attention, shape.attention if model.attention_kernels else ""),
+        attention=_resolve(
+            config.attention, _kernel(shape.attention, context, model) if model.attention_kernels else ""
+        ),
         loss_chunk_tokens=_loss_chunk(
-            config, micro_batch_size * shape.seq_len, tensor, has_loss=bool(model.attention_kernels)
+            config,
+            micro_batch_size * shape.seq_len // max(mesh.cp, 1),
+            tensor,
+            has_loss=bool(model.attention_kernels)
         ),
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
@@ -147,7 +161,16 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         modules=tuple(model.modules),
         units=_make_units(config, model, shape),
         unsharded=model.unsharded,
+        context=context,
     )
+
+
+def _kernel(fastest: str, context: ContextPlan, model: ModelUnits) -> str:
+    """Return the attention kernel that `auto` stands for: the fastest of the device, if the exchange gives it
+    as many queries as keys, or if it takes fewer."""
+    if context.exchange == "heads" or fastest in model.shifted_kernels or not model.shifted_kernels:
+        return fastest
+    return model.shifted_kernels[-1]
 
 
 def _resolve(value: Any, default: Any) -> Any:
@@ -166,11 +189,20 @@ def _loss_chunk(config: ParallelConfig, tokens: int, tensor: TensorPlan, has_los
 
 def _make_mesh(config: ParallelConfig, world_size: int) -> MeshPlan:
     """Return the degrees; dp_shard=-1 takes all processes that the other degrees leave."""
-    replicate, tp = _resolve(config.dp_replicate, 1), _resolve(config.tp, 1)
+    replicate, tp, cp = (_resolve(degree, 1) for degree in (config.dp_replicate, config.tp, config.cp))
     shard = _resolve(config.dp_shard, -1)
     if shard == -1:
-        shard = max(world_size // max(replicate * tp, 1), 1)
-    return MeshPlan(replicate, shard, tp)
+        shard = max(world_size // max(replicate * tp * cp, 1), 1)
+    return MeshPlan(replicate, shard, tp, cp)
+
+
+def _make_context(config: ParallelConfig, model: ModelUnits, mesh: MeshPlan, tensor: TensorPlan) -> ContextPlan:
+    """Return the exchange around attention: of heads if every rank gets whole ones, else by gathering."""
+    if mesh.cp <= 1:
+        return ContextPlan()
+    heads = heads_of_rank(tensor, mesh.tp, model).values()
+    possible = all(each % mesh.cp == 0 for each in heads)
+    return ContextPlan(_resolve(config.cp_exchange, "heads" if possible else "gather"), model.attention_cores)
 
 
 def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPlan:

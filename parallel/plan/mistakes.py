@@ -24,6 +24,7 @@ KEYS = {
     "micro_batch_size": "train.micro_batch_size",
     "accumulation": "train.global_batch_size",
     "tensor.sequence_parallel": "parallel.sequence_parallel",
+    "context.exchange": "parallel.cp_exchange",
     "tensor.styles": "parallel.tp_modules",
     **{field: f"parallel.{field}" for field in _PLAN_FIELDS},
     **{f"units.{field}": f"parallel.{field}" for field in _UNIT_FIELDS},
@@ -110,6 +111,8 @@ def _values(config: ParallelConfig) -> dict[str, object]:
 def _planned_values(key: str, plan: Plan, model: ModelUnits) -> list[object]:
     """Return the plan's values for a config key, in all units to which the key applies; [] if the plan has no
     field of that name."""
+    if key == "parallel.cp_exchange":  # whose field has a shorter name
+        return [plan.context.exchange]
     for field, decided_by in KEYS.items():
         section, _, name = field.rpartition(".")
         if decided_by != key or name != key.rpartition(".")[2]:

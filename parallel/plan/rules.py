@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.plan.mistakes import Mistake
-from meshwright.parallel.plan.schema import DTYPES, MeshPlan, ModelUnits, Plan, UnitPlan
+from meshwright.parallel.plan.schema import (
+    CP_EXCHANGES,
+    DTYPES,
+    MeshPlan,
+    ModelUnits,
+    Plan,
+    TensorPlan,
+    UnitPlan,
+    find_style,
+)
 
 # Styles of modules in a sharding table; parallel/tensor_parallel.py implements them.
 STYLE_NAMES = (
@@ -145,7 +154,8 @@ def reshard_mistakes(reshard: bool | int, mesh: MeshPlan) -> Iterator[Mistake]:
     With tp it hangs: FSDP2 creates the smaller process groups for one tp rank's shards at a time, but every
     process of the run must take part in creating one (tests/distributed/test_torch_faults.py).
     """
-    shard, tp = mesh.dp_shard, mesh.tp
+    shard, tp = mesh.shards, mesh.tp
+    name = "dp_shard" if mesh.cp == 1 else "dp_shard x cp"
     if type(reshard) is not int or min(vars(mesh).values()) < 1:  # a degree below 1 is a mistake of the mesh
         return
     if tp > 1:
@@ -158,7 +168,7 @@ def reshard_mistakes(reshard: bool | int, mesh: MeshPlan) -> Iterator[Mistake]:
         use = ", ".join(["true", "false", *(str(d) for d in range(2, shard) if shard % d == 0)])
         yield Mistake(
             "units.reshard_after_forward",
-            f"={reshard} must divide dp_shard={shard} and be smaller: use {use} (an int "
+            f"={reshard} must divide {name}={shard} and be smaller: use {use} (an int "
             "is the size of the groups that keep the parameters)",
         )
 
@@ -183,6 +193,68 @@ def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnit
                 "the model soon learns not to predict them."
             )
         yield Mistake("mesh.tp", message)
+
+
+def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
+    """Check context parallelism: the model's cores, the sizes that the degree must divide, and the attention
+    kernel. Messages list the valid degrees."""
+    cp, tp, context = plan.mesh.cp, plan.mesh.tp, plan.context
+    yield from choice_mistakes("context.exchange", context.exchange, CP_EXCHANGES)
+    if cp <= 1:
+        if context.cores:
+            yield Mistake("context.cores", "cp=1 exchanges nothing: use [], or make a new plan")
+        return
+    if not model.attention_cores:
+        why = model.why_no_cores or (
+            "this model has no module that takes queries, keys and values to attention's output"
+        )
+        yield Mistake("mesh.cp", f"={cp}, but {why}: use 1")
+        return
+    if context.cores != model.attention_cores:
+        yield Mistake(
+            "context.cores",
+            f"={list(context.cores)} must be the attention cores of this model: {list(model.attention_cores)}",
+        )
+    gathers = context.exchange == "gather"
+    if seq_len % (per := (2 * cp if gathers else cp) * (tp if plan.tensor.sequence_parallel else 1)):
+        parts = "2 x cp" if gathers else "cp"
+        parts += " x tp" if plan.tensor.sequence_parallel else ""
+        yield Mistake(
+            "mesh.cp",
+            f"={cp}: {parts} = {per} must divide train.seq_len={seq_len}: use a length such as "
+            f"{max(1, seq_len // per) * per}, or another degree",
+        )
+    if gathers:
+        if plan.attention not in ("", *model.shifted_kernels):
+            yield Mistake(
+                "attention",
+                f"={plan.attention} does not align fewer queries than keys with the last keys, which "
+                f"cp_exchange=gather needs: use {' or '.join(model.shifted_kernels)}, or cp_exchange=heads",
+            )
+        return
+    split = heads_of_rank(plan.tensor, tp, model)
+    for key, heads in split.items():
+        if heads % cp:
+            degrees = [str(d) for d in range(1, heads + 1) if heads % d == 0]
+            per_rank = f"{key}={model.core_heads[key]}" + (f" / tp={tp}" if heads != model.core_heads[key] else "")
+            yield Mistake(
+                "mesh.cp",
+                f"={cp} must divide {per_rank} = {heads} with cp_exchange=heads: use {' or '.join(degrees)}, "
+                "or cp_exchange=gather",
+            )
+
+
+def heads_of_rank(tensor: TensorPlan, tp: int, model: ModelUnits) -> dict[str, int]:
+    """Return the key-value heads of the attention cores of one tp rank, by config key."""
+    split = {
+        key
+        for part, table in model.styles.items()
+        if any(find_style(tensor, pattern) == "colwise" for pattern in table)
+        for key in model.tp_divides.get(part, {})
+    }
+    return {
+        key: heads // max(tp, 1) if key in split else heads for key, heads in model.core_heads.items()
+    }
 
 
 def splits_tokens(styles: Mapping[str, str]) -> bool:

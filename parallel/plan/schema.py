@@ -9,9 +9,10 @@ from functools import cached_property
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.structure import Count, Integer
 
-AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbors in tp have consecutive ranks
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES = ("float32", "bfloat16")
 REDUCE_GRADIENTS = ("every_micro_batch", "last_micro_batch")
+CP_EXCHANGES = ("heads", "gather")
 ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget", "offload")
 
 
@@ -30,6 +31,11 @@ class ModelUnits:
         shared_parts: parts that share weights, so that all or none of them are split
         attention_ops: the operators of the attention kernels, for selective activation checkpointing
         attention_kernels: names of the attention kernels; none for a model whose kernel is its own business
+        attention_cores: the modules, by fqn pattern, that take queries, keys and values to attention's output,
+            around which context parallelism exchanges them; none: only one rank can hold a sequence
+        core_heads: key-value heads of a core, by config key
+        shifted_kernels: the attention kernels that take fewer queries than keys: those of the last tokens
+        why_no_cores: why context parallelism cannot be used with this model
         unsharded: parameters that every rank keeps whole
         linears: (outputs, inputs) of the linears inside blocks, by fqn pattern
         why_no_styles: why the split that the model publishes cannot be used
@@ -44,6 +50,10 @@ class ModelUnits:
     shared_parts: frozenset[str] = frozenset()
     attention_ops: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ("cpu",)
+    attention_cores: tuple[str, ...] = ()
+    core_heads: Mapping[str, int] = field(default_factory=dict)
+    shifted_kernels: tuple[str, ...] = ()
+    why_no_cores: str = ""
     unsharded: tuple[str, ...] = ()
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     why_no_styles: str = ""
@@ -56,16 +66,28 @@ class MeshPlan:
     dp_replicate: int
     dp_shard: int
     tp: int
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.shards * self.tp
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that read different data."""
+        """Number of parts of the global batch: a part is read by the ranks of one cp x tp."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that FSDP shards parameters over: dp_shard x cp, because the ranks of cp compute
+        with the same parameters, as those of dp_shard do."""
+        return self.dp_shard * self.cp
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes to name: cp only if it is used."""
+        return tuple(axis for axis in AXES if axis != "cp" or self.cp > 1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,20 @@ class TensorPlan:
 
     sequence_parallel: bool
     styles: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """Context parallelism.
+
+    Args:
+        exchange: what ranks exchange around attention. "heads": all tokens of a share of the heads, by
+            all-to-all; "gather": all keys and values, by all-gather
+        cores: attention's cores, by fqn pattern; empty: each rank holds whole sequences
+    """
+
+    exchange: str = "heads"
+    cores: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,6 +202,7 @@ class Plan:
     modules: tuple[str, ...]
     units: tuple[UnitPlan, ...]
     unsharded: tuple[str, ...] = ()
+    context: ContextPlan = ContextPlan()
 
     @property
     def global_batch_size(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from meshwright.parallel.errors import PlanError, one_line
-from meshwright.parallel.plan.schema import AXES, Plan, UnitPlan
+from meshwright.parallel.plan.schema import ContextPlan, Plan, UnitPlan
 from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
@@ -34,6 +34,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "accumulation": plan.accumulation,
         "tensor": dataclasses.asdict(plan.tensor),
+        "context": _lists(dataclasses.asdict(plan.context)),
         "cpu_offload": plan.cpu_offload,
         "storage_dtype": plan.storage_dtype,
         "attention": plan.attention,
@@ -66,6 +67,9 @@ def load_plan(path: Path) -> Plan:
             if isinstance(data.get(key), list):
                 data[key] = _expand_all(data[key], expand, f"{place}: {key}")
         data.setdefault("unsharded", [])
+        data.setdefault("context", ContextPlan())  # plan files older than cp
+        if isinstance(data.get("mesh"), dict):
+            data["mesh"].setdefault("cp", 1)
         if isinstance(data.get("compile"), dict):
             data["compile"].setdefault("fullgraph", True)
         if "float8" in data:
@@ -192,7 +196,7 @@ def plan_to_table(plan: Plan) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (head, *rows)
     ]
-    degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
+    degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
     batch = (
         f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
         f"{mesh.data_parallel} x accumulation {plan.accumulation}"
@@ -204,6 +208,11 @@ def plan_to_table(plan: Plan) -> str:
             f"tensor parallel: sequence parallel {'on' if plan.tensor.sequence_parallel else 'off'}, loss "
             f"parallel {'on' if 'loss' in plan.tensor.styles.values() else 'off'}"
             + (f", not split: {', '.join(unsplit)}" if unsplit else "")
+        )
+    if mesh.cp > 1:
+        first.append(
+            f"context parallel: each rank has 1/{mesh.cp} of a sequence's tokens; exchange around attention: "
+            f"{plan.context.exchange}"
         )
     if plan.cpu_offload:
         first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")

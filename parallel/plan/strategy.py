@@ -39,16 +39,16 @@ STRATEGIES = {
 
 
 def strategy_settings(
-    config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int
+    config: ParallelConfig, inner: int, world_size: int, gpus_per_node: int
 ) -> dict[str, int | bool]:
     """Return the degrees and resharding that `config.strategy` stands for, by key of ParallelConfig.
 
-    With tp, a node has gpus_per_node / tp shards. Degrees that do not divide the number of processes are
+    `inner`: tp x cp; a node has gpus_per_node / inner groups of them to shard over. Degrees that do not divide the number of processes are
     rounded down here; the check of the mesh reports them.
     """
     strategy = STRATEGIES[config.strategy or ""]
-    data_parallel = max(world_size // tp, 1)
-    node_shards = max(min(gpus_per_node, world_size) // tp, 1)
+    data_parallel = max(world_size // inner, 1)
+    node_shards = max(min(gpus_per_node, world_size) // inner, 1)
     shard = {"all": data_parallel, "node": node_shards, "none": 1}[strategy.shards]
     settings: dict[str, int | bool] = {"dp_replicate": max(data_parallel // shard, 1), "dp_shard": shard}
     if strategy.reshard is not None:
@@ -57,14 +57,15 @@ def strategy_settings(
 
 
 def resolve_strategy(
-    config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int
+    config: ParallelConfig, inner: int, world_size: int, gpus_per_node: int
 ) -> tuple[ParallelConfig, list[Mistake]]:
-    """Return the config with the strategy's settings in its keys, and mistakes: keys that contradict it."""
+    """Return the config with the strategy's settings in its keys, and mistakes: keys that contradict it.
+    `inner`: tp x cp."""
     name = config.strategy or ""
     if name not in STRATEGIES:
         message = f"={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
         return config, [Mistake("parallel.strategy", message)]
-    settings = strategy_settings(config, tp, world_size, gpus_per_node)
+    settings = strategy_settings(config, inner, world_size, gpus_per_node)
     mistakes = []
     for key, value in settings.items():
         requested = getattr(config, key)

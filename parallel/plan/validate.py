@@ -38,6 +38,7 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     if structure := [*_structure_mistakes(plan, model)]:
         return mistakes + structure  # the other rules rely on modules and the order of units
     mistakes += _style_mistakes(plan, model, seq_len)
+    mistakes += rules.context_mistakes(plan, model, seq_len)
     mesh_fits = not any(mistake.field.startswith("mesh") for mistake in mistakes)
     mistakes += rules.async_tp_mistakes(plan)
     mistakes += float8_mistakes(plan, model, mesh_fits)
@@ -61,8 +62,8 @@ def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
         rest = " (or -1: all that is left)" if axis == "dp_shard" else ""
         yield Mistake(f"mesh.{axis}", message, key_message=message + rest)
     if not low and mesh.world_size != world_size:
-        sizes, degrees = f"{mesh.world_size} processes, but this run has {world_size}", vars(mesh).items()
-        product = " x ".join(f"{axis}={degree}" for axis, degree in degrees)
+        sizes = f"{mesh.world_size} processes, but this run has {world_size}"
+        product = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in mesh.axes)
         fixed = mesh.world_size // max(1, mesh.dp_shard)
         rest = ", or dp_shard=-1, which takes the rest" if world_size % fixed == 0 else ""
         yield Mistake(
@@ -201,7 +202,7 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mista
             wrong.append("names the unit itself, which is already gathered: remove it")
         elif names.index(name) < names.index(unit.name):
             wrong.append(f"names {name}, which the {phase} needs earlier: list later units")
-        elif plan.mesh.dp_shard == 1:
+        elif plan.mesh.shards == 1:
             nothing = "there is nothing to gather, use 0"
             wrong.append(f"names {name}, which dp_shard=1 leaves unsharded: {nothing}")
         elif phase == "backward" and not regathered(by_name[name]):
@@ -304,7 +305,7 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         share = f"{' and '.join(sorted(model.shared_parts))} share a weight"
         key_message = f"={split}: {share} in this model: list both or neither"
         yield Mistake("tensor.styles", f"{share}: split both or neither", key_message=key_message)
-    tokens = seq_len * plan.tensor.sequence_parallel
+    tokens = seq_len // plan.mesh.cp * plan.tensor.sequence_parallel
     yield from rules.tensor_mistakes(tp, split, tokens, model)
 
 

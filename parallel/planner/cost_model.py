@@ -12,7 +12,14 @@ from itertools import pairwise
 from math import gcd
 
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
-from meshwright.parallel.planner.hardware import Curve, Hardware, HostCosts, seconds_at, share_at
+from meshwright.parallel.planner.hardware import (
+    ALL_TO_ALL,
+    Curve,
+    Hardware,
+    HostCosts,
+    seconds_at,
+    share_at,
+)
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation, Phase
 
 
@@ -46,7 +53,8 @@ class UnitTimes:
 @dataclass(frozen=True)
 class ModuleTimes:
     """Seconds of one module's forward and backward for one micro batch: compute (including recompute), the
-    tensor-parallel collectives (`*_tp_s`), which are always exposed, and the host's launches (`*_host_s`)."""
+    collectives of tp and cp (`*_tp_s`, `*_cp_s`), which are always exposed, and the host's launches
+    (`*_host_s`)."""
 
     forward_s: float
     forward_tp_s: float
@@ -54,10 +62,21 @@ class ModuleTimes:
     backward_tp_s: float
     forward_host_s: float = 0.0
     backward_host_s: float = 0.0
+    forward_cp_s: float = 0.0
+    backward_cp_s: float = 0.0
 
     def forward_only(self) -> "ModuleTimes":
         """Return the times without the backward, for a module before the first trained one."""
-        return replace(self, backward_s=0.0, backward_tp_s=0.0, backward_host_s=0.0)
+        return replace(self, backward_s=0.0, backward_tp_s=0.0, backward_host_s=0.0, backward_cp_s=0.0)
+
+    def exposed_s(self, phase: str) -> dict[str, float]:
+        """Return the seconds of the collectives of a phase (forward, backward) by axis, without zeros."""
+        tp_s, cp_s = (
+            (self.forward_tp_s, self.forward_cp_s)
+            if phase == "forward"
+            else (self.backward_tp_s, self.backward_cp_s)
+        )
+        return {axis: seconds for axis, seconds in (("tp", tp_s), ("cp", cp_s)) if seconds}
 
 
 @dataclass(frozen=True)
@@ -88,8 +107,8 @@ class StepTimes:
         and from host memory overlap fully with the forward and the backward, and so does the host, if the
         device overlaps at all."""
         copying, modules = sum(self.offload_s.values()), self.modules.values()
-        forward = max(sum(m.forward_s + m.forward_tp_s for m in modules), copying)
-        backward = max(sum(m.backward_s + m.backward_tp_s for m in modules), copying)
+        forward = max(sum(m.forward_s + m.forward_tp_s + m.forward_cp_s for m in modules), copying)
+        backward = max(sum(m.backward_s + m.backward_tp_s + m.backward_cp_s for m in modules), copying)
         host = sum(m.forward_host_s + m.backward_host_s for m in modules)
         computing = max(forward + backward, host) if self.overlaps else forward + backward + host
         return micro_batches * computing + self.optimizer_s + self.scalars_s
@@ -123,13 +142,17 @@ class Group:
 
 
 def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
-    """Return the group of each mesh axis. tp is the innermost axis of the rank numbers, which fill the nodes
-    in order."""
+    """Return the group of each axis of collectives; that of dp_shard includes cp. tp is the innermost axis of
+    the rank numbers, which fill the nodes in order."""
     gpus = min(gpus_per_node, mesh.world_size)
-    strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
+    groups = {
+        "tp": (mesh.tp, 1),
+        "cp": (mesh.cp, mesh.tp),
+        "dp_shard": (mesh.shards, mesh.tp),
+        "dp_replicate": (mesh.dp_replicate, mesh.tp * mesh.shards),
+    }
     return {
-        axis: strided_group(getattr(mesh, axis), stride, gpus, mesh.world_size)
-        for axis, stride in strides.items()
+        axis: strided_group(size, stride, gpus, mesh.world_size) for axis, (size, stride) in groups.items()
     }
 
 
@@ -169,27 +192,31 @@ def copying_s(moved_bytes: float, hardware: Hardware) -> float:
 
 
 def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware) -> float:
-    """Return the seconds of an all_gather, reduce_scatter or all_reduce. `full_bytes`: of its unsharded
-    tensor.
+    """Return the seconds of an all_gather, reduce_scatter, all_reduce or all_to_all. `full_bytes`: of its
+    unsharded tensor; of an all-to-all those that one rank has.
 
     A ring sends (n - 1) / n of the full tensor over every link in n - 1 hops, an all-reduce twice that
-    (Patarasuk and Yuan, 2009). The slowest link decides: NVLink, or the network, which the groups of a node
-    share. Latencies add up as in NCCL's own model (src/graph/tuning.cc). What was measured is used as it is.
+    (Patarasuk and Yuan, 2009). In an all-to-all every rank sends each of the others its part itself, so that
+    the network takes the parts of all ranks of a node. The slowest link decides: NVLink, or the network,
+    which the groups of a node share. Latencies add up as in NCCL's own model (src/graph/tuning.cc). What was
+    measured is used as it is.
     """
     if group.size == 1 or not full_bytes:
         return 0.0
     rounds = 2 if name == "all_reduce" else 1
-    sent = rounds * full_bytes * (group.size - 1) / group.size
+    sent = between = rounds * full_bytes * (group.size - 1) / group.size
+    if name == ALL_TO_ALL:
+        part = full_bytes / group.size
+        sent, between = part * (group.per_node - 1), part * (group.size - group.per_node) * group.per_node
     node, network = hardware.node, hardware.network
     if group.nodes == 1 and (curve := hardware.collectives_s.get(name, {}).get(group.size)):
         return seconds_at(curve, full_bytes)
     seconds = []
     if group.per_node > 1:
-        seconds.append(sent / (node.gb_s * 1e9 * share_at(node.efficiency[name], group.per_node)))
+        seconds.append(sent / (node.gb_s * 1e9 * share_at(node.efficiency_of(name), group.per_node)))
     if group.nodes > 1:
-        seconds.append(
-            sent * group.sharing / (network.gb_s * 1e9 * share_at(network.efficiency[name], group.nodes))
-        )
+        reached = network.gb_s * 1e9 * share_at(network.efficiency_of(name), group.nodes)
+        seconds.append(between * group.sharing / reached)
     hops_s = (group.nodes - 1) * network.latency_s + (group.size - group.nodes) * node.latency_s
     return max(seconds) + rounds * hops_s
 
@@ -208,7 +235,7 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
             if plan.float8.all_gather and module.float8:
                 module = _without_weight_casts(module)
             times[key] = _with_host(
-                _module_times(module, size, device, groups["tp"], hidden), module, compiled[name], device.host
+                _module_times(module, size, device, groups, hidden), module, compiled[name], device.host
             )
     modules = {
         name: times[key] if work.has_backward((name,)) else times[key].forward_only()
@@ -291,12 +318,28 @@ def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> floa
 
 
 def _module_times(
-    module: ModuleWorkload, micro_batch_size: int, hardware: Hardware, tp: Group, hidden: float
+    module: ModuleWorkload,
+    micro_batch_size: int,
+    hardware: Hardware,
+    groups: Mapping[str, Group],
+    hidden: float,
 ) -> ModuleTimes:
+    """Return the times without the host's. `hidden`: share of tp's collectives that async tp hides."""
     phases = (module.forward, module.backward)
     computing = [_phase_s(phase, micro_batch_size, hardware) for phase in phases]
-    sending = [_collectives_s(phase, micro_batch_size, hardware, tp) * (1 - hidden) for phase in phases]
-    return ModuleTimes(computing[0], sending[0], computing[1], sending[1])
+    tp_s, cp_s = (
+        [_collectives_s(phase, micro_batch_size, hardware, axis, groups[axis]) for phase in phases]
+        for axis in ("tp", "cp")
+    )
+    shown = 1 - hidden
+    return ModuleTimes(
+        computing[0],
+        tp_s[0] * shown,
+        computing[1],
+        tp_s[1] * shown,
+        forward_cp_s=cp_s[0],
+        backward_cp_s=cp_s[1],
+    )
 
 
 def _with_host(times: ModuleTimes, module: ModuleWorkload, compiled: bool, host: HostCosts) -> ModuleTimes:
@@ -332,12 +375,14 @@ def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware) -> float:
     )
 
 
-def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: Group) -> float:
-    """Return the seconds of the tensor-parallel collectives."""
+def _collectives_s(
+    phase: Phase, micro_batch_size: int, hardware: Hardware, axis: str, group: Group
+) -> float:
+    """Return the seconds of the collectives of one axis."""
     return sum(
-        collective_s(operation.name, operation.bytes.at(micro_batch_size), tp, hardware)
+        collective_s(operation.name, operation.bytes.at(micro_batch_size), group, hardware)
         for operation in phase.operations
-        if operation.kind == "collective"
+        if operation.kind == "collective" and operation.axis == axis
     )
 
 
@@ -401,7 +446,7 @@ def _unit_times(
 def _optimizer_s(plan: Plan, work: ModelWorkload, hardware: Hardware) -> float:
     trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
     moved = optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes)
-    return traffic_s(trained / plan.mesh.dp_shard * moved, hardware, hardware.optimizer_efficiency)
+    return traffic_s(trained / plan.mesh.shards * moved, hardware, hardware.optimizer_efficiency)
 
 
 def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:
@@ -448,7 +493,7 @@ def stored_bytes(plan: Plan, work: ModelWorkload) -> int:
     parameters = sum(work.modules[name].parameters for name in plan.modules)
     trained = trained_parameters(plan.modules, work)
     values = DTYPE_BYTES[plan.storage_dtype] * (parameters + trained) + 2 * work.moment_bytes * trained
-    return int(values / plan.mesh.dp_shard)
+    return int(values / plan.mesh.shards)
 
 
 def copy_times(plan: Plan, work: ModelWorkload, hardware: Hardware) -> Mapping[str, float]:

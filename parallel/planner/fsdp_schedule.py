@@ -190,7 +190,7 @@ class _FsdpLaunchOrder:
         self._in_flight[unit.name] = None
         if alone_s:
             size = unit.reshard_after_forward
-            smaller_group = again and type(size) is int and size != self._plan.mesh.dp_shard
+            smaller_group = again and type(size) is int and size != self._plan.mesh.shards
             self._in_flight[unit.name] = self._collective(
                 "all_gather", unit, phase, alone_s, self._gather_after, "" if smaller_group else SHARD_CHANNEL
             )
@@ -294,9 +294,8 @@ class _FsdpLaunchOrder:
         self._on_compute(
             phase, unit, module, phase, module_times.forward_s if forward else module_times.backward_s
         )
-        tp_s = module_times.forward_tp_s if forward else module_times.backward_tp_s
-        if tp_s:
-            self._on_compute("tp", unit, module, phase, tp_s, lane="tp")
+        for axis, seconds in module_times.exposed_s(phase).items():
+            self._on_compute(axis, unit, module, phase, seconds, lane=axis)
 
     def _launch(self, unit: str, module: str, phase: str, host_s: float) -> None:
         """Let the host work before what is launched next can start."""
@@ -403,6 +402,6 @@ def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
                 compute_s += count * event.seconds
             elif event.lane == HOST_BOUND:
                 host_s += count * event.seconds
-            elif event.lane in (EXPOSED, "tp"):
+            elif event.lane in (EXPOSED, "tp", "cp"):
                 by_lane[event.work] += count * event.seconds
     return Timeline(tuple(rounds), step_s, compute_s, sum(by_lane.values()), dict(by_lane), host_s)

@@ -20,6 +20,7 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+ALL_TO_ALL = "all_to_all"  # a link may name it too
 RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype
 DTYPES = ("bfloat16", "float32")  # that every kind has rates for
 # (size, share) pairs in ascending order of size
@@ -35,12 +36,17 @@ class Link:
             nodes
         latency_s: seconds per hop of a ring
         efficiency: share of the bandwidth that each collective reaches (all_gather, reduce_scatter,
-            all_reduce): a curve over the number of ranks in a node (for `node`) or of nodes (for `network`)
+            all_reduce; all_to_all, if it is not listed, as all_gather): a curve over the number of ranks in a
+            node (for `node`) or of nodes (for `network`)
     """
 
     gb_s: Positive
     latency_s: Amount
     efficiency: Mapping[str, Curve | Positive]
+
+    def efficiency_of(self, collective: str) -> Curve | float:
+        """Return the curve of a collective."""
+        return self.efficiency.get(collective, self.efficiency["all_gather"])
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,8 @@ def _find_contradictions(kind: Hardware) -> Iterator[str]:
     curves = {f"{key}.{dtype}": curve for key in RATES for dtype, curve in getattr(kind, key).items()}
     curves["attention_head_dim"] = kind.attention_head_dim
     for place, link in (("node", kind.node), ("network", kind.network)):
-        yield from wrong_keys(link.efficiency, COLLECTIVES, f"{place}.efficiency")
+        given = [name for name in link.efficiency if name != ALL_TO_ALL]
+        yield from wrong_keys(given, COLLECTIVES, f"{place}.efficiency")
         curves |= {f"{place}.efficiency.{name}": curve for name, curve in link.efficiency.items()}
     curves |= {
         f"collectives_s.{name}.{ranks}": curve

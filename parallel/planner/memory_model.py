@@ -299,7 +299,7 @@ class _MemoryTimeline:
         if unit.name in self._in_flight:
             return
         self._in_flight[unit.name] = buffer = self._bytes.buffer(unit)
-        log, shard = self.log, buffer // self._plan.mesh.dp_shard
+        log, shard = self.log, buffer // self._plan.mesh.shards
         if self._plan.cpu_offload:
             stored = sum(map(self._bytes.values, unit.modules)) * self._bytes.stored
             log.hold("all_gather", (unit.name, "shard"), stored if buffer else 0)
@@ -316,7 +316,7 @@ class _MemoryTimeline:
             return
         log.drop(COPIED_OUT, (unit.name, "kept"))
         for size in self._by_weight(unit, self._bytes.gathered(unit)):
-            if casts and self._plan.mesh.dp_shard == 1:
+            if casts and self._plan.mesh.shards == 1:
                 log.hold("compute", (unit.name, "cast"), size)
             log.hold("compute", (unit.name, "gathered"), size)
             log.drop((unit.name, "cast"))
@@ -326,7 +326,7 @@ class _MemoryTimeline:
         """Note the moments of a unit's reduction: the unsharded gradient, or the sums, and the buffer that
         it is copied into, which lives until the next reduction; then the result in reduce_dtype and in
         storage_dtype, and the gradient of the last weight, which torch's loop still holds."""
-        shards, (result, cast) = self._plan.mesh.dp_shard, self._bytes.reduction(unit, micro_batch.last)
+        shards, (result, cast) = self._plan.mesh.shards, self._bytes.reduction(unit, micro_batch.last)
         self._reducing = result * shards
         self.log.drop(REDUCTION)
         self.log.hold("compute", REDUCTION, self._reducing)
@@ -364,7 +364,7 @@ class _MemoryTimeline:
         reduced, gradients = (unit.name, "reduced"), (unit.name, "sharded gradients")
         added = not micro_batch.first and not sums_whole_gradients(unit, self._plan)
         log.hold("reduce_scatter", reduced, result)
-        if mesh.dp_shard == 1:  # divided
+        if mesh.shards == 1:  # divided
             log.hold("reduce_scatter", (unit.name, "copy"), result)
             log.drop((unit.name, "copy"))
         if mesh.dp_replicate > 1 and micro_batch.last:

@@ -10,6 +10,7 @@ STREAMS = {  # lane -> stream
     HOST: HOST,
     COMPUTE: COMPUTE,
     "tp": COMPUTE,
+    "cp": COMPUTE,
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_reduce": "all_reduce",

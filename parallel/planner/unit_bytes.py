@@ -18,7 +18,7 @@ class UnitBytes:
 
     def values(self, name: str) -> int:
         """Return the number of a module's parameters on one rank: its rows of each weight."""
-        module, shards = self._work.modules[name], self._plan.mesh.dp_shard
+        module, shards = self._work.modules[name], self._plan.mesh.shards
         if id(module) not in self._values:
             weights = module.weights or ((module.parameters, 1),)
             self._values[id(module)] = sum(-(-rows // shards) * values for rows, values in weights)
@@ -37,12 +37,12 @@ class UnitBytes:
         narrower = (
             sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
         )
-        parameters = sum(map(self.values, unit.modules)) * self._plan.mesh.dp_shard
+        parameters = sum(map(self.values, unit.modules)) * self._plan.mesh.shards
         return parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
 
     def buffer(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
-        return self.gathered(unit) if self._plan.mesh.dp_shard > 1 else 0
+        return self.gathered(unit) if self._plan.mesh.shards > 1 else 0
 
     def last_weight(self, unit: UnitPlan) -> int:
         """Return the number of values of a unit's last weight."""
@@ -78,8 +78,8 @@ def whole_gradient_bytes(plan: Plan, work: ModelWorkload) -> int:
 def least_bytes(plan: Plan, work: ModelWorkload) -> int:
     """Return a quick lower bound of a rank's peak in bytes: its shards of parameters and moments, if they are
     on the device, and the saved activations that stay there."""
-    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
-    trained = trained_parameters(plan.modules, work) / plan.mesh.dp_shard
+    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.shards
+    trained = trained_parameters(plan.modules, work) / plan.mesh.shards
     sent = sent_blocks(plan, work)
     kept = sum(
         work.modules[name].saved_bytes.at(plan.micro_batch_size)

@@ -31,16 +31,17 @@ class Linear:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel, one group of fused kernels, or one tensor-parallel collective.
+    """One kernel, one group of fused kernels, or one collective of tensor or context parallelism.
 
     Args:
         kind: matmul or attention (limited by compute), memory (by bandwidth) or collective (by a link)
-        name: torch's name; for a collective all_gather, reduce_scatter or all_reduce
+        name: torch's name; for a collective all_gather, reduce_scatter, all_reduce or all_to_all
         flops: multiplications and additions; attention counts those of a causal kernel, half of the square
         bytes: read plus written; for a collective those of the unsharded tensor, as in
             `parallel.simulate.collectives`
         dtype: of the operands or of the tensor sent
-        length, head_dim: of attention: tokens of a sequence, and width of a head
+        length, head_dim: of attention: tokens with queries, and width of a head
+        axis: of a collective: tp or cp
     """
 
     kind: Literal["matmul", "attention", "memory", "collective"]
@@ -50,6 +51,7 @@ class Operation:
     dtype: str
     length: int = 0
     head_dim: int = 0
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """The workload of one module on one tp rank.
+    """The workload of one module on one rank of tp and cp.
 
     Args:
         parameters: number of parameters
@@ -115,9 +117,9 @@ class ModelWorkload:
     Args:
         modules: by name, in the order of `Plan.modules`
         trained: share of each module's parameters that is trained; 1 if not listed
-        seq_len: tokens per sequence
+        seq_len: tokens per sequence, on all ranks of cp together
         logits: name of the module with the logits and the loss
-        tables: bytes of the model's buffers
+        tables: bytes of the model's buffers and position tables
         moment_bytes: bytes per value of each of the optimizer's two moments
     """
 

@@ -11,13 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.parallel.mesh import AXES, CONTEXT_GROUP
 from meshwright.parallel.operators import custom_op_body
-from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
 from meshwright.parallel.simulate.module_tracker import ModuleTracker
 
 NAMESPACES = ("c10d", "_c10d_functional")
-KINDS = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
+KINDS = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+}
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,14 @@ class Collective:
     """One collective of one rank.
 
     Args:
-        op: all_gather, reduce_scatter, all_reduce, or torch's name of another
-        axis: dp_shard, dp_replicate, tp; data_parallel for dp_shard and dp_replicate together; world for all
+        op: all_gather, reduce_scatter, all_reduce, all_to_all, or torch's name of another
+        axis: dp_shard (with cp), dp_replicate, cp, tp; data_parallel for all but tp together; world for all
             ranks
         unit: the unit whose parameters are gathered or whose gradients are reduced, else the unit that runs;
             "" outside of units
         phase: forward, backward, recompute (of activations, within the backward), or optimizer
-        bytes: of the full tensor: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
+        bytes: of the full tensor: an all-gather's output, a reduce-scatter's input, an all-reduce's or an
+            all-to-all's tensor
     """
 
     op: str
@@ -105,6 +111,8 @@ class StepRecorder(TorchDispatchMode):
     def _axis(self, group: dist.ProcessGroup) -> str:
         """Return the mesh axis of a group. Of several names, it is the single axis within a unit, and the
         joined axes outside. A group that FSDP2 created (int reshard_after_forward) is a part of dp_shard."""
+        if group.group_desc == CONTEXT_GROUP:
+            return "cp"
         names = self._axes.get(group.group_name, ["dp_shard"])
         return names[0] if self.position.unit else names[-1]
 

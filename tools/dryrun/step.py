@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend fake)
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
@@ -40,7 +41,8 @@ from meshwright.tools.dryrun.program import (
 )
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.batch import Batch, to_device
+from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.process_group import use_expandable_segments
 from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
@@ -87,7 +89,7 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
 
     for number in range(STEPS):
         report(f"step {number + 1} of {STEPS}" + (", which compiles" if number == 0 else ""))
-        batch = make_batch(plan, config)
+        batch = make_batch(plan, config, mesh)
         torch.cuda.reset_peak_memory_stats()
         with marked(number):
             step(batch)
@@ -97,14 +99,15 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     if record_step:
         report("recording one more step")
         (scratch / AXES_FILE).write_text(json.dumps(axes_of_groups(mesh, data_parallel)))
-        batch = make_batch(plan, config)
+        batch = make_batch(plan, config, mesh)
         record(scratch, model, plan, lambda: step(batch))
 
 
-def make_batch(plan: Plan, config: Config) -> Batch:
+def make_batch(plan: Plan, config: Config, mesh: DeviceMesh) -> Batch:
     """Return a micro batch on the device: one document per sequence."""
-    tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=DEVICE)
-    return Batch(tokens, tokens, tokens.clone() if config.data.document_mask else None)
+    tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64)
+    batch = Batch(tokens, tokens, tokens.clone() if config.data.document_mask else None)
+    return to_device(make_batch_shape(plan, mesh).own_tokens(batch), DEVICE)
 
 
 def report(text: str) -> None:

@@ -1,5 +1,5 @@
 """Micro batches and their asynchronous copy from pinned memory to a device. Shapes: B sequences of a micro
-batch, T tokens."""
+batch, T tokens of a sequence, t those of a rank (T without context parallelism)."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch of one rank: int64 tokens[B, T] and targets[B, T], the tokens one position later.
+    """One micro batch of one rank: int64 tokens[B, t] and targets[B, t], the tokens one position later.
 
     With a document mask also first[B, T]: the position in the sequence where each token's document begins.
+    With context parallelism also positions[t]: those of the tokens in their sequences.
     """
 
     tokens: Tensor
     targets: Tensor
     first: Tensor | None = None
+    positions: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+def at_positions(batch: Batch, positions: Tensor) -> Batch:
+    """Return the tokens and targets at positions[t] of whole sequences, as they are needed by a rank that
+    holds only these."""
+    return Batch(batch.tokens[:, positions], batch.targets[:, positions], batch.first, positions)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch to the device, asynchronously on the current stream."""
-    first = None if batch.first is None else batch.first.to(device, non_blocking=True)
-    return Batch(
-        batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), first
-    )
+    copies = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors().items()}
+    return Batch(**copies)
 
 
 def copy_on_stream(batches: list[Batch], stream: torch.cuda.Stream) -> tuple[list[Batch], torch.cuda.Event]:
@@ -41,6 +51,5 @@ def await_copies(batches: list[Batch], copied: torch.cuda.Event) -> None:
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
     for batch in batches:
-        for tensor in (batch.tokens, batch.targets, batch.first):
-            if tensor is not None:
-                tensor.record_stream(stream)
+        for tensor in batch.tensors().values():
+            tensor.record_stream(stream)

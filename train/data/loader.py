@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.train.data.batch import Batch, await_copies, copy_on_stream
+from meshwright.parallel.context_parallel import token_positions
+from meshwright.train.data.batch import Batch, at_positions, await_copies, copy_on_stream
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import SequenceShape, read_batch
 
@@ -22,17 +23,31 @@ _Ready = tuple[list[Batch], int, torch.cuda.Event | None]
 @dataclass(frozen=True)
 class BatchShape:
     """How a global batch is divided: rank `data_rank` of `data_parallel` reads `accumulation` micro batches
-    of `micro_batch_size` sequences."""
+    of `micro_batch_size` sequences, and rank `context_rank` of `context_parallel` holds its tokens of them.
+
+    `exchange`: of context parallelism (`ContextPlan`)."""
 
     micro_batch_size: int
     accumulation: int
     data_rank: int
     data_parallel: int
+    context_rank: int = 0
+    context_parallel: int = 1
+    exchange: str = "heads"
 
     @property
     def global_batch_size(self) -> int:
         """Sequences of an optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation * self.data_parallel
+
+    def own_tokens(self, batch: Batch) -> Batch:
+        """Return this rank's tokens of a batch of whole sequences."""
+        if self.context_parallel == 1:
+            return batch
+        seq_len = batch.tokens.shape[1]
+        return at_positions(
+            batch, token_positions(self.exchange, self.context_parallel, self.context_rank, seq_len)
+        )
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class StepData:
     Args:
         micro_batches: on the device
         data_hash: hash of this rank's tokens and their positions in the sample order; its sum over the
-            data-parallel ranks is the same on every mesh
+            data-parallel ranks is the same on every mesh; 0 on all but the first rank of a cp group
         wait_s: seconds that the step waited for the batches
     """
 
@@ -55,7 +70,7 @@ class TrainLoader:
     """Endless micro batches of this rank for every optimizer step from position `first_sample` on.
 
     At most `ahead` steps are loaded in advance. A global batch is G consecutive positions of the sample
-    order; each data-parallel rank reads a contiguous part of it, the same on all its tp ranks. No two
+    order; each data-parallel rank reads a contiguous part of it, the same on all its cp and tp ranks. No two
     data-parallel ranks read the same sample of an epoch, and the order is the same on every mesh.
     """
 
@@ -121,6 +136,8 @@ class TrainLoader:
         data_hash = sum(
             hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens)
         )
+        data_hash = data_hash if shape.context_rank == 0 else 0
+        batches = [shape.own_tokens(batch) for batch in batches]
         batches, copied = copy_on_stream(batches, stream) if stream else (batches, None)
         return batches, data_hash, copied
 

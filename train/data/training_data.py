@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.mesh import data_parallel_group, data_parallel_rank
+from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import Config
@@ -108,5 +108,12 @@ def load_training_data(
 
 def make_batch_shape(plan: Plan, mesh: DeviceMesh) -> BatchShape:
     """Return how the plan divides a global batch, and this rank's part."""
-    rank = data_parallel_rank(mesh, plan.mesh)
-    return BatchShape(plan.micro_batch_size, plan.accumulation, rank, plan.mesh.data_parallel)
+    return BatchShape(
+        plan.micro_batch_size,
+        plan.accumulation,
+        data_parallel_rank(mesh, plan.mesh),
+        plan.mesh.data_parallel,
+        context_rank(mesh, plan.mesh),
+        plan.mesh.cp,
+        plan.context.exchange,
+    )

@@ -58,10 +58,9 @@ class LlamaSource:
     def attention(self) -> AttentionHeads:
         return AttentionHeads(self.config.n_heads, self.config.n_kv_heads, self.config.head_dim)
 
-    @property
-    def tables(self) -> int:
-        """Of models.rope."""
-        return 2 * self.config.max_seq_len * self.config.head_dim * torch.float32.itemsize
+    def tables(self, tokens: int) -> int:
+        """Of models.rope: cosines and sines of half of a head's channels."""
+        return tokens * self.config.head_dim * torch.float32.itemsize
 
     def check(self, job: TrainingJob) -> None:
         """Everything can be trained: Config has checked the shape."""
@@ -101,5 +100,5 @@ class LlamaSource:
 
 def loss_of_llama(model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:
     """Return the loss, which our Llama computes itself."""
-    loss: Tensor = model(batch.tokens, batch.targets, batch.first, divisor)
+    loss: Tensor = model(batch.tokens, batch.targets, batch.first, divisor, batch.positions)
     return loss

@@ -87,8 +87,8 @@ class OwnSource:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return AttentionHeads(heads, kv_heads, getattr(config, "head_dim", None) or width // heads)
 
-    @property
-    def tables(self) -> int:
+    def tables(self, tokens: int) -> int:
+        """Of the module, which has them whatever the tokens."""
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
     @property

@@ -52,9 +52,8 @@ class ModelSource(Protocol):
     def attention(self) -> AttentionHeads | None:
         """The attention of a block; None: unknown."""
 
-    @property
-    def tables(self) -> int:
-        """Bytes of the buffers."""
+    def tables(self, tokens: int) -> int:
+        """Return the bytes of buffers and position tables for a rank's tokens of a sequence."""
 
     @property
     def logits(self) -> tuple[str, str]:

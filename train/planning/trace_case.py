@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TraceCase:
-    """Everything that the workload of a module depends on.
+    """Everything that the workload of a module on one rank depends on.
 
     `model`: `ModelSource.trace_key`; `module`: of its `kinds`; `styles`: as in
     TensorPlan; `frozen`: names of its parameters that are not trained; `float8`: patterns of the linears that
@@ -35,6 +35,9 @@ class TraceCase:
     frozen: tuple[str, ...]
     document_mask: bool
     float8: tuple[str, ...]
+    cp: int
+    cp_exchange: str
+    attention_cores: tuple[str, ...]
 
 
 def freeze_named(module: nn.Module, names: Iterable[str]) -> None:

@@ -79,7 +79,8 @@ def model_workload(
         weights = tuple(w for i, w in enumerate(work.weights) if i not in shared)
         parameters = sum(rows * values for rows, values in weights)
         modules[name] = dataclasses.replace(work, parameters=parameters, weights=weights)
-    return ModelWorkload(modules, {}, seq_len, plan.modules[-1], source.tables)
+    tables = source.tables(seq_len // plan.mesh.cp)
+    return ModelWorkload(modules, {}, seq_len, plan.modules[-1], tables)
 
 
 @cache
@@ -119,6 +120,9 @@ def _make_case(source: ModelSource, plan: Plan, unit: UnitPlan, module: str, seq
         frozen=(),
         document_mask=False,
         float8=(),
+        cp=plan.mesh.cp,
+        cp_exchange=plan.context.exchange,
+        attention_cores=plan.context.cores,
     )
 
 

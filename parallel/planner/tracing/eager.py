@@ -17,6 +17,7 @@ from meshwright.parallel.operators import (
     VIEWS,
     attention_flops,
     attention_shape,
+    collective_axis,
     custom_op_body,
 )
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks
@@ -64,6 +65,7 @@ class _OpRecord:
     dtype: str
     length: int = 0
     head_dim: int = 0
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,8 @@ def _record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tens
             "attention", name, attention_flops(name, args), moved, dtype, *attention_shape(name, args)
         )
     if name in COLLECTIVES:
-        return _OpRecord(
-            "collective", COLLECTIVES[name], 0.0, float(max(t.nbytes for t in (*read, *made))), dtype
-        )
+        full = float(max(t.nbytes for t in (*read, *made)))
+        return _OpRecord("collective", COLLECTIVES[name], 0.0, full, dtype, axis=collective_axis(args))
     return _OpRecord("memory", name, 0.0, moved, dtype)
 
 
@@ -227,6 +228,7 @@ def join_phases(recorded: Sequence[RecordedPhase]) -> Phase:
             small.dtype,
             small.length,
             small.head_dim,
+            small.axis,
         )  # type: ignore[arg-type]
         for small, large in zip(*(phase.operations for phase in recorded), strict=True)
     )

@@ -25,6 +25,7 @@ from meshwright.parallel.operators import (
     VIEWS,
     attention_flops,
     attention_shape,
+    collective_axis,
     custom_op_body,
 )
 from meshwright.parallel.planner.tracing.eager import (
@@ -194,7 +195,8 @@ class KernelGraph:
             return Operation("attention", name, flops, moved, dtype, *attention_shape(name, first.args))
         if name in COLLECTIVES:
             full = max((first, *self._sources(first)), key=_bytes)
-            return Operation("collective", COLLECTIVES[name], Linear(), self.size(full), dtype)
+            axis = collective_axis(first.args)
+            return Operation("collective", COLLECTIVES[name], Linear(), self.size(full), dtype, axis=axis)
         names = dict.fromkeys(map(_name, kernel.nodes))
         return Operation("memory", "_".join((FUSED, *names)), Linear(), moved, dtype)
 

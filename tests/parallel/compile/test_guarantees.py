@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from meshwright.models.rope import rope_tables
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config_parser import parse_config
@@ -131,7 +132,7 @@ def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
     graphs = [count_compiled_graphs()]
     x, kept = model.tok_embeddings(tokens), []
     for block in model.layers:
-        x = block(x, model.cos_TH[:32], model.sin_TH[:32])
+        x = block(x, *rope_tables(torch.arange(32), model.frequencies))
         kept.append(sum(t.numel() for t in x.grad_fn.saved_tensors))
     return kept, [*graphs, count_compiled_graphs()]
 
