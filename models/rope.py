@@ -1,7 +1,7 @@
 """Rotary position embedding in real arithmetic.
 
-Shapes: B batch, T positions, N heads, H head dim. The two halves of a head rotate together (the layout of the Hugging Face
-weights), so channel i pairs with channel i + H/2.
+Shapes: B batch, T positions, N heads, H head dim. The two halves of a head rotate together (the layout of the
+Hugging Face weights), so channel i pairs with channel i + H/2.
 
 Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for linear scaling; Llama
 3.1's scaling is as in Hugging Face's `_compute_llama3_parameters` and Meta's `apply_scaling`.

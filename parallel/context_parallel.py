@@ -1,5 +1,5 @@
-"""Context parallelism: the ranks of the cp axis hold the tokens of the same sequences, and exchange them around
-attention's cores, the modules that take queries, keys and values to attention's output.
+"""Context parallelism: the ranks of the cp axis hold the tokens of the same sequences, and exchange them
+around attention's cores, the modules that take queries, keys and values to attention's output.
 
 Everything else of a model works on single tokens, so that only the cores get another forward. Two exchanges:
 
@@ -10,7 +10,8 @@ Everything else of a model works on single tokens, so that only the cores get an
              and 2 cp - 1 - r of 2 cp chunks of the tokens, so that every rank computes as many causal scores.
              As for Llama 3 (arXiv 2407.21783, section 3.3.2).
 
-Shapes: B batch, T tokens of a sequence, t = T/cp those of a rank, N query heads, K key-value heads, H head dim.
+Shapes: B batch, T tokens of a sequence, t = T/cp those of a rank, N query heads, K key-value heads, H head
+dim.
 """
 
 import fnmatch

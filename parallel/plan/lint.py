@@ -34,9 +34,10 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
         and gpus_per_node % group
         and group % gpus_per_node
     ):
+        axes = "dp_shard x tp" if mesh.cp == 1 else "dp_shard x cp x tp"
         advice.append(
-            f"{'dp_shard x tp' if mesh.cp == 1 else 'dp_shard x cp x tp'} = {group} is neither a part nor a multiple of the {gpus_per_node} processes of a "
-            "node: some groups of shards cross nodes needlessly; use degrees that divide or fill nodes"
+            f"{axes} = {group} is neither a part nor a multiple of the {gpus_per_node} processes of a node: "
+            "some groups of shards cross nodes needlessly; use degrees that divide or fill nodes"
         )
     if mesh.shards == 1 and mesh.dp_replicate > 1:
         advice.append(

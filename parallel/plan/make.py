@@ -152,7 +152,7 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
             config,
             micro_batch_size * shape.seq_len // max(mesh.cp, 1),
             tensor,
-            has_loss=bool(model.attention_kernels)
+            has_loss=bool(model.attention_kernels),
         ),
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
@@ -196,7 +196,9 @@ def _make_mesh(config: ParallelConfig, world_size: int) -> MeshPlan:
     return MeshPlan(replicate, shard, tp, cp)
 
 
-def _make_context(config: ParallelConfig, model: ModelUnits, mesh: MeshPlan, tensor: TensorPlan) -> ContextPlan:
+def _make_context(
+    config: ParallelConfig, model: ModelUnits, mesh: MeshPlan, tensor: TensorPlan
+) -> ContextPlan:
     """Return the exchange around attention: of heads if every rank gets whole ones, else by gathering."""
     if mesh.cp <= 1:
         return ContextPlan()

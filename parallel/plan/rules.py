@@ -213,7 +213,7 @@ def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mi
     if context.cores != model.attention_cores:
         yield Mistake(
             "context.cores",
-            f"={list(context.cores)} must be the attention cores of this model: {list(model.attention_cores)}",
+            f"={list(context.cores)} must be this model's attention cores: {list(model.attention_cores)}",
         )
     gathers = context.exchange == "gather"
     if seq_len % (per := (2 * cp if gathers else cp) * (tp if plan.tensor.sequence_parallel else 1)):
@@ -236,10 +236,11 @@ def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mi
     for key, heads in split.items():
         if heads % cp:
             degrees = [str(d) for d in range(1, heads + 1) if heads % d == 0]
-            per_rank = f"{key}={model.core_heads[key]}" + (f" / tp={tp}" if heads != model.core_heads[key] else "")
+            whole = model.core_heads[key]
+            per_rank = f"{key}={whole}" if heads == whole else f"{key}={whole} / tp={tp}"
             yield Mistake(
                 "mesh.cp",
-                f"={cp} must divide {per_rank} = {heads} with cp_exchange=heads: use {' or '.join(degrees)}, "
+                f"={cp} must divide {per_rank} with cp_exchange=heads: use {' or '.join(degrees)}, "
                 "or cp_exchange=gather",
             )
 
@@ -252,9 +253,7 @@ def heads_of_rank(tensor: TensorPlan, tp: int, model: ModelUnits) -> dict[str, i
         if any(find_style(tensor, pattern) == "colwise" for pattern in table)
         for key in model.tp_divides.get(part, {})
     }
-    return {
-        key: heads // max(tp, 1) if key in split else heads for key, heads in model.core_heads.items()
-    }
+    return {key: heads // max(tp, 1) if key in split else heads for key, heads in model.core_heads.items()}
 
 
 def splits_tokens(styles: Mapping[str, str]) -> bool:

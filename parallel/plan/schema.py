@@ -31,8 +31,8 @@ class ModelUnits:
         shared_parts: parts that share weights, so that all or none of them are split
         attention_ops: the operators of the attention kernels, for selective activation checkpointing
         attention_kernels: names of the attention kernels; none for a model whose kernel is its own business
-        attention_cores: the modules, by fqn pattern, that take queries, keys and values to attention's output,
-            around which context parallelism exchanges them; none: only one rank can hold a sequence
+        attention_cores: the modules, by fqn pattern, that take queries, keys and values to attention's
+            output, around which context parallelism exchanges them; none: only one rank can hold a sequence
         core_heads: key-value heads of a core, by config key
         shifted_kernels: the attention kernels that take fewer queries than keys: those of the last tokens
         why_no_cores: why context parallelism cannot be used with this model

@@ -43,8 +43,8 @@ def strategy_settings(
 ) -> dict[str, int | bool]:
     """Return the degrees and resharding that `config.strategy` stands for, by key of ParallelConfig.
 
-    `inner`: tp x cp; a node has gpus_per_node / inner groups of them to shard over. Degrees that do not divide the number of processes are
-    rounded down here; the check of the mesh reports them.
+    `inner`: tp x cp, of which a node has gpus_per_node / inner. Degrees that do not divide the number of
+    processes are rounded down here; the check of the mesh reports them.
     """
     strategy = STRATEGIES[config.strategy or ""]
     data_parallel = max(world_size // inner, 1)

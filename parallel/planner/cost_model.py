@@ -12,14 +12,7 @@ from itertools import pairwise
 from math import gcd
 
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
-from meshwright.parallel.planner.hardware import (
-    ALL_TO_ALL,
-    Curve,
-    Hardware,
-    HostCosts,
-    seconds_at,
-    share_at,
-)
+from meshwright.parallel.planner.hardware import ALL_TO_ALL, Curve, Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation, Phase
 
 
@@ -375,9 +368,7 @@ def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware) -> float:
     )
 
 
-def _collectives_s(
-    phase: Phase, micro_batch_size: int, hardware: Hardware, axis: str, group: Group
-) -> float:
+def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, axis: str, group: Group) -> float:
     """Return the seconds of the collectives of one axis."""
     return sum(
         collective_s(operation.name, operation.bytes.at(micro_batch_size), group, hardware)

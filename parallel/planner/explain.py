@@ -1,12 +1,13 @@
 """The reasons for the chosen plan (`why:`), with figures that a reader can check."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log
 from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.schema import regathered
+from meshwright.parallel.plan.schema import MeshPlan, regathered
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.search import EQUAL, Candidate, Cluster, SearchResult
 from meshwright.parallel.planner.search_space import CHOICES
@@ -54,7 +55,7 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
     forward, backward = sum(m.forward_s for m in modules), sum(m.backward_s for m in modules)
     exposed_s = best.timeline.exposed_s - best.timeline.exposed_by_lane.get(OFFLOAD, 0.0)
     exposed = exposed_s / best.timeline.step_s
-    if best.plan.mesh.dp_shard > 1:
+    if best.plan.mesh.shards > 1:
         backward_comm_s = parts.regather_s * regathered(unit) + parts.scatter_s
         verdict = (
             "compute can hide all of it"
@@ -64,18 +65,33 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
         in_backward = "all-gather and reduce-scatter take" if regathered(unit) else "the reduce-scatter takes"
         verdict = verdict if times.overlaps else "compute stops during collectives"
         yield (
-            f"dp_shard={best.plan.mesh.dp_shard}: in the forward of {unit.name} the all-gather takes "
+            f"{_shards(best.plan.mesh)}: in the forward of {unit.name} the all-gather takes "
             f"{parts.gather_s * MILLI:.1f} ms and compute {forward * MILLI:.1f} ms; in its backward "
             f"{in_backward} {backward_comm_s * MILLI:.1f} ms and compute {backward * MILLI:.1f} ms: {verdict}"
         )
-    if best.plan.mesh.tp > 1:
-        tp_s = sum(m.forward_tp_s + m.backward_tp_s for m in modules)
-        yield (
-            f"tp={best.plan.mesh.tp}: tensor-parallel collectives take {tp_s * MILLI:.1f} ms of the "
-            f"{(forward + backward + tp_s) * MILLI:.1f} ms of {unit.name}, all of it exposed"
-        )
+    sent = {"tp": 0.0, "cp": 0.0}
+    for module, phase in itertools.product(modules, ("forward", "backward")):
+        for axis, seconds in module.exposed_s(phase).items():
+            sent[axis] += seconds
+    in_words = {
+        "tp": "tensor-parallel collectives take",
+        "cp": f"the exchange of {EXCHANGED[best.plan.context.exchange]} around attention takes",
+    }
+    for axis, seconds in sent.items():
+        if (degree := getattr(best.plan.mesh, axis)) > 1:
+            yield (
+                f"{axis}={degree}: {in_words[axis]} {seconds * MILLI:.1f} ms of the "
+                f"{(forward + backward + sum(sent.values())) * MILLI:.1f} ms of {unit.name}, all exposed"
+            )
     if best.plan.mesh.world_size > 1:
         yield f"{exposed:.1%} of the step is exposed communication"
+
+
+EXCHANGED = {"heads": "heads", "gather": "keys and values"}
+
+
+def _shards(mesh: MeshPlan) -> str:
+    return f"dp_shard={mesh.dp_shard}" + (f" x cp={mesh.cp}" if mesh.cp > 1 else "")
 
 
 def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
@@ -143,7 +159,9 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
 
 def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
     for key in CHOICES:
-        if key == "dp_replicate" or key in ACCUMULATION:  # it follows from tp and dp_shard
+        if key == "dp_replicate" or key in ACCUMULATION:  # it follows from the other degrees
+            continue
+        if key == "cp_exchange" and choice.best.plan.mesh.cp == 1:
             continue
         costs = [_compare(other, key, choice.best, machines) for other in _alternatives_for(choice, key)]
         if costs:
@@ -159,9 +177,11 @@ def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
     """Return the best plan for each of at most MOST_COMPARED other values of `key`, those nearest to the
     chosen one first. All other choices are those of the best plan, except those that depend on `key`: the
     degrees on each other, the number of blocks on every key. Plans that fit take precedence."""
-    free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(
-        key, {key}
-    )
+    free = {
+        "tp": {"tp", "dp_shard", "dp_replicate"},
+        "cp": {"cp", "cp_exchange", "dp_shard", "dp_replicate", "micro_batch_size"},
+        "dp_shard": {"dp_shard", "dp_replicate"},
+    }.get(key, {key})
     free = free if key == "activation_checkpoint_blocks" else free | {"activation_checkpoint_blocks"}
     best_of_value: dict[Any, Candidate] = {}
     for candidate in (*choice.ranked, *choice.pruned, *choice.does_not_fit):

@@ -58,7 +58,7 @@ class Candidate:
     """One legal plan.
 
     Args:
-        choices: value by key: tp, dp_replicate, dp_shard, activation_checkpoint,
+        choices: value by key: tp, cp, cp_exchange, dp_replicate, dp_shard, activation_checkpoint,
             activation_checkpoint_blocks (number of blocks; 0 with none), reshard_after_forward,
             reduce_gradients, reshard_after_backward, prefetch, micro_batch_size
         plan: the complete plan
@@ -447,6 +447,7 @@ def _complexity(candidate: Candidate) -> tuple[Any, ...]:
     )
     return (
         c["tp"] > 1,
+        c["cp"] > 1,
         c["dp_replicate"] > 1,
         CHECKPOINTING.index(mode) if mode in CHECKPOINTING else len(CHECKPOINTING),
         len(kinds),
@@ -455,6 +456,8 @@ def _complexity(candidate: Candidate) -> tuple[Any, ...]:
         c["reshard_after_forward"] is not True,
         str(c["prefetch"]),
         c["tp"],
+        c["cp"],
+        c["cp_exchange"] == "gather",
         c["dp_replicate"],
         c["activation_checkpoint_blocks"],
         c["micro_batch_size"],

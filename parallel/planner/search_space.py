@@ -9,12 +9,14 @@ from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.plan.make import RunShape
-from meshwright.parallel.plan.schema import REDUCE_GRADIENTS, Plan
+from meshwright.parallel.plan.schema import CP_EXCHANGES, REDUCE_GRADIENTS, Plan
 from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
 from meshwright.parallel.planner.cost_model import StepTimes
 
 CHOICES = (
     "tp",
+    "cp",
+    "cp_exchange",
     "dp_replicate",
     "dp_shard",
     "activation_checkpoint",
@@ -29,6 +31,7 @@ CHECKPOINTING = ("none", "selective", "full", "offload")
 PREFETCH = (1, 2)  # units ahead; with 0 every all-gather is exposed
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # tried if the global batch is open too
 MOST_SEQUENCES = 64  # per micro batch
+MIN_CONTEXT_TOKENS = 8192  # of a rank: a sequence of fewer is not divided unless the config says so
 
 
 def with_choices(
@@ -68,9 +71,11 @@ def with_gathering(plan: Plan, config: ParallelConfig, choices: Mapping[str, Any
 def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Yield a value for every key of CHOICES except activation_checkpoint_blocks: that of the config, or each
     value to try where it is `auto`, the simplest first. `make_plan` refuses the illegal combinations."""
-    for tp in _degrees(config.tp, min(gpus_per_node, shape.world_size)):
-        for replicate, shard, reshards in _data_parallel(config, shape, tp):
-            prefetches = _prefetches(config, shard)
+    for tp, (cp, exchange) in itertools.product(
+        _degrees(config.tp, min(gpus_per_node, shape.world_size)), _context_parallel(config, shape)
+    ):
+        for replicate, shard, reshards in _data_parallel(config, shape, tp, cp):
+            prefetches = _prefetches(config, shard * cp)
             modes, sizes = (
                 _options(config.activation_checkpoint, CHECKPOINTING),
                 _micro_batches(shape, replicate * shard),
@@ -78,13 +83,15 @@ def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) ->
             for checkpointing, reshard, prefetch, micro in itertools.product(
                 modes, reshards, prefetches, sizes
             ):
-                many = shard > 1 and shape.global_batch_size > micro * replicate * shard
+                many = shard * cp > 1 and shape.global_batch_size > micro * replicate * shard
                 for reduce, free in itertools.product(
                     _options(config.reduce_gradients, REDUCE_GRADIENTS if many else REDUCE_GRADIENTS[:1]),
                     _options(config.reshard_after_backward, (True, False) if many else (True,)),
                 ):
                     yield {
                         "tp": tp,
+                        "cp": cp,
+                        "cp_exchange": exchange,
                         "dp_replicate": replicate,
                         "dp_shard": shard,
                         "activation_checkpoint": checkpointing,
@@ -96,6 +103,18 @@ def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) ->
                     }
 
 
+def _context_parallel(config: ParallelConfig, shape: RunShape) -> list[tuple[Any, str]]:
+    """Return the cp degrees to try, each with an exchange. Exchanges differ only if there is something to
+    exchange."""
+    most = max(1, shape.seq_len // MIN_CONTEXT_TOKENS)
+    degrees = [n for n in _degrees(config.cp, shape.world_size) if n <= most or config.cp != "auto"]
+    return [
+        (cp, exchange)
+        for cp in degrees
+        for exchange in ((config.cp_exchange,) if cp == 1 else _options(config.cp_exchange, CP_EXCHANGES))
+    ]
+
+
 def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
     """Return the prefetch depths to try: only one if nothing is gathered or both directions are set."""
     if "auto" not in (config.forward_prefetch, config.backward_prefetch):
@@ -104,13 +123,13 @@ def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
 
 
 def _data_parallel(
-    config: ParallelConfig, shape: RunShape, tp: int
+    config: ParallelConfig, shape: RunShape, tp: int, cp: int
 ) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
     """Yield dp_replicate, dp_shard and the values of reshard_after_forward to try with them. With
     `parallel.strategy` they are those of the strategy; a config key that contradicts them is kept, and
     `make_plan` refuses it."""
     if config.strategy in STRATEGIES:
-        settings = strategy_settings(config, max(tp, 1), shape.world_size, shape.gpus_per_node)
+        settings = strategy_settings(config, max(tp * cp, 1), shape.world_size, shape.gpus_per_node)
         requested = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
         replicate, shard = (
             settings[key] if value in ("auto", -1) else value for key, value in requested.items()
@@ -122,12 +141,12 @@ def _data_parallel(
         )
         return
     for replicate in _degrees(config.dp_replicate, shape.world_size):
-        left = max(1, shape.world_size // max(tp * replicate, 1))
+        left = max(1, shape.world_size // max(tp * cp * replicate, 1))
         shard = left if config.dp_shard in ("auto", -1) else config.dp_shard
         yield (
             replicate,
             shard,
-            _options(config.reshard_after_forward, (True,) if shard == 1 else (True, False)),
+            _options(config.reshard_after_forward, (True,) if shard * cp == 1 else (True, False)),
         )
 
 

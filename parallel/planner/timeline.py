@@ -13,13 +13,14 @@ LANES = {  # lane -> label, in display order
     HOST_BOUND: "host-bound: compute waits",
     EXPOSED: "exposed: compute waits",
     "tp": "tensor parallel",
+    "cp": "context parallel",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "offload": "host memory",
 }
 # for Chrome's trace viewer; Perfetto picks colors by name
-TRACE_COLORS = {EXPOSED: "terrible", HOST_BOUND: "terrible", "tp": "bad"}
+TRACE_COLORS = {EXPOSED: "terrible", HOST_BOUND: "terrible", "tp": "bad", "cp": "bad"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ COLORS = {
     "sum": "#b3a2d8",
     "optimizer": "#4d4d4d",
     "tp": "#f0e442",
+    "cp": "#56b4e9",
     "all_gather": "#009e73",
     "reduce_scatter": "#e69f00",
     "all_reduce": "#cc79a7",
@@ -52,6 +53,7 @@ DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED, HOST_BOUND})  
 LEGEND = {
     "copies": "copy in or out",
     "tp": "tensor parallel",
+    "cp": "context parallel",
     EXPOSED: "exposed: computing waits",
     HOST_BOUND: "host-bound: computing waits",
 }
@@ -61,6 +63,7 @@ ROWS = {  # lane -> row of the picture
     EXPOSED: "compute",
     HOST_BOUND: "compute",
     "tp": "tensor parallel",
+    "cp": "context parallel",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
@@ -288,7 +291,7 @@ def phases(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
     def name(event: TimelineEvent) -> str:
         return event.phase + (f" {event.micro_batch + 1}" if many and event.phase != "optimizer" else "")
 
-    busy = (event for event in timeline.events if event.lane in ("compute", EXPOSED, HOST_BOUND, "tp"))
+    busy = (event for event in timeline.events if event.lane in ("compute", EXPOSED, HOST_BOUND, "tp", "cp"))
     for label, events in groupby(busy, name):
         first, *others = events
         yield label, first.start_s, (others or [first])[-1].end_s

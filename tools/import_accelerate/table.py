@@ -162,7 +162,8 @@ def _accumulation(value: Any, given: Given) -> Verdict:
     steps = as_int(value)
     if steps == 1:
         return dropped("1 is the default")
-    data_parallel = count(given, "num_processes") // count(given, "parallelism_config_tp_size")
+    inner = count(given, "parallelism_config_cp_size") * count(given, "parallelism_config_tp_size")
+    data_parallel = count(given, "num_processes") // inner
     sequences = steps * data_parallel
     return mapped(
         f"{steps} micro batches on each of {data_parallel} data-parallel ranks",
@@ -346,7 +347,7 @@ def _block_class(value: Any, given: Given) -> Verdict:
 
 TORCHRUN, NO_TPU = "torchrun handles it: ", refuses("TPUs are not supported")
 AS_BLOCKS = drops("every block is always compiled separately and without graph breaks")
-ONLY_CP = drops("it applies only with cp_size or sp_size above 1")
+ONLY_SP = drops("it applies only with sp_size above 1")
 TABLE: dict[str, Rule] = {
     "distributed_type": _distributed_type,
     "num_processes": _num_processes,
@@ -434,15 +435,17 @@ TABLE: dict[str, Rule] = {
         f"parallelism_config.parallelism_config_{axis}_size": sets(
             f"parallel.{axis}", as_int, "the degree of the same axis"
         )
-        for axis in ("dp_replicate", "dp_shard", "tp")
+        for axis in ("dp_replicate", "dp_shard", "cp", "tp")
     },
-    "parallelism_config.parallelism_config_cp_size": _no_degree("context parallelism"),
     "parallelism_config.parallelism_config_sp_size": _no_degree("sequence parallelism by DeepSpeed"),
     **{
-        f"parallelism_config.parallelism_config_{name}": ONLY_CP
-        for name in (
-            *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length"),
-            *("sp_seq_length_is_variable", "sp_attn_implementation"),
+        f"parallelism_config.parallelism_config_{name}": drops(
+            "the planner chooses what the ranks of cp exchange: parallel.cp_exchange"
         )
+        for name in ("cp_backend", "cp_comm_strategy")
+    },
+    **{
+        f"parallelism_config.parallelism_config_{name}": ONLY_SP
+        for name in ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
     },
 }

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.tools.cli import add_config_option, config_arguments, number_from, positive, run_tool
@@ -128,7 +127,7 @@ def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
     of = Path(options.config[-1]).stem if options.config else "model"
     title = f"{of} on {mesh.world_size} {kind}"
     if options.timeline and report.prediction:
-        degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
+        degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
         save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
     if options.save:
         save_plan(options.save, report.plan, [title, *report.reasons])

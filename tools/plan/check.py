@@ -151,17 +151,17 @@ def _of_unit(
     """Yield the all-gathers and reductions of a unit: every micro batch reduce-scatters, or only the last one
     if it sums whole gradients; the last one all-reduces (train.step)."""
     mesh = plan.mesh
-    full = sum(_padded(parameter, mesh.dp_shard) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
+    full = sum(_padded(parameter, mesh.shards) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
     trained = (
-        sum(_padded(p, mesh.dp_shard) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
+        sum(_padded(p, mesh.shards) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
     )
-    if mesh.dp_shard > 1:
+    if mesh.shards > 1:
         yield from [("all_gather", "dp_shard", full)] * gathers
         if trained:
             reductions = 1 if sums_whole_gradients(unit, plan) else plan.accumulation
             yield from [("reduce_scatter", "dp_shard", trained)] * reductions
     if mesh.dp_replicate > 1 and trained:
-        yield "all_reduce", "dp_replicate", trained / mesh.dp_shard
+        yield "all_reduce", "dp_replicate", trained / mesh.shards
 
 
 def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
@@ -190,7 +190,7 @@ def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]
     if all(p.dim() == 1 for p in copies):
         return
     for parameter in (p for p in copies if p.requires_grad):
-        rows = -(-parameter.shape[0] // plan.mesh.dp_shard)  # on rank 0
+        rows = -(-parameter.shape[0] // plan.mesh.shards)  # on rank 0
         yield (
             "all_reduce",
             "tp",
@@ -206,14 +206,14 @@ def _padded(parameter: nn.Parameter, shards: int) -> int:
 
 
 def _of_modules(plan: Plan, work: ModelWorkload, no_backward: set[str]) -> Iterator[tuple[str, str, float]]:
-    """Yield the tensor-parallel collectives within modules."""
+    """Yield the collectives of tensor and context parallelism within modules."""
     for name in plan.modules:
         module = work.modules[name]
         for phase in (module.forward, *([] if name in no_backward else [module.backward])):
             for operation in phase.operations:
                 if operation.kind == "collective":
                     size = operation.bytes.at(plan.micro_batch_size)
-                    yield from [(operation.name, "tp", size)] * plan.accumulation
+                    yield from [(operation.name, operation.axis, size)] * plan.accumulation
 
 
 def _one_rank(job: TrainingJob, plan: Plan) -> nn.Module:

@@ -247,6 +247,8 @@ RUNNERS_UP = 5
 TOO_LARGE = 3
 CHOICES = {
     "tp": "tp",
+    "cp": "cp",
+    "cp_exchange": "cp exchange",
     "dp_replicate": "dp_replicate",
     "dp_shard": "dp_shard",
     "activation_checkpoint": "activation checkpoint",

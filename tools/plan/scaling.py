@@ -136,6 +136,7 @@ def _values(row: ScalingRow) -> dict[str, Any] | None:
     mesh, unit = row.plan.mesh, row.plan.units[len(row.plan.units) // 2]
     return {
         "tp": mesh.tp,
+        "cp": f"{mesh.cp} {row.plan.context.exchange}" if mesh.cp > 1 else "1",
         "dp_replicate": mesh.dp_replicate,
         "dp_shard": mesh.dp_shard,
         "activation_checkpoint": unit.activation_checkpoint,
@@ -154,6 +155,7 @@ def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
     head = [
         "GPUs",
         "tp",
+        "cp",
         "replicate",
         "shard",
         "activation checkpoint",

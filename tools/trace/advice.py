@@ -121,6 +121,8 @@ def _link(analysis: ProfileAnalysis) -> Iterator[Advice]:
 
 def _link_advice(analysis: ProfileAnalysis, axis: str) -> str:
     """Advice for communication that is mostly on this mesh axis."""
+    if axis == "cp":
+        return "a smaller parallel.cp, or the other parallel.cp_exchange, reduces it"
     if axis == "tp":
         async_tp = (
             ""

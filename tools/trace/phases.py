@@ -123,8 +123,8 @@ FSDP_LAUNCHES = frozenset({"all_gather", "post_backward_reduce"})
 
 def find_lane(collective: str, axis: str) -> str:
     """Return the lane of a collective on an axis."""
-    if axis == "tp":
-        return "tp"
+    if axis in ("tp", "cp"):
+        return axis
     return collective if collective in ("all_gather", "reduce_scatter") else "all_reduce"
 
 
@@ -136,7 +136,8 @@ def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:
         mesh: the run's mesh; None if not known
 
     FSDP2 launches collectives only in labels of its own. Any other collective in a forward or backward
-    belongs to tensor parallelism, if the run uses it.
+    belongs to tensor or context parallelism, if the run uses it: with both to context parallelism if it is an
+    all-to-all, which tensor parallelism never uses, and otherwise to tensor parallelism.
     """
     if place.kind in FSDP_LAUNCHES:
         axis = AXIS_OF_LANE[find_lane(collective, "")]
@@ -144,8 +145,11 @@ def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:
         return axis if axis != "dp_replicate" or replicates else ""
     if place.phase == "optimizer" or place.kind == ROOT_END:
         return ""
-    splits = place.kind in ("forward", "backward") if mesh is None else mesh.tp > 1 and bool(place.unit)
-    return "tp" if splits else ""
+    used = [axis for axis in ("tp", "cp") if mesh is None or getattr(mesh, axis) > 1]
+    inside = place.kind in ("forward", "backward") if mesh is None else bool(place.unit)
+    if not inside or not used:
+        return ""
+    return "cp" if collective == "all_to_all" else used[0]
 
 
 def group_axes(store: TraceEvents) -> dict[str, str]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COMPUTE_KINDS = ("forward", "backward", "copies", "sum", "optimizer")
-LINK_LANES = ("tp", "all_gather", "reduce_scatter", "all_reduce", "offload")
+LINK_LANES = ("tp", "cp", "all_gather", "reduce_scatter", "all_reduce", "offload")
 SIDES = ("predicted", "measured")
 
 

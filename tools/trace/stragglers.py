@@ -70,13 +70,14 @@ def _family(unit: str) -> str:
 
 
 def _own_work(step: ProfiledStep) -> dict[tuple[str, str], int]:
-    """Return time by unit and phase, summed over micro batches, without exposed tensor-parallel
-    communication."""
-    exposed_tp = intersect(step.exposed, union(spans_of(t for t in step.transfers if t.lane == "tp")))
+    """Return time by unit and phase, summed over micro batches, without exposed communication of tensor and
+    context parallelism."""
+    within = union(spans_of(t for t in step.transfers if t.lane in ("tp", "cp")))
+    exposed = intersect(step.exposed, within)
     times = defaultdict[tuple[str, str], int](int)
     for run in step.runs:
         times[run.unit, run.phase] += (
-            run.end_ns - run.start_ns - total(clip(exposed_tp, run.start_ns, run.end_ns))
+            run.end_ns - run.start_ns - total(clip(exposed, run.start_ns, run.end_ns))
         )
     return times
 
@@ -132,11 +133,13 @@ def _group(rank: int, axis: str, mesh: MeshPlan | None) -> tuple[int, ...]:
     if mesh is None or axis not in AXES:
         return ()
     places = {
-        "dp_replicate": rank // (mesh.dp_shard * mesh.tp),
-        "dp_shard": rank // mesh.tp % mesh.dp_shard,
+        "dp_replicate": rank // (mesh.shards * mesh.tp),
+        "dp_shard": rank // (mesh.cp * mesh.tp) % mesh.dp_shard,
+        "cp": rank // mesh.tp % mesh.cp,
         "tp": rank % mesh.tp,
     }
-    return tuple(place for name, place in places.items() if name != axis)
+    meeting = ("dp_shard", "cp") if axis == "dp_shard" else (axis,)  # FSDP shards over both
+    return tuple(place for name, place in places.items() if name not in meeting)
 
 
 def _numbered(steps: Iterable[ProfiledStep]) -> Iterable[tuple[Key, Transfer]]:

@@ -1,7 +1,8 @@
 """Time the collectives between the processes of a node, and fit the planner's formula to them.
 
 The formula: a ring of n members takes n - 1 hops with equal latency (twice as many in an all-reduce), and
-every member sends (n - 1) / n of the full tensor (twice as much in an all-reduce).
+every member sends (n - 1) / n of the full tensor (twice as much in an all-reduce; in an all-to-all, of its
+own tensor).
 """
 
 import itertools
@@ -127,9 +128,14 @@ def _collectives(
         whole = next(wholes)
         dist.reduce_scatter_tensor(whole.new_empty(values), whole, group=group)
 
+    def all_to_all() -> None:
+        whole = next(wholes)
+        dist.all_to_all_single(whole.new_empty(values * members), whole, group=group)
+
     return {
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
         "all_reduce": lambda: dist.all_reduce(next(wholes), group=group),
     }
 

@@ -35,6 +35,7 @@ DEFAULT_COLUMNS = frozenset(
         "optim.lr",
         "parallel.activation_checkpoint",
         "parallel.dp_shard",
+        "parallel.cp",
         "parallel.tp",
         "train.micro_batch_size",
     }
@@ -73,7 +74,7 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> Run
 def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
     """Return one line each on model, data, training, hardware and software, by label."""
     model, mesh, tokens = source_of(job.model), plan.mesh, plan.global_batch_size * job.seq_len
-    python, axes = platform.python_version(), " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
+    python, axes = platform.python_version(), " x ".join(f"{a} {getattr(mesh, a)}" for a in mesh.axes)
     return {
         "Model": f"{model.parameters:,} parameters in {len(model.units.checkpointed)} layers",
         "Data": data,

@@ -284,6 +284,8 @@ def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[st
     if plan.mesh.dp_replicate > 1:
         yield {"parallel.dp_replicate": 1, "parallel.dp_shard": plan.mesh.data_parallel, **batch}
     if plan.mesh.dp_shard % 2 == 0:
+        yield {"parallel.cp": 2 * plan.mesh.cp, "parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}
+    if plan.mesh.dp_shard % 2 == 0:
         yield {"parallel.tp": 2 * plan.mesh.tp, "parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}
     if job.state_dtype == "float32":
         yield {"optim.state_dtype": "bfloat16"}
@@ -304,6 +306,7 @@ def _as_keys(job: TrainingJob, plan: Plan) -> TrainingJob:
         dp_replicate=plan.mesh.dp_replicate,
         dp_shard=plan.mesh.dp_shard,
         tp=plan.mesh.tp,
+        cp=plan.mesh.cp,
         reshard_after_forward=block.reshard_after_forward,
         reshard_after_backward=block.reshard_after_backward,
         reduce_gradients=block.reduce_gradients,  # type: ignore[arg-type]
