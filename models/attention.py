@@ -68,11 +68,12 @@ class CausalAttention(nn.Module):
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q.shape[1] != k.shape[1]
-        if q.shape[2] != k.shape[2] and self.kernel == "flash" and not q.is_cpu:
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
+        fewer = q.shape[2] < k.shape[2]
         if isinstance(documents, BlockMask):
             return flex_attention(q, k, v, block_mask=documents, enable_gqa=grouped).transpose(1, 2)
-        if self.kernel in _TORCH_KERNELS:
+        if fewer and not q.is_cpu:
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
+        if self.kernel in _TORCH_KERNELS and not fewer:
             return _attend(q, k, v, self.kernel).transpose(1, 2)
         if q.is_cpu:
             return cpu_causal_attention(q, k, v, documents)[0].transpose(1, 2)

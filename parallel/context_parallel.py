@@ -18,6 +18,7 @@ import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.mesh import context_group, context_rank
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.model.cores import exchange_in_registry, in_registry
+from meshwright.parallel.plan.schema import ContextPlan, Plan
 
 _c10d = torch.ops._c10d_functional
 Core = Callable[..., Tensor]  # q, k, v, documents -> output
@@ -60,36 +62,44 @@ def apply_context_parallel(
         return
     group = context_group(mesh, plan.mesh, group_timeout)
     axis = ContextAxis(group.group_name, plan.mesh.cp, context_rank(mesh, plan.mesh))
+    apply_exchange(model, plan.context, axis)
+
+
+def apply_exchange(model: nn.Module, context: ContextPlan, axis: ContextAxis) -> None:
+    """Let the model's cores exchange, in place."""
+    around = partial({"heads": attend_to_heads, "gather": attend_to_gathered}[context.exchange], axis)
     for name, module in model.named_modules():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.context.cores):
-            apply_exchange(module, plan.context.exchange, axis)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in context.cores):
+            continue
+        if in_registry(module):
+            exchange_in_registry(module, around)
+        else:
+            module.forward = MethodType(_within(around, module.forward), module)
 
 
-def apply_exchange(core: nn.Module, exchange: str, axis: ContextAxis) -> None:
-    """Replace one core's forward by one that exchanges, in place."""
-    attend, around = core.forward, {"heads": attend_to_heads, "gather": attend_to_gathered}[exchange]
+def _within(around: Callable[..., Tensor], attend: Core) -> Core:
+    def forward(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, *documents: Any) -> Tensor:
+        return around(attend, q, k, v, *documents)
 
-    def forward(self: nn.Module, q: Tensor, k: Tensor, v: Tensor, documents: Any = None) -> Tensor:
-        return around(attend, axis, q, k, v, documents)
-
-    core.forward = MethodType(forward, core)
+    return forward
 
 
 def attend_to_heads(
-    attend: Core, axis: ContextAxis, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents: Any
+    axis: ContextAxis, attend: Core, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, *documents: Any
 ) -> Tensor:
-    """Attention of all tokens with a share of the heads. `documents` is the mask of whole sequences."""
+    """Attention of all tokens with a share of the heads. `documents`: the mask of whole sequences, or none
+    for a core that takes no mask."""
     shares = [x.unflatten(2, (axis.degree, -1)) for x in (q_BtNH, k_BtKH, v_BtKH)]
     heads = [share.shape[3] for share in shares]
     swapped = _swap(rearrange(torch.cat(shares, dim=3), "B t cp heads H -> cp B t heads H"), axis)
     whole = rearrange(swapped, "cp B t heads H -> B (cp t) heads H")
-    out = attend(*whole.split(heads, dim=2), documents)
+    out = attend(*whole.split(heads, dim=2), *documents)
     swapped = _swap(rearrange(out, "B (cp t) heads H -> cp B t heads H", cp=axis.degree), axis)
     return rearrange(swapped, "cp B t heads H -> B t (cp heads) H")
 
 
 def attend_to_gathered(
-    attend: Core, axis: ContextAxis, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents: Any
+    axis: ContextAxis, attend: Core, q_BtNH: Tensor, k_BtKH: Tensor, v_BtKH: Tensor, documents: Any
 ) -> Tensor:
     """Attention of this rank's tokens, two chunks of them, each to all tokens up to its own last. The kernel
     aligns a chunk's queries with the last keys. `documents`: first[B, T], the position at which each token's

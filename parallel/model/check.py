@@ -29,7 +29,7 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.model.describe import Example, call_arguments
 from meshwright.parallel.model.inputs import kind_of
 from meshwright.parallel.model.materialize import load_weights, materialize
-from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan
+from meshwright.parallel.plan.schema import ContextPlan, MeshPlan, Plan, UnitPlan
 from meshwright.parallel.sharded_model import ShardedModel, summed
 
 Loss = Callable[[Any, Example], Tensor]  # outputs, example -> a scalar
@@ -84,7 +84,7 @@ class CheckReport:
         return not self.differences
 
     def __str__(self) -> str:
-        degrees = " x ".join(f"{axis} {degree}" for axis, degree in vars(self.degrees).items())
+        degrees = " x ".join(f"{axis} {getattr(self.degrees, axis)}" for axis in self.degrees.axes)
         head = (
             f"{self.compared} outputs and gradients on {degrees}, eager and compiled ({self.graphs} graphs)"
         )
@@ -166,6 +166,7 @@ def small_plan(plan: Plan, cut: nn.Module) -> Plan:
     return dataclasses.replace(
         plan,
         mesh=MeshPlan(replicate, shard, tp),
+        context=ContextPlan(),
         accumulation=1,
         cpu_offload=False,
         storage_dtype="float32",

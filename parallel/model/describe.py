@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.model.cores import find_cores
 from meshwright.parallel.model.styles import find_styles, tp_sizes
 from meshwright.parallel.operators import ATTENTION_OPS
 from meshwright.parallel.plan.rules import nearest
@@ -71,6 +72,7 @@ def describe(
     groups = _in_order(owners, order, {*found, *finer})
     modules = _count(model, list(itertools.chain(*groups)), owners)
     split, why_not = _styles(model, styles)
+    cores, why_no_cores = find_cores(model)
     nested = {block for block in found if any(name.startswith(f"{block}.") for name in finer)}
     return ModelUnits(
         modules=modules,
@@ -83,6 +85,9 @@ def describe(
         attention_ops=ATTENTION_OPS,
         unsharded=tuple(whole),
         why_no_styles=why_not,
+        attention_cores=cores,
+        core_heads=_core_heads(model, example, cores),
+        why_no_cores=why_no_cores,
     )
 
 
@@ -95,6 +100,28 @@ def _styles(model: nn.Module, styles: Mapping[str, str] | None) -> tuple[dict[st
         if styles is not None:
             raise
         return {}, str(error)
+
+
+def _core_heads(model: nn.Module, example: Example | None, cores: Sequence[str]) -> dict[str, int]:
+    """Return the key-value heads of attention's cores, by key of transformers' config or by name."""
+    config, found = getattr(model, "config", None), dict[str, int]()
+    for key in ("num_key_value_heads", "num_attention_heads"):
+        if cores and (heads := getattr(config, key, None)):
+            return {f"config.{key}": heads}
+
+    def count(name: str) -> Any:
+        return lambda core, args: found.update({f"key-value heads of {name}": args[1].shape[2]})
+
+    parts = [(n, m) for n, m in model.named_modules() if any(fnmatch.fnmatchcase(n, core) for core in cores)]
+    hooks = [module.register_forward_pre_hook(count(name)) for name, module in parts]
+    try:
+        if hooks and example is not None:
+            with torch.no_grad():
+                run_on_fakes(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _published(model: ShardableModel) -> ModelUnits:

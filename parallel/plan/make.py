@@ -203,7 +203,7 @@ def _make_context(
     if mesh.cp <= 1:
         return ContextPlan()
     heads = heads_of_rank(tensor, mesh.tp, model).values()
-    possible = all(each % mesh.cp == 0 for each in heads)
+    possible = all(each % mesh.cp == 0 for each in heads) or not model.shifted_kernels
     return ContextPlan(_resolve(config.cp_exchange, "heads" if possible else "gather"), model.attention_cores)
 
 

@@ -215,45 +215,54 @@ def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mi
             "context.cores",
             f"={list(context.cores)} must be this model's attention cores: {list(model.attention_cores)}",
         )
-    gathers = context.exchange == "gather"
-    if seq_len % (per := (2 * cp if gathers else cp) * (tp if plan.tensor.sequence_parallel else 1)):
-        parts = "2 x cp" if gathers else "cp"
-        parts += " x tp" if plan.tensor.sequence_parallel else ""
+    parts = {"2 x cp" if context.exchange == "gather" else "cp": cp * (1 + (context.exchange == "gather"))}
+    parts |= {"tp": tp} if plan.tensor.sequence_parallel else {}
+    if seq_len % (together := math.prod(parts.values())):
         yield Mistake(
             "mesh.cp",
-            f"={cp}: {parts} = {per} must divide train.seq_len={seq_len}: use a length such as "
-            f"{max(1, seq_len // per) * per}, or another degree",
+            f"={cp}: {' x '.join(parts)} = {together} must divide train.seq_len={seq_len}: use a length such "
+            f"as {max(1, seq_len // together) * together}, or another degree",
         )
-    if gathers:
-        if plan.attention not in ("", *model.shifted_kernels):
-            yield Mistake(
-                "attention",
-                f"={plan.attention} does not align fewer queries than keys with the last keys, which "
-                f"cp_exchange=gather needs: use {' or '.join(model.shifted_kernels)}, or cp_exchange=heads",
-            )
-        return
-    split = heads_of_rank(plan.tensor, tp, model)
-    for key, heads in split.items():
+    yield from (_gather_mistakes if context.exchange == "gather" else _heads_mistakes)(plan, model)
+
+
+def _gather_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
+    """Check that attention can have fewer queries than keys."""
+    if not model.shifted_kernels:
+        yield Mistake("context.exchange", "=gather is for models with kernels of ours: use heads")
+    elif plan.attention not in model.shifted_kernels:
+        yield Mistake(
+            "attention",
+            f"={plan.attention} does not align fewer queries than keys with the last keys, which "
+            f"cp_exchange=gather needs: use {' or '.join(model.shifted_kernels)}, or cp_exchange=heads",
+        )
+
+
+def _heads_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
+    """Check that every rank of cp can have whole heads."""
+    cp, tp = plan.mesh.cp, plan.mesh.tp
+    for key, heads in heads_of_rank(plan.tensor, tp, model).items():
         if heads % cp:
-            degrees = [str(d) for d in range(1, heads + 1) if heads % d == 0]
             whole = model.core_heads[key]
             per_rank = f"{key}={whole}" if heads == whole else f"{key}={whole} / tp={tp}"
+            degrees = [str(d) for d in range(1, heads + 1) if heads % d == 0]
             yield Mistake(
                 "mesh.cp",
-                f"={cp} must divide {per_rank} with cp_exchange=heads: use {' or '.join(degrees)}, "
-                "or cp_exchange=gather",
+                f"={cp} must divide {per_rank} with cp_exchange=heads: use {' or '.join(degrees)}"
+                + (", or cp_exchange=gather" if model.shifted_kernels else ""),
             )
 
 
 def heads_of_rank(tensor: TensorPlan, tp: int, model: ModelUnits) -> dict[str, int]:
-    """Return the key-value heads of the attention cores of one tp rank, by config key."""
-    split = {
+    """Return the key-value heads of the attention cores of one tp rank, by config key; tp splits them unless
+    the plan leaves attention whole."""
+    whole = {
         key
         for part, table in model.styles.items()
-        if any(find_style(tensor, pattern) == "colwise" for pattern in table)
+        if any(find_style(tensor, pattern) == "whole_colwise" for pattern in table)
         for key in model.tp_divides.get(part, {})
     }
-    return {key: heads // max(tp, 1) if key in split else heads for key, heads in model.core_heads.items()}
+    return {key: heads if key in whole else heads // max(tp, 1) for key, heads in model.core_heads.items()}
 
 
 def splits_tokens(styles: Mapping[str, str]) -> bool:

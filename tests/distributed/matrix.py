@@ -4,6 +4,7 @@ them."""
 import os
 import random
 from collections.abc import Mapping
+from math import prod
 from typing import Any, TypeVar
 
 from tests.distributed.pairwise import Case, Rule, cover_pairs
@@ -37,6 +38,8 @@ FACTORS: dict[str, list[Any]] = {
     "tp": [1, 2, 4],
     "dp_shard": [2, 1, 4],
     "dp_replicate": [1, 2, 4],
+    "cp": [1, 2, 4],
+    "exchange": ["heads", "gather"],
     "recompute": ["none", "full", "matmul", "half_matmul", "every:2", "budget"],
     "backend": ["eager", "aot_eager", "inductor"],
     "reshard": [True, False, 2],
@@ -53,18 +56,18 @@ FACTORS: dict[str, list[Any]] = {
     "loss_chunk": [0, 64],
 }
 RULES = [
-    Rule(
-        ("ranks", "tp", "dp_shard", "dp_replicate"),
-        lambda ranks, *degrees: ranks == degrees[0] * degrees[1] * degrees[2],
-    ),
+    Rule(("ranks", "tp", "dp_shard", "dp_replicate", "cp"), lambda ranks, *degrees: ranks == prod(degrees)),
+    # Without context parallelism nothing is exchanged; there are 4 key-value heads.
+    Rule(("cp", "exchange"), lambda cp, exchange: cp > 1 or exchange == "heads"),
+    Rule(("cp", "exchange", "tp"), lambda cp, exchange, tp: exchange == "gather" or cp * tp <= 4),
     # A budget needs the compiler. aot_eager has no partitioner with budgets: aot_eager_decomp_partition
     # replaces it.
     Rule(("recompute", "backend"), lambda recompute, backend: recompute != "budget" or backend != "eager"),
     # Groups of 2 need more than 2 shards. Together with tp they hang in torch (test_torch_faults.py), and
     # such a plan is refused.
     Rule(
-        ("reshard", "dp_shard", "tp"),
-        lambda reshard, shard, tp: isinstance(reshard, bool) or (shard > reshard and tp == 1),
+        ("reshard", "dp_shard", "cp", "tp"),
+        lambda reshard, shard, cp, tp: isinstance(reshard, bool) or (shard * cp > reshard and tp == 1),
     ),
     # at least one sequence per micro batch
     Rule(
@@ -120,6 +123,16 @@ FAST = [
     case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2, documents=True),
     case(4, (2, 2, 1), "eager", "every:2", tied=True, backward_prefetch=0, accumulation=4, keep=True),
     case(8, (2, 2, 2), "eager", "none", loss_chunk=64),
+    case(2, (1, 1, 1), "aot_eager", "full", cp=2, documents=True),
+    case(2, (1, 1, 1), "aot_eager", "matmul", cp=2, exchange="gather", tied=True),
+    case(4, (1, 2, 1), "eager", "none", cp=2, accumulation=2, reduce="last", keep=True),
+    case(4, (1, 1, 1), "eager", "every:2", cp=4, exchange="gather", reshard=2, documents=True),
+    case(4, (1, 1, 2), "eager", "none", cp=2, exchange="gather", loss_chunk=64),
+    case(4, (1, 1, 2), "eager", "full", cp=2, accumulation=4, documents=True),
+    case(2, (1, 1, 1), "inductor", "none", cp=2, loss_chunk=64),
+    case(4, (1, 1, 2), "inductor", "full", cp=2, documents=True),
+    case(2, (1, 1, 1), "inductor", "full", cp=2, exchange="gather", documents=True),
+    case(4, (1, 2, 1), "inductor", "matmul", cp=2, exchange="gather", accumulation=2),
 ]
 SLOW = cover_pairs(FACTORS, RULES, FAST)
 PARITY_PARTS = 16
@@ -150,6 +163,7 @@ def name(case: Case) -> str:
         f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}",
         f"accumulate:{case['accumulation']}",
     ]
+    labels += [f"cp:{case['cp']}-{case['exchange']}"] * (case["cp"] > 1)
     labels += ["reduce_last"] * (case["reduce"] == "last") + ["keep"] * case["keep"]
     labels += ["chunked"] * bool(case["loss_chunk"])
     labels += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
@@ -167,6 +181,7 @@ def arguments(case: Case) -> list[str]:
     keys = (
         "dp_replicate",
         "dp_shard",
+        "cp",
         "tp",
         "loss_parallel",
         "sequence_parallel",
@@ -174,6 +189,7 @@ def arguments(case: Case) -> list[str]:
         "backward_prefetch",
     )
     chosen |= {key: case[key] for key in keys}
+    chosen |= {"cp_exchange": case["exchange"]} if case["cp"] > 1 else {}
     chosen |= {"reshard_after_forward": case["reshard"], "reshard_after_backward": not case["keep"]}
     chosen |= {"reduce_gradients": f"{case['reduce']}_micro_batch", "loss_chunk_tokens": case["loss_chunk"]}
     chosen |= {"tp_modules": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}

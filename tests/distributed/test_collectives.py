@@ -43,6 +43,14 @@ CASES = {
         "--parallel.loss_parallel=false",
         "--parallel.activation_checkpoint=selective",
     ],
+    "heads": ["--parallel.cp=4", "--parallel.cp_exchange=heads", "--train.global_batch_size=4"],
+    "gather-tp": [
+        "--parallel.cp=2",
+        "--parallel.tp=2",
+        "--parallel.cp_exchange=gather",
+        "--parallel.activation_checkpoint=full",
+        "--train.global_batch_size=4",
+    ],
     UNEVEN: ["--parallel.reshard_after_forward=2", "--model.vocab_size=265"],
 }
 SLOW = ("fsdp-tied-far-prefetch", UNEVEN)  # simulating them takes long

@@ -51,9 +51,43 @@ def test_output_and_gradients_are_those_of_plain_attention(
         assert (got - wanted).norm() <= tolerance * wanted.norm()
 
 
+@pytest.mark.parametrize(
+    ("queries", "shape"),
+    [
+        (1, (2, 4, 2, 70, 8)),
+        (BLOCK, (2, 4, 2, 3 * BLOCK, 16)),
+        (BLOCK + 3, (1, 6, 2, 3 * BLOCK + 5, 8)),
+        (128, (9, 8, 4, 256, 24)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_fewer_queries_than_keys_are_those_of_the_last_tokens(
+    queries: int, shape: tuple[int, int, int, int, int], with_documents: bool
+) -> None:
+    """Output and gradients are those of the rows of the whole sequence."""
+    batch, seq_len = shape[0], shape[3]
+    documents = None
+    if with_documents:  # of 20 tokens, the last one shorter
+        documents = (torch.arange(seq_len) // 20 * 20).expand(batch, -1).contiguous()
+    some, whole = make_inputs(shape, torch.float32), make_inputs(shape, torch.float32)
+    q = some[0].detach()[:, :, -queries:].requires_grad_()
+    out = causal_attention(q, *some[1:], documents)[0]
+    reference = causal_attention(*whole, documents)[0][:, :, -queries:]
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(grad)
+    reference.backward(grad)
+    expected = (reference, whole[0].grad[:, :, -queries:], whole[1].grad, whole[2].grad)
+    for got, wanted in zip((out, q.grad, some[1].grad, some[2].grad), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
+
+
 def test_some_shape_above_is_computed_in_several_parts() -> None:
     assert 9 * 8 * BLOCK * 256 * 4 > SCORES_BYTES
 
 
 def test_it_is_an_operator_that_compile_and_autograd_can_trust() -> None:
-    torch.library.opcheck(causal_attention, tuple(make_inputs((2, 4, 2, 70, 8), torch.float32)))
+    inputs = make_inputs((2, 4, 2, 70, 8), torch.float32)
+    torch.library.opcheck(causal_attention, tuple(inputs))
+    fewer = inputs[0].detach()[:, :, -30:].requires_grad_()
+    torch.library.opcheck(causal_attention, (fewer, *inputs[1:]))

@@ -49,6 +49,48 @@ class Mixer(nn.Module):
         return x + self.down(self.up(self.norm(x.cumsum(1) / seen)).relu())
 
 
+class Core(nn.Module):
+    """Causal attention: q, k and v[B, T, heads, H] -> [B, T, heads, H]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        of_heads = (x.transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(*of_heads, is_causal=True).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """A block of attention only, with `heads` heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.core, self.out = nn.Linear(width, 3 * width), Core(), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return x + self.out(self.core(q, k, v).flatten(2))
+
+
+class Positioned(nn.Module):
+    """A model of one's own that says where its attention is, and takes positions."""
+
+    attention_cores = ("blocks.*.core",)
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.ids, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Attention(width, heads) for _ in range(3))
+        self.logits = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.ids(ids) + self.places(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.logits(x)
+        return logits
+
+
 def mixer(width: int = 32, n_layers: int = 2) -> nn.Module:
     """A model of one's own that gives logits. Its blocks are not in a list of their own."""
     blocks = [Mixer(width) for _ in range(n_layers)]

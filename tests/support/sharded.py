@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.models.llama import Llama
-from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape
+from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.build import build_model
@@ -45,9 +46,7 @@ def build_sharded(arguments: Sequence[str]) -> Sharded:
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config.model, config.train, plan, mesh, config.run.seed)
     optimizer = build_optimizer(model, config.optim, config.run.seed)
-    shape = BatchShape(
-        plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel
-    )
+    shape = make_batch_shape(plan, mesh)
     return Sharded(config, plan, mesh, model, optimizer, shape, data_parallel_group(mesh))
 
 
@@ -62,11 +61,14 @@ def sharded_alone(arguments: Sequence[str]) -> Iterator[Sharded]:
 
 
 def random_batches(run: Sharded) -> list[Batch]:
-    """The micro batches of one step: random tokens, the same on all ranks of a tp group."""
+    """The micro batches of one step: random tokens, the same on all ranks of a cp or tp group."""
     generator = torch.Generator().manual_seed(run.shape.data_rank)
     size = (run.shape.micro_batch_size, run.config.train.seq_len + 1)
     rows = [
         torch.randint(run.config.model.vocab_size, size, generator=generator)
         for _ in range(run.shape.accumulation)
     ]
-    return [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in rows]
+    return [
+        run.shape.own_tokens(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        for tokens in rows
+    ]

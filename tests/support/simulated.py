@@ -33,11 +33,12 @@ def describe_collective(
     collectives: Iterable[Collective], phases: Iterable[str] = ("forward", "backward", "recompute")
 ) -> str:
     """The collectives of the units in order: `2` all-gathers layers.2, `-2` reduce-scatters it, `=2`
-    all-reduces it over dp_replicate, `~2` is any number of tp collectives in its computation."""
+    all-reduces it over dp_replicate, `~2` is any number of tp or cp collectives in its computation."""
     symbols: list[str] = []
     for c in collectives:
         unit = SHORT.get(c.unit, c.unit.removeprefix("layers."))
-        sign = "~" if c.axis == "tp" else {"all_gather": "", "reduce_scatter": "-", "all_reduce": "="}[c.op]
+        signs = {"all_gather": "", "reduce_scatter": "-", "all_reduce": "="}
+        sign = "~" if c.axis in ("tp", "cp") else signs[c.op]
         if c.unit and c.phase in phases and (sign != "~" or symbols[-1:] != [f"~{unit}"]):
             symbols.append(sign + unit)
     return " ".join(symbols)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
+from meshwright.parallel.model.cores import position_argument
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
 from meshwright.parallel.model.inputs import (
     Recorded,
@@ -198,6 +199,8 @@ class OwnLoss(nn.Module):
 
     def forward(self, model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:
         args, kwargs = call_arguments(tree_map_only(Tensor, lambda _: batch.tokens, self.example))
+        if batch.positions is not None:
+            kwargs[position_argument(model)] = batch.positions.expand_as(batch.tokens)
         logits = logits_of(model(*args, **kwargs), self.factory)
         if divisor is None:
             divisor = torch.ones((), device=logits.device)  # not None, which would compile another graph

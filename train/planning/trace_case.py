@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.parallel.plan.schema import ContextPlan
+
 
 @dataclass(frozen=True)
 class TraceCase:
@@ -36,8 +38,7 @@ class TraceCase:
     document_mask: bool
     float8: tuple[str, ...]
     cp: int
-    cp_exchange: str
-    attention_cores: tuple[str, ...]
+    context: ContextPlan
 
 
 def freeze_named(module: nn.Module, names: Iterable[str]) -> None:

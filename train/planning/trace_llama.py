@@ -1,7 +1,5 @@
 """Builds a module of our Llama to trace it."""
 
-import fnmatch
-
 import torch
 
 from meshwright.models.llama import Llama
@@ -25,9 +23,7 @@ def llama_module(case: TraceCase, sequences: int) -> TracedModule:
         torch.set_default_dtype(torch.float32)
     model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
     apply_as_single_tp_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
-    for name, core in model.named_modules():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in case.attention_cores):
-            apply_exchange(core, case.cp_exchange, ContextAxis("cp", case.cp, 0))
+    apply_exchange(model, case.context, ContextAxis("cp", case.cp, 0))
     multiply_in_float8(model, case.float8)
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; `ModelWorkload.trained` marks a frozen one.

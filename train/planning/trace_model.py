@@ -121,8 +121,7 @@ def _make_case(source: ModelSource, plan: Plan, unit: UnitPlan, module: str, seq
         document_mask=False,
         float8=(),
         cp=plan.mesh.cp,
-        cp_exchange=plan.context.exchange,
-        attention_cores=plan.context.cores,
+        context=plan.context,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.loss import LogitsLoss
+from meshwright.parallel.context_parallel import ContextAxis, apply_exchange
 from meshwright.parallel.model.inputs import ModuleCall, alone_on_fakes, make_arguments
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule
@@ -20,11 +21,14 @@ from meshwright.train.planning.trace_case import TraceCase, freeze_named
 def own_tracer(source: OwnSource, case: TraceCase) -> Callable[[int], TracedModule]:
     """Return the function that builds the module of a case for a number of sequences, as one rank has it
     after the all-gather, with its arguments, on fake tensors."""
-    small, large = (source.recorded(n, case.seq_len, case.dtype).calls[case.module] for n in (2, 3))
+    held = case.seq_len // case.cp  # tokens of a rank
+    small, large = (source.recorded(n, held, case.dtype).calls[case.module] for n in (2, 3))
     model = source.module
-    if case.tp > 1:
+    if case.tp > 1 or case.cp > 1:
         model = copy.deepcopy(model)
+    if case.tp > 1:
         apply_as_single_tp_rank(model, TensorPlan(False, dict(case.styles)), case.tp)
+    apply_exchange(model, case.context, ContextAxis("cp", case.cp, 0))
     with_loss = case.module == source.logits[0] and source.gives_logits
     return partial(_build, case, model.get_submodule(case.module), small, large, with_loss)
 
@@ -38,7 +42,7 @@ def _build(
     args, kwargs, held = make_arguments(small.at(large, sequences), dtype)
     if not with_loss:
         return TracedModule(twin, args, kwargs, tuple(held))
-    targets = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
+    targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
     return TracedModule(_WithLoss(twin), (targets, *args), kwargs, (*held,))
 
 

@@ -38,6 +38,8 @@ CASES = [
     (4, [*ACCUMULATED, ONCE, KEPT, "--parallel.tp=2", "--parallel.reduce_dtype=bfloat16"]),
     (4, [*ACCUMULATED, KEPT, "--parallel.reshard_after_forward=2"]),
     (2, [*ACCUMULATED, ONCE, KEPT, '--train.freeze=["layers.0.*","tok_embeddings.*"]']),
+    (4, ["--parallel.cp=4", "--train.global_batch_size=4"]),
+    (4, ["--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather", *ACCUMULATED, ONCE]),
     (48, []),  # rows that do not divide evenly are padded
 ]
 
