@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.parallel.context_parallel import token_positions
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, local_part, set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
-from meshwright.parallel.mesh import data_parallel_group, data_parallel_rank
+from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
 
@@ -41,9 +42,15 @@ class ShardedModel:
         """The index of this rank's part of the global batch; all ranks of a cp or tp group have the same."""
         return data_parallel_rank(self.mesh, self.plan.mesh)
 
+    def token_positions(self, seq_len: int) -> Tensor:
+        """Return the positions of this rank's tokens in their sequences, int64 [seq_len / cp], on the CPU.
+        With cp=1 they are all."""
+        mesh, rank = self.plan.mesh, context_rank(self.mesh, self.plan.mesh)
+        return token_positions(self.plan.context.exchange, mesh.cp, rank, seq_len)
+
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The data-parallel ranks. The first use is a collective: every rank must take part."""
+        """The data-parallel ranks, with those of cp. The first use is a collective: every rank must take part."""
         return data_parallel_group(self.mesh)
 
     def micro_batches(

@@ -13,6 +13,8 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import ContextPlan, Plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.parallel.plan.validate import validate
+from meshwright.parallel.simulate.simulator import eager_plan
+from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.resolve import plan_run
@@ -21,6 +23,7 @@ from tests.support.worlds import run_ranks
 RANKS, TOKENS = 4, 48
 EXCHANGES = ("heads", "gather")
 RUN = ["--config=llama_debug", "--train.global_batch_size=-1"]
+LONG = ["--train.seq_len=512", "--train.micro_batch_size=1", "--parallel.activation_checkpoint=full"]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -157,3 +160,17 @@ def test_a_plan_without_the_cores_of_its_model_is_refused() -> None:
     plan = planned(4, "--parallel.cp=2")
     wrong = dataclasses.replace(plan, context=dataclasses.replace(plan.context, cores=()))
     assert [mistake.field for mistake in validate(wrong, model.units, 4, 256)] == ["context.cores"]
+
+
+def activations(*keys: str) -> int:
+    """Bytes of a rank's activations in a simulated step of one sequence."""
+    job = parse_config([*RUN, *LONG, *keys]).job
+    return simulate_run(job, eager_plan(plan_run(job, 4, 8))).memory.activations
+
+
+def test_activations_fall_as_one_over_cp() -> None:
+    """A rank that gathers holds the keys and values of all tokens in one block at a time."""
+    whole = activations()
+    assert activations("--parallel.cp=2") == pytest.approx(whole / 2, rel=0.06)
+    assert activations("--parallel.cp=4") == pytest.approx(whole / 4, rel=0.06)
+    assert activations("--parallel.cp=4", "--parallel.cp_exchange=gather") < 1.3 * whole / 4
