@@ -50,7 +50,7 @@ class ShardedModel:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The data-parallel ranks, with those of cp. The first use is a collective: every rank must take part."""
+        """The data-parallel ranks, with those of cp. The first use is a collective of all ranks."""
         return data_parallel_group(self.mesh)
 
     def micro_batches(

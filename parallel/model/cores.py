@@ -80,13 +80,13 @@ def _more_than_causal(model: Any) -> str:
     return ""
 
 
-def exchange_in_registry(attention: nn.Module, around: Around) -> None:
+def exchange_in_registry(module: Any, around: Around) -> None:
     """Let a transformers attention compute within `around`, in place."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(REGISTERED, _attention)
-    attention.around = around  # type: ignore[assignment]
-    attention.config._attn_implementation = REGISTERED  # type: ignore[union-attr, assignment]
+    module.around = around
+    module.config._attn_implementation = REGISTERED
 
 
 def _attention(

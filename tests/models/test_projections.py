@@ -135,7 +135,7 @@ def test_the_compiled_graph_has_four_products_forward_and_eight_backward(tp: int
 def build_block(fused: bool) -> Callable[[int], TracedModule]:
     def build(sequences: int) -> TracedModule:
         x = torch.ones(sequences, 32, CONFIG.dim, requires_grad=True).clone()
-        tables = tuple(torch.ones(32, CONFIG.head_dim) for _ in range(2))
+        tables = tuple(torch.ones(32, CONFIG.head_dim // 2) for _ in range(2))
         return TracedModule(make_model(fused).layers[0], (x, *tables), tables=tables)
 
     return build
@@ -168,7 +168,7 @@ def test_autograd_holds_no_more_memory() -> None:
 
         x = torch.randn(2, 32, CONFIG.dim, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = block(x, *(torch.ones(32, CONFIG.head_dim) for _ in range(2)))
+            y = block(x, *(torch.ones(32, CONFIG.head_dim // 2) for _ in range(2)))
         saved_bytes.append(sum(storages.values()))
         del y
     assert saved_bytes[1] <= saved_bytes[0]

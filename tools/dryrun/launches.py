@@ -3,11 +3,12 @@ graph: the log joined with the traces of step.py."""
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.parallel.mesh import CONTEXT_GROUP
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.log import Call
 from meshwright.tools.dryrun.operators import moved_bytes, read_operators
@@ -212,17 +213,19 @@ def _name(call: Call, event: Event, operator: _Operator | None) -> str:
 
 
 def _collectives(
-    rows: Iterable[tuple[Call, Event, _Operator | None]], axes: Mapping[str, Sequence[str]]
+    rows: Sequence[tuple[Call, Event, _Operator | None]], axes: Mapping[str, Sequence[str]]
 ) -> Iterator[AxisCollective]:
     """Yield the collectives, except those of one rank, which communicates nothing. Of a group with several
     names tools.simulate uses the first within a unit, and the last outside. A group that FSDP2 created is a
     part of dp_shard."""
+    begun = {id(call) for call in log.collective_calls([call for call, *_ in rows])}
     for call, event, operator in rows:
-        for sent in log.collectives([call]):
+        if id(call) in begun and (sent := log.collective(call)).ranks > 1:
             names = axes.get(str(event["args"].get("Process Group Name", "")), ["dp_shard"])
+            if event["args"].get("Process Group Description") == CONTEXT_GROUP:
+                names = ["cp"]
             axis = names[0 if operator and operator.unit else -1]
-            if sent.ranks > 1:
-                yield AxisCollective(sent.op, axis, sent.bytes, sent.stream)
+            yield AxisCollective(sent.op, axis, sent.bytes, sent.stream)
 
 
 def _graphs(launches: Sequence[tuple[KernelLaunch, float]]) -> Iterator[LaunchedGraph]:

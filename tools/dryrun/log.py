@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHES = ("kernel", "gemm", "triton", "cudnn")  # torch, cuBLAS, Triton (the project's, inductor's), cuDNN
+POINT_TO_POINT = ("send", "recv")
 ON_STREAMS = (*LAUNCHES, "nccl", "memcpy", "memset")
 WAITS = ("device_sync", "stream_sync", "event_sync", "memcpy_sync")
 # Slow calls, some of which also wait for the device.
@@ -125,11 +126,29 @@ def devices(calls: Sequence[Call]) -> set[int]:
 
 def collectives(calls: Sequence[Call]) -> list[NcclCollective]:
     """Return the NCCL collectives in order."""
-    rows = [(call.words, call.stream) for call in calls if call.kind == "nccl"]
-    return [
-        NcclCollective(op, int(number), int(ranks), int(size), stream)
-        for (op, number, ranks, size), stream in rows
-    ]
+    return [collective(call) for call in collective_calls(calls)]
+
+
+def collective_calls(calls: Sequence[Call]) -> list[Call]:
+    """Return the first call of each NCCL collective: an all-to-all is a send to each of the ranks and a
+    receive from it (torch's ProcessGroupNCCL)."""
+    first, left = [], 0
+    for call in calls:
+        if call.kind == "nccl":
+            begins = not left
+            if call.words[0] in POINT_TO_POINT:
+                left = (left or len(POINT_TO_POINT) * int(call.words[2])) - 1
+            if begins:
+                first.append(call)
+    return first
+
+
+def collective(call: Call) -> NcclCollective:
+    """Return the collective of its first call."""
+    op, number, ranks, size = call.words[0], *map(int, call.words[1:4])
+    if op in POINT_TO_POINT:
+        op, size = "all_to_all", ranks * size
+    return NcclCollective(op, number, ranks, size, call.stream)
 
 
 def loaded_kernels(calls: Sequence[Call]) -> set[Loaded]:

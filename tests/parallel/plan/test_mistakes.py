@@ -7,19 +7,20 @@ import pytest
 
 from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.plan.mistakes import KEYS, Mistake, contradictions, file_line, key_line
-from meshwright.parallel.plan.schema import Float8Plan, MeshPlan, Plan, TensorPlan, UnitPlan
+from meshwright.parallel.plan.schema import ContextPlan, Float8Plan, MeshPlan, Plan, TensorPlan, UnitPlan
 from meshwright.train.config import Config
 from tests.support.plans import MODEL, plan_of
 
 SECTIONS = {
     "mesh": MeshPlan,
     "tensor": TensorPlan,
+    "context": ContextPlan,
     "float8": Float8Plan,
     "compile": CompileConfig,
     "units": UnitPlan,
 }
 # from the model; only for edits by hand
-NO_KEYS = {"modules", "unsharded", "units.unshard_in_backward", "units.output_dtype"}
+NO_KEYS = {"modules", "unsharded", "context.cores", "units.unshard_in_backward", "units.output_dtype"}
 
 
 def names(cls: Any) -> set[str]:

@@ -176,7 +176,7 @@ MALFORMED = [
     (edit("unitz", value=[]), ["unknown key unitz. Did you mean units?"]),
     (edit("mesh", value=8), ["mesh=8 must be a mapping"]),
     (edit("mesh", "dp_shard"), ["mesh.dp_shard is missing"]),
-    (edit("mesh", "pp", value=2), ["unknown key mesh.pp. Known: dp_replicate, dp_shard, tp."]),
+    (edit("mesh", "pp", value=2), ["unknown key mesh.pp. Known: dp_replicate, dp_shard, tp, cp."]),
     (edit("mesh", "dp_shard", value="8"), ["mesh.dp_shard='8' must be an integer"]),
     (edit("mesh", "tp", value=True), ["mesh.tp=True must be an integer"]),
     (edit("mesh", "tp", value=1.0), ["mesh.tp=1.0 must be an integer"]),

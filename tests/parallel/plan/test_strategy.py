@@ -29,7 +29,7 @@ def test_degrees_and_resharding_on_one_node_and_on_four(name: str) -> None:
     *degrees, reshard = MEANINGS[name]
     for world_size, mesh in zip((8, 32), degrees, strict=True):
         plan = plan_of(world_size, strategy=name)
-        assert dataclasses.astuple(plan.mesh) == (*mesh, 1)
+        assert dataclasses.astuple(plan.mesh) == (*mesh, 1, 1)
         assert {unit.reshard_after_forward for unit in plan.units[:-1]} == {reshard}
         assert plan.units[-1].reshard_after_forward is False
 
@@ -52,12 +52,12 @@ def test_a_strategy_is_a_shorthand_for_keys(name: str) -> None:
     ],
 )
 def test_tp_takes_its_processes_from_the_shards_of_a_node(name: str, mesh: tuple[int, ...]) -> None:
-    assert dataclasses.astuple(plan_of(32, strategy=name, tp=2).mesh) == mesh
+    assert dataclasses.astuple(plan_of(32, strategy=name, tp=2).mesh) == (*mesh, 1)
 
 
 @pytest.mark.parametrize("name", MEANINGS)
 def test_one_process_can_run_any_strategy(name: str) -> None:
-    assert dataclasses.astuple(plan_of(1, strategy=name).mesh) == (1, 1, 1)
+    assert dataclasses.astuple(plan_of(1, strategy=name).mesh) == (1, 1, 1, 1)
 
 
 AGREEING: list[tuple[str, dict[str, Any]]] = [

@@ -60,8 +60,9 @@ GB = 1e9
 def operation(
     kind: Any, name: str = "mm", flops: float = 0.0, moved: float = 0.0, dtype: str = "bfloat16"
 ) -> Operation:
-    """Return an operation; the amounts are per sequence."""
-    return Operation(kind, name, Linear(0.0, flops), Linear(0.0, moved), dtype)
+    """Return an operation; the amounts are per sequence. Collectives are those of tp."""
+    axis = "tp" if kind == "collective" else ""
+    return Operation(kind, name, Linear(0.0, flops), Linear(0.0, moved), dtype, axis=axis)
 
 
 def work_of(
@@ -111,7 +112,22 @@ def test_other_operations_take_their_traffic() -> None:
 
 def test_tp_stays_in_its_node_and_the_other_axes_leave_it() -> None:
     groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=4, tp=8), 8)
-    assert groups == {"tp": Group(8, 8, 1), "dp_shard": Group(4, 1, 8), "dp_replicate": Group(2, 1, 8)}
+    assert groups == {
+        "tp": Group(8, 8, 1),
+        "cp": Group(1, 1, 8),
+        "dp_shard": Group(4, 1, 8),
+        "dp_replicate": Group(2, 1, 8),
+    }
+
+
+def test_cp_is_between_tp_and_dp_shard_and_shards_with_it() -> None:
+    groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=4, tp=2, cp=4), 8)
+    assert groups == {
+        "tp": Group(2, 2, 4),
+        "cp": Group(4, 4, 2),
+        "dp_shard": Group(16, 4, 2),
+        "dp_replicate": Group(2, 1, 8),
+    }
 
 
 def test_a_node_holds_part_of_a_strided_group() -> None:
@@ -125,9 +141,8 @@ def test_a_node_holds_part_of_a_strided_group() -> None:
 
 def test_a_run_smaller_than_a_node_has_no_network() -> None:
     assert axis_groups(MeshPlan(1, 3, 1), 8)["dp_shard"] == Group(3, 3, 1)
-    assert axis_groups(MeshPlan(1, 1, 1), 8) == dict.fromkeys(
-        ("tp", "dp_shard", "dp_replicate"), Group(1, 1, 1)
-    )
+    axes = ("tp", "cp", "dp_shard", "dp_replicate")
+    assert axis_groups(MeshPlan(1, 1, 1), 8) == dict.fromkeys(axes, Group(1, 1, 1))
 
 
 def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
@@ -141,7 +156,7 @@ def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
 )
 def test_groups_are_those_of_the_ranks(mesh: MeshPlan) -> None:
     per_node = 8
-    strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
+    strides = {"tp": 1, "cp": mesh.tp, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
     for axis, group in axis_groups(mesh, per_node).items():
         size = getattr(mesh, axis)
         in_first_node = [rank for rank in range(0, size * strides[axis], strides[axis]) if rank < per_node]
@@ -159,6 +174,18 @@ def test_a_ring_in_a_node(name: str, times: int, share: float) -> None:
     assert collective_s(name, 8 * GB, Group(8, 8, 1), MACHINE) == pytest.approx(
         times * (7 / (100 * share) + 7e-6)
     )
+
+
+def test_in_an_all_to_all_every_rank_sends_its_parts_itself() -> None:
+    """As efficient as an all-gather, if nothing else is listed; a node's link takes what all its ranks send
+    to others."""
+    within = collective_s("all_to_all", 8 * GB, Group(8, 8, 1), MACHINE)
+    assert within == pytest.approx(7 / 100 + 7e-6)
+    between = collective_s("all_to_all", 16 * GB, Group(16, 8, 1), MACHINE)
+    assert between == pytest.approx(8 * 8 / 10 + 1e-3 + 14e-6)
+    half = Link(100.0, 0.0, {**SHARES, "all_to_all": ((1.0, 0.5),)})
+    slower = collective_s("all_to_all", 8 * GB, Group(8, 8, 1), dataclasses.replace(MACHINE, node=half))
+    assert slower == pytest.approx(7 / 50)
 
 
 def test_groups_of_a_node_share_its_network() -> None:
@@ -286,6 +313,15 @@ def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
     assert times.forward_tp_s == pytest.approx(collective_s("all_gather", 2 * GB, tp, MACHINE))
     assert times.backward_s == pytest.approx(200 * GB / 100e12 + 1e-6)
     assert times.backward_tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
+
+
+def test_the_collectives_of_cp_are_exposed_on_its_own_group() -> None:
+    sent = Operation("collective", "all_to_all", Linear(), Linear(0.0, GB), "bfloat16", axis="cp")
+    plan = dataclasses.replace(plan_of(8), mesh=MeshPlan(1, 2, 1, 4))
+    times = step_times(plan, work_of([sent], [sent, sent]), MACHINE, 8).modules["layers.3"]
+    once_s = collective_s("all_to_all", GB, Group(4, 4, 2), MACHINE)
+    assert times.exposed_s("forward") == {"cp": pytest.approx(once_s)}
+    assert times.exposed_s("backward") == {"cp": pytest.approx(2 * once_s)}
 
 
 def float8_work() -> ModelWorkload:
@@ -423,7 +459,9 @@ def test_every_kind_of_machine_can_be_asked(kind: str) -> None:
     times = step_times(
         plan_of(16, tp=2, dp_replicate=2), work_of(operations, operations), load_hardware()[kind], 8
     )
-    assert all(0 < seconds < 1e3 for seconds in dataclasses.astuple(times.modules["head"]))
+    of_module = dataclasses.asdict(times.modules["head"])
+    assert (of_module.pop("forward_cp_s"), of_module.pop("backward_cp_s")) == (0, 0), "cp=1"
+    assert all(0 < seconds < 1e3 for seconds in of_module.values())
     of_unit = dataclasses.asdict(times.units["layers.0"])
     assert of_unit.pop("first_sum_s") == 0, "in one dtype nothing is cast"
     assert all(seconds > 0 for seconds in of_unit.values())

@@ -118,7 +118,7 @@ def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
             "reduce_scatter: 0",
             "node.efficiency.reduce_scatter=0 must be a number > 0",
         ),
-        ("all_reduce: 0.8", "all_to_all: 0.8", "unknown key node.efficiency.all_to_all"),
+        ("all_reduce: 0.8", "broadcast: 0.8", "unknown key node.efficiency.broadcast"),
         (
             "[[1, 0.5], [100, 0.8]]",
             "[[100, 0.5], [1, 0.8]]",

@@ -34,7 +34,7 @@ def module(plan: Plan, parameters: int, mode: str) -> ModuleWorkload:
     flops = Linear(0.0, 2.0 * parameters * TOKENS / tp)
     sent = Linear(0.0, TOKENS * 8192 * 2.0)
     product = Operation("matmul", "mm", flops, Linear(2.0 * parameters / tp, 0.0), "bfloat16")
-    tp_sum = [Operation("collective", "all_reduce", Linear(), sent, "bfloat16")] * (tp > 1)
+    tp_sum = [Operation("collective", "all_reduce", Linear(), sent, "bfloat16", axis="tp")] * (tp > 1)
     backward = dataclasses.replace(product, flops=flops.times(2 + RECOMPUTED[mode]))
     keeps, output = Linear(0.0, KEPT[mode] / tp), Linear(0.0, TOKENS * 8192 * 2.0)
     forward_live, backward_live = (
@@ -262,6 +262,8 @@ def test_a_tie_goes_to_the_simpler_plan() -> None:
     best = find(1, machines(500), micro=1).best
     assert best.choices == {
         "tp": 1,
+        "cp": 1,
+        "cp_exchange": "auto",
         "dp_replicate": 1,
         "dp_shard": 1,
         "activation_checkpoint": "none",
@@ -357,6 +359,8 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
         machines(gib),
         {
             "tp": 1,
+            "cp": 1,
+            "cp_exchange": "auto",
             "dp_replicate": 1,
             "reshard_after_forward": True,
             "forward_prefetch": 1,

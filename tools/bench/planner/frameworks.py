@@ -143,5 +143,5 @@ def _with_whole_logits(head: ModuleWorkload, tp: int, seq_len: int) -> ModuleWor
 
     head = _with_operations(head, whole)
     logits = Linear(0.0, float(seq_len * vocabulary * BF16_BYTES))
-    gather = Operation("collective", "all_gather", Linear(), logits, "bfloat16")
+    gather = Operation("collective", "all_gather", Linear(), logits, "bfloat16", axis="tp")
     return replace(head, forward=replace(head.forward, operations=(*head.forward.operations, gather)))
