@@ -174,10 +174,14 @@ def test_parallelism_config(plans: Callable[..., Plan]) -> None:
     assert not plan.units[0].reshard_after_forward
 
 
+def test_context_parallelism(plans: Callable[..., Plan]) -> None:
+    plan = plans(accelerate(version=2, top=sizes(dp_shard=4, cp=2)))
+    assert (plan.mesh.dp_shard, plan.mesh.cp, plan.mesh.data_parallel) == (4, 2, 4)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dp_shard": 4, "cp": 2}, "cp_size=2: context parallelism is not in this version"),
         ({"dp_shard": 4, "sp": 2}, "sp_size=2: sequence parallelism by DeepSpeed"),
         ({"dp_shard": 4}, "dp_shard=4 x tp=1 is 4 processes, but this run has 8"),
     ],
@@ -602,4 +606,4 @@ def test_an_imported_config_trains(tmp_path: Path, capsys: pytest.CaptureFixture
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(read_metrics(tmp_path / "run")) == [1, 2]
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
-    assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1}
+    assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1, "cp": 1}

@@ -325,21 +325,23 @@ def _verdict(report: PlanReport, prediction: Prediction) -> str:
 
 def _others(job: TrainingJob, choice: SearchResult, machines: Cluster) -> Iterator[str]:
     """Yield tables of the runners-up and of the smallest plans that do not fit."""
-    head = [*CHOICES.values(), "GiB", "step", "tokens/s per GPU", "exposed"]
     runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
-    if runners_up:
-        yield "runners-up:\n" + format_table(head, [_row(job, candidate) for candidate in runners_up])
     too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
+    divides = any(candidate.choices["cp"] > 1 for candidate in (choice.best, *runners_up, *too_large))
+    keys = [key for key in CHOICES if divides or key not in ("cp", "cp_exchange")]
+    head = [*(CHOICES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
+    if runners_up:
+        yield "runners-up:\n" + format_table(head, [_row(job, candidate, keys) for candidate in runners_up])
     if too_large:
-        rows = [_row(job, candidate) for candidate in too_large]
+        rows = [_row(job, candidate, keys) for candidate in too_large]
         yield (
             f"too large for {machines.available_bytes / GIB:.1f} GiB, the smallest of "
-            f"{len(choice.does_not_fit)}:\n" + format_table(head[: len(CHOICES) + 1], rows)
+            f"{len(choice.does_not_fit)}:\n" + format_table(head[: len(keys) + 1], rows)
         )
 
 
-def _row(job: TrainingJob, candidate: Candidate) -> Sequence[str]:
-    cells = [str(candidate.choices[key]).lower() for key in CHOICES]
+def _row(job: TrainingJob, candidate: Candidate, keys: Sequence[str]) -> Sequence[str]:
+    cells = [str(candidate.choices[key]).lower() for key in keys]
     timeline = candidate.timeline
     if timeline is None:
         return [*cells, needed_gib(candidate)]

@@ -136,7 +136,8 @@ def _values(row: ScalingRow) -> dict[str, Any] | None:
     mesh, unit = row.plan.mesh, row.plan.units[len(row.plan.units) // 2]
     return {
         "tp": mesh.tp,
-        "cp": f"{mesh.cp} {row.plan.context.exchange}" if mesh.cp > 1 else "1",
+        "cp": mesh.cp,
+        "cp_exchange": row.plan.context.exchange if mesh.cp > 1 else "none",
         "dp_replicate": mesh.dp_replicate,
         "dp_shard": mesh.dp_shard,
         "activation_checkpoint": unit.activation_checkpoint,
@@ -152,10 +153,11 @@ def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
     """Return a table with a bar for each number of GPUs, then the numbers without a plan and their
     reasons."""
     best = max(row.prediction.tokens_per_s_per_gpu for row in rows if row.prediction)
+    divides = any(row.plan and row.plan.mesh.cp > 1 for row in rows)
     head = [
         "GPUs",
         "tp",
-        "cp",
+        *(["cp", "exchange"] if divides else []),
         "replicate",
         "shard",
         "activation checkpoint",
@@ -169,14 +171,17 @@ def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
         *([f"days for {tokens:.3g}"] if tokens else []),
         "tokens/s per GPU",
     ]
-    cells = [_cells(row, row.prediction, best, tokens) for row in rows if row.prediction]
+    left_out = ("accumulation",) if divides else ("accumulation", "cp", "cp_exchange")
+    cells = [_cells(row, row.prediction, best, tokens, left_out) for row in rows if row.prediction]
     reasons = "\n".join(f"{row.gpus} GPUs: {row.reason}" for row in rows if row.reason)
     return "\n\n".join(filter(None, (format_table(head, cells), reasons)))
 
 
-def _cells(row: ScalingRow, prediction: Prediction, best: float, tokens: float | None) -> list[str]:
+def _cells(
+    row: ScalingRow, prediction: Prediction, best: float, tokens: float | None, left_out: Sequence[str]
+) -> list[str]:
     values, timeline, rate = _values(row) or {}, prediction.timeline, prediction.tokens_per_s_per_gpu
-    settings = [str(value).lower() for key, value in values.items() if key != "accumulation"]
+    settings = [str(value).lower() for key, value in values.items() if key not in left_out]
     days = [f"{time_to_train(prediction, row.gpus, tokens)['days']:,.1f}"] if tokens else []
     bar = "#" * max(1, round(BAR * rate / best))
     return [

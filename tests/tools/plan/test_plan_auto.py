@@ -47,6 +47,8 @@ FIGURES = {
 }
 CHOICES = {
     "tp",
+    "cp",
+    "cp_exchange",
     "dp_replicate",
     "dp_shard",
     "activation_checkpoint",

@@ -38,7 +38,7 @@ def plan_file(tmp_path: Path, capsys: Output) -> Path:
 def test_json_has_the_plan_and_the_memory(capsys: Output) -> None:
     main(["--config", "llama_8b", "--gpus", "8", EAGER, "--json"])
     document = json.loads(capsys.readouterr().out)
-    assert document["plan"]["mesh"] == {"dp_replicate": 1, "dp_shard": 8, "tp": 1}
+    assert document["plan"]["mesh"] == {"dp_replicate": 1, "dp_shard": 8, "tp": 1, "cp": 1}
     assert [unit["unit"] for unit in document["plan"]["units"]] == ["tok_embeddings", "layers.[0-31]", "head"]
     memory = document["predicted"]["memory"]
     assert list(memory) == KINDS
@@ -78,7 +78,7 @@ def test_config_keys_win_over_the_file(capsys: Output) -> None:
     ]
     main(["--config", "llama_debug", "--train.global_batch_size=-1", *keys, "--gpus=8", "--json"])
     plan = json.loads(capsys.readouterr().out)["plan"]
-    assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 4, "tp": 1}
+    assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 4, "tp": 1, "cp": 1}
     assert plan["micro_batch_size"] == 2
     assert plan["units"][1]["activation_checkpoint"] == "full"
 
@@ -272,7 +272,7 @@ def altered(value: Any) -> Any:
 def test_diff_misses_no_field_of_a_plan() -> None:
     """Including fields that are added later."""
     plan = small_plan("--parallel.tp=2")
-    for part in (plan.mesh, plan.tensor, plan.compile, plan.float8, plan.units[1]):
+    for part in (plan.mesh, plan.tensor, plan.context, plan.compile, plan.float8, plan.units[1]):
         for field in dataclasses.fields(part):
             if field.name in ("styles", "modules"):
                 continue
@@ -280,6 +280,7 @@ def test_diff_misses_no_field_of_a_plan() -> None:
             plan_key = {
                 id(plan.mesh): "mesh",
                 id(plan.tensor): "tensor",
+                id(plan.context): "context",
                 id(plan.compile): "compile",
                 id(plan.float8): "float8",
             }.get(id(part))
@@ -304,6 +305,7 @@ def test_diff_misses_no_field_of_a_plan() -> None:
     assert {field.name for field in dataclasses.fields(Plan)} == {
         "mesh",
         "tensor",
+        "context",
         "compile",
         "float8",
         "units",
