@@ -27,7 +27,10 @@ NOT_TORCH = {
     "_fingerprint": "datasets",
     "_tensor": "torchao",
     **dict.fromkeys(
-        ("_init_weights", "_keys_to_ignore_on_load_unexpected", "_no_split_modules", "_tp_plan"),
+        (
+            *("_attn_implementation", "_init_weights", "_keys_to_ignore_on_load_unexpected"),
+            *("_no_split_modules", "_supports_attention_backend", "_tp_plan"),
+        ),
         "transformers",
     ),
 }

@@ -43,10 +43,9 @@ CASES = {
         "--parallel.loss_parallel=false",
         "--parallel.activation_checkpoint=selective",
     ],
-    "heads": ["--parallel.cp=4", "--parallel.cp_exchange=heads", "--train.global_batch_size=4"],
-    "gather-tp": [
-        "--parallel.cp=2",
-        "--parallel.tp=2",
+    "heads": ["--parallel.cp=2", "--train.global_batch_size=4"],
+    "gather-recompute": [
+        "--parallel.cp=4",
         "--parallel.cp_exchange=gather",
         "--parallel.activation_checkpoint=full",
         "--train.global_batch_size=4",

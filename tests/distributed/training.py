@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import meshwright.models.llama
 import meshwright.parallel.tensor_parallel
 from meshwright.models.kernels.document_blocks import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
-from meshwright.train.data.batch import Batch
 from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.loader import TrainLoader
 from meshwright.train.data.sample_order import SampleOrder
@@ -54,8 +53,9 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
+    whole = replace(shape, context_parallel=1)  # the last batch is padded before it is cut
     loader = TrainLoader(
-        SampleOrder(corpus.sources, sequences, config.run.seed), sequences, shape, 0, device, 2
+        SampleOrder(corpus.sources, sequences, config.run.seed), sequences, whole, 0, device, 2
     )
     grads: dict[str, Tensor] = {}
 
@@ -72,7 +72,8 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
         batches = loader.next().micro_batches
         seen.append(torch.cat([batch.tokens for batch in batches]))
         if step == steps:
-            batches = [Batch(b.tokens, pad_unevenly(b.tokens, b.targets), b.first) for b in batches]
+            batches = [replace(batch, targets=pad_unevenly(batch.tokens, batch.targets)) for batch in batches]
+        batches = [shape.own_tokens(batch) for batch in batches]
         result = train_step(
             model, run.plan.units, optimizer, batches, config.train.grad_clip, group, loss_of_llama
         )
@@ -98,14 +99,14 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
 
 
 def _tokens_of_all(own: Tensor, data_rank: int) -> Tensor:
-    """Return tokens[step, sequence, token] of all data-parallel ranks; the ranks of a tp group must have the
-    same."""
+    """Return tokens[step, sequence, token] of all data-parallel ranks; the ranks of a cp or tp group must
+    have read the same."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (data_rank, own))
     parts: dict[int, Tensor] = {}
     for rank, tokens in gathered:
         assert torch.equal(parts.setdefault(rank, tokens), tokens), (
-            "the ranks of a tp group got different data"
+            "the ranks of a cp or tp group got different data"
         )
     return torch.cat([parts[rank] for rank in sorted(parts)], dim=1)
 

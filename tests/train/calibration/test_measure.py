@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.parallel.planner.hardware import COLLECTIVES, Hardware, read_hardware
+from meshwright.parallel.planner.hardware import ALL_TO_ALL, COLLECTIVES, Hardware, read_hardware
 from meshwright.train.calibration import measure
 from meshwright.train.calibration.measure import (
     HERE,
@@ -94,7 +94,7 @@ def test_processes_measure_once_and_agree(tmp_path: Path, processes: int) -> Non
         assert first.startswith("measured this machine for ")
         assert second == f"this machine as it measured itself 1 minute ago; delete {path} to measure it again"
         assert measured == read == kept
-    assert set(kept.collectives_s) == (set(COLLECTIVES) if processes > 1 else set())
+    assert set(kept.collectives_s) == ({*COLLECTIVES, ALL_TO_ALL} if processes > 1 else set())
     assert kept.host.unit_s >= 0  # a difference of two times, which a busy machine can make 0
 
 

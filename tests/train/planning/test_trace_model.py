@@ -134,7 +134,7 @@ def test_modules_come_in_the_plans_order_and_blocks_share_their_work() -> None:
     work = work_of(*SMALL)
     assert tuple(work.modules) == plan_run(config.job, 1, 8).modules
     assert work.modules["layers.0"] is work.modules["layers.2"]
-    assert (work.logits, work.seq_len, work.tables) == ("head", 64, 2 * 64 * 8 * 4)
+    assert (work.logits, work.seq_len, work.tables) == ("head", 64, 64 * 8 * 4)
     counts = count_parameters(config.model)
     assert [work.modules[name].parameters for name in ("tok_embeddings", "layers.0", "head")] == [
         counts.embedding,

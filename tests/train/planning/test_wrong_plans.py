@@ -269,7 +269,9 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
     (at("mesh", "dp_shard", value=8), [], 8, ["mesh is for 16 processes", "this run has 8"]),
     (at("mesh", "dp_shard", value=0), [], 8, ["mesh: dp_shard=0 must be at least 1"]),
     (at("mesh", "dp_shard", value="four"), [], 8, ["mesh.dp_shard='four' must be an integer"]),
-    (at("mesh", "cp", value=2), [], 8, ["unknown key mesh.cp. Known: dp_replicate, dp_shard, tp"]),
+    (at("mesh", "ep", value=2), [], 8, ["unknown key mesh.ep. Known: dp_replicate, dp_shard, tp, cp"]),
+    (at("mesh", "cp", value=2), [], 16, ["context: cores=[] must be this model's attention cores"]),
+    (at("context", "exchange", value="ring"), [], 8, ["exchange=ring is not one of heads, gather"]),
     (at("micro_batch_size", value=0), [], 8, ["micro_batch_size=0 must be an integer >= 1"]),
     (lambda data: data.pop("accumulation"), [], 8, ["accumulation is missing"]),
     # units
