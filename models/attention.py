@@ -32,9 +32,9 @@ KERNELS = {
     "flex": ("cuda",),
 }
 DOCUMENT_MASK_KERNELS = ("cpu", "flex")  # kernels that can mask attention across documents
-# Kernels that align fewer queries than keys with the last keys. cuDNN aligns them with the first, and torch
-# refuses the lengths for its flash attention, but not for the operator below it.
-FEWER_QUERIES = ("cpu", "flash")
+# Kernel -> the kernel in its place that aligns fewer queries than keys with the last keys. cuDNN aligns them
+# with the first, and torch refuses the lengths for its flash attention, but not for the operator below it.
+FEWER_QUERIES = {"cpu": "cpu", "flash": "flash", "cudnn": "flash"}
 # kernels that do not support float32 on a GPU (torch, sdp_utils.cpp: check_dtypes_low_precision)
 HALF_PRECISION_KERNELS = ("flash", "cudnn")
 _TORCH_KERNELS = {

@@ -138,6 +138,8 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
     per_pass = max(micro_batch_size, 1) * data_parallel
     tensor = _make_tensor(config, model, mesh.tp)
     context = _make_context(config, model, mesh, tensor)
+    gathers = context.exchange == "gather"
+    kernel = model.shifted_kernels.get(shape.attention, shape.attention) if gathers else shape.attention
     return Plan(
         mesh=mesh,
         micro_batch_size=micro_batch_size,
@@ -145,9 +147,7 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         tensor=tensor,
         cpu_offload=config.cpu_offload,
         storage_dtype=config.storage_dtype,
-        attention=_resolve(
-            config.attention, _kernel(shape.attention, context, model) if model.attention_kernels else ""
-        ),
+        attention=_resolve(config.attention, kernel if model.attention_kernels else ""),
         loss_chunk_tokens=_loss_chunk(
             config,
             micro_batch_size * shape.seq_len // max(mesh.cp, 1),
@@ -163,14 +163,6 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         unsharded=model.unsharded,
         context=context,
     )
-
-
-def _kernel(fastest: str, context: ContextPlan, model: ModelUnits) -> str:
-    """Return the attention kernel that `auto` stands for: the fastest of the device, if the exchange gives it
-    as many queries as keys, or if it takes fewer."""
-    if context.exchange == "heads" or fastest in model.shifted_kernels or not model.shifted_kernels:
-        return fastest
-    return model.shifted_kernels[-1]
 
 
 def _resolve(value: Any, default: Any) -> Any:

@@ -230,11 +230,11 @@ def _gather_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     """Check that attention can have fewer queries than keys."""
     if not model.shifted_kernels:
         yield Mistake("context.exchange", "=gather is for models with kernels of ours: use heads")
-    elif plan.attention not in model.shifted_kernels:
+    elif plan.attention not in (able := sorted({*model.shifted_kernels.values()})):
         yield Mistake(
             "attention",
             f"={plan.attention} does not align fewer queries than keys with the last keys, which "
-            f"cp_exchange=gather needs: use {' or '.join(model.shifted_kernels)}, or cp_exchange=heads",
+            f"cp_exchange=gather needs: use {' or '.join(able)}, or cp_exchange=heads",
         )
 
 

@@ -34,7 +34,8 @@ class ModelUnits:
         attention_cores: the modules, by fqn pattern, that take queries, keys and values to attention's
             output, around which context parallelism exchanges them; none: only one rank can hold a sequence
         core_heads: key-value heads of a core, by config key
-        shifted_kernels: the attention kernels that take fewer queries than keys: those of the last tokens
+        shifted_kernels: attention kernel -> the kernel in its place that takes fewer queries than keys, those
+            of the last tokens
         why_no_cores: why context parallelism cannot be used with this model
         unsharded: parameters that every rank keeps whole
         linears: (outputs, inputs) of the linears inside blocks, by fqn pattern
@@ -52,7 +53,7 @@ class ModelUnits:
     attention_kernels: tuple[str, ...] = ("cpu",)
     attention_cores: tuple[str, ...] = ()
     core_heads: Mapping[str, int] = field(default_factory=dict)
-    shifted_kernels: tuple[str, ...] = ()
+    shifted_kernels: Mapping[str, str] = field(default_factory=dict)
     why_no_cores: str = ""
     unsharded: tuple[str, ...] = ()
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -106,6 +106,14 @@ def test_auto_exchanges_heads_where_they_divide_and_gathers_elsewhere() -> None:
     assert found == {(2, 1): "heads", (4, 1): "heads", (8, 1): "gather", (2, 2): "heads", (4, 2): "gather"}
 
 
+def test_auto_takes_the_kernel_that_can_gather() -> None:
+    """cuDNN aligns fewer queries with the first keys; flex, for documents on a GPU, has no such mask yet."""
+    job = parse_config([*RUN, "--parallel.cp=8"]).job
+    assert plan_run(job, 8, 8, "cudnn", "bfloat16").attention == "flash"
+    with pytest.raises(PlanError, match="attention=flex does not align .*: use cpu or flash, or cp_exchange"):
+        plan_run(job, 8, 8, "flex", "bfloat16")
+
+
 def test_the_ranks_of_cp_shard_the_parameters_and_read_the_same_data() -> None:
     mesh = planned(8, "--parallel.cp=2", "--parallel.tp=2").mesh
     assert (mesh.dp_shard, mesh.cp, mesh.shards, mesh.data_parallel, mesh.world_size) == (2, 2, 4, 2, 8)
