@@ -110,7 +110,9 @@ def test_auto_takes_the_kernel_that_can_gather() -> None:
     """cuDNN aligns fewer queries with the first keys; flex, for documents on a GPU, has no such mask yet."""
     job = parse_config([*RUN, "--parallel.cp=8"]).job
     assert plan_run(job, 8, 8, "cudnn", "bfloat16").attention == "flash"
-    with pytest.raises(PlanError, match=r"attention=flex does not align .*: use cpu or flash, or cp_exchange"):
+    with pytest.raises(
+        PlanError, match=r"attention=flex does not align .*: use cpu or flash, or cp_exchange"
+    ):
         plan_run(job, 8, 8, "flex", "bfloat16")
 
 
