@@ -91,6 +91,7 @@ def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager):
 
 @pytest.mark.gpu
 @pytest.mark.values
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # torch 2.11
 def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
     model, units, _, group = eager
     guard, data = open_guard(model, units, group, 5), StepData([], 0, 0.0)
