@@ -95,9 +95,10 @@ def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager):
 def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
     model, units, _, group = eager
     guard, data = open_guard(model, units, group, 5), StepData([], 0, 0.0)
+    result = result_of(True, "cuda")  # made from a number on the host, which waits
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert guard.step_done(1, 0, data, result_of(True, "cuda")) == []
+        assert guard.step_done(1, 0, data, result) == []
     finally:
         torch.cuda.set_sync_debug_mode("default")
     (line,) = guard.step_done(2, 0, data, result_of(True, "cuda"))
