@@ -70,7 +70,10 @@ def _more_than_causal(model: Any) -> str:
     """Return what the attention of a transformers model is besides causal; "" if nothing."""
     config = model.config
     types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    windows = any(getattr(module, "sliding_window", None) for module in model.modules())
+    attentions = [module for module in model.modules() if in_registry(module)]
+    if not all(module.is_causal for module in attentions):
+        return "some of its attention is not causal"
+    windows = any(getattr(module, "sliding_window", None) for module in attentions)
     if types or windows or (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")):
         return "its layers do not attend to all earlier tokens (config.layer_types, config.sliding_window)"
     if config._attn_implementation != "sdpa" or not model._supports_attention_backend:

@@ -81,9 +81,10 @@ def test_models_of_others_train_the_same(keys: list[str], data: list[str], tmp_p
     [
         (["--model.factory=tests.support.factories:mixer", "--model.blocks=[12]"], "where its attention is"),
         ([*causal_lm("llama", attn_implementation="eager")], "its attention is eager, and not sdpa"),
+        ([*causal_lm("mistral", sliding_window=16)], "do not attend to all earlier tokens"),
         ([*causal_lm("qwen3"), "--parallel.cp_exchange=gather"], "is for models with kernels of ours"),
     ],
-    ids=["no attention", "not in the registry", "gather"],
+    ids=["no attention", "not in the registry", "windows", "gather"],
 )
 def test_models_whose_attention_is_not_known_are_refused(
     keys: list[str], message: str, data: list[str], tmp_path: Path
