@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.mesh import context_group, context_rank
-from meshwright.parallel.model.cores import exchange_in_registry, in_registry
+from meshwright.parallel.model.attention_cores import exchange_in_registry, in_registry
 from meshwright.parallel.plan.schema import ContextPlan, Plan
 
 _c10d = torch.ops._c10d_functional

@@ -29,7 +29,7 @@ class ShardableModel(Protocol):
 ATTRIBUTES = {
     "unsharded": "tensor_parallel.py, on norms of other formulas: a copy that computes with given weights",
     "tensor_axis": "tensor_parallel.py, on split modules: the axis that their forwards use",
-    "around": "model/cores.py, on attention of transformers: the exchange that it computes within",
+    "around": "model/attention_cores.py, on attention of transformers: the exchange that it computes within",
     "matrix": "tensor_parallel.py, on modules with this method: returns this rank's shard of the weight",
     "product": "float8.py, on linear layers: the float8 product, called by tensor_parallel.py",
     "saved_ops": "activation_checkpoint.py, on recomputed modules: operators whose results are saved",

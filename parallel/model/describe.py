@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.model.cores import find_cores
+from meshwright.parallel.model.attention_cores import find_cores
 from meshwright.parallel.model.styles import find_styles, tp_sizes
 from meshwright.parallel.operators import ATTENTION_OPS
 from meshwright.parallel.plan.rules import nearest

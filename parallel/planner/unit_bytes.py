@@ -41,7 +41,7 @@ class UnitBytes:
         return parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
 
     def buffer(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's all-gather buffer; 0 with dp_shard=1."""
+        """Return the bytes of a unit's all-gather buffer; 0 if nothing shards it."""
         return self.gathered(unit) if self._plan.mesh.shards > 1 else 0
 
     def last_weight(self, unit: UnitPlan) -> int:

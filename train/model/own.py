@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
-from meshwright.parallel.model.cores import position_argument
+from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
 from meshwright.parallel.model.inputs import (
     Recorded,

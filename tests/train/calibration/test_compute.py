@@ -1,6 +1,7 @@
 """Calibration of one device: counted operations, and rates and costs of real tiny work."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from meshwright.train.calibration.compute import (
     optimizer_rate,
     quicker,
 )
-from meshwright.train.calibration.host import TINY_OPERATIONS, graph_seconds, tiny_operations
-from meshwright.train.calibration.timing import AttentionShape, Timer
+from meshwright.train.calibration.host import FEW, MANY, graph_seconds, tiny_operations
+from meshwright.train.calibration.timing import AttentionShape, Run, Timer
 
 
 def test_attention_is_counted_as_the_planner_does() -> None:
@@ -39,12 +40,30 @@ def test_rates_of_tiny_work_are_measured() -> None:
     assert optimizer_rate(clock, scale) > 0
 
 
-def test_the_host_needs_longer_for_a_graph_than_for_an_operator() -> None:
-    clock = Timer(torch.device("cpu"), budget_s=0.05)
-    graph_s, kernel_s = graph_seconds(clock)
-    operators_s = clock.host_seconds([tiny_operations(clock.device)])
-    assert 0 < operators_s / TINY_OPERATIONS < graph_s
-    assert 0 < kernel_s < graph_s
+class FixedClock(Timer):
+    """Runs the work once and reports given seconds, in turn."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__(torch.device("cpu"), budget_s=0.0)
+        self.given = iter(seconds)
+
+    def host_seconds(self, runs: Sequence[Run]) -> float:
+        for run in runs:
+            run()
+        return next(self.given)
+
+
+def test_a_graph_and_a_kernel_are_told_apart_by_the_length_of_two_chains() -> None:
+    """A chain of n products is two graphs, forward and backward, and 3 n kernels."""
+    graph_s, kernel_s = 40e-6, 5e-6
+    chains = [2 * graph_s + 3 * products * kernel_s for products in (FEW, MANY)]
+    assert graph_seconds(FixedClock(*chains)) == pytest.approx((graph_s, kernel_s))
+    assert graph_seconds(FixedClock(40e-6, 30e-6)) == pytest.approx((20e-6, 0.0)), "noise: never below zero"
+
+
+def test_the_host_needs_time_for_tiny_operations() -> None:
+    clock = Timer(torch.device("cpu"), budget_s=0.01)
+    assert clock.host_seconds([tiny_operations(clock.device)]) > 0
 
 
 @pytest.mark.parametrize("scale", [CPU_SCALE, GPU_SCALE])

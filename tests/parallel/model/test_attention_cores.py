@@ -5,7 +5,7 @@ import transformers
 from torch import nn
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.model.cores import find_cores
+from meshwright.parallel.model.attention_cores import find_cores
 from tests.support.factories import HF_SIZES, Positioned, mixer
 
 
