@@ -43,7 +43,7 @@ WRONG_FILES = {
 # Each wrong plan file is the good one with one text replaced.
 WRONG_PLANS = {
     "plan-lacks.yaml": ("accumulation: 4\n", ""),
-    "plan-more.yaml": ("mesh:\n", "mesh:\n  cp: 2\n"),
+    "plan-more.yaml": ("mesh:\n", "mesh:\n  ep: 2\n"),
     "plan-unit.yaml": ("- unit: layers.[0-1]", "- unit: layers.[0-2]"),
     "plan-type.yaml": ("dp_shard: 1", "dp_shard: one"),
     "plan-mesh.yaml": ("dp_shard: 1", "dp_shard: 4"),
@@ -66,7 +66,7 @@ TRAIN: list[Case] = [
     ("--train.freeze=[nothing.*]", ("train.freeze", "nothing.*", "layers.0.*")),
     # files
     ("--config=lama_debug.yaml", ("--config", "lama_debug.yaml", "llama_debug.yaml")),
-    ("--config=zzz", ("--config", "zzz", "llama_70b.yaml, llama_8b.yaml, llama_debug.yaml")),
+    ("--config=zzz", ("--config", "zzz", "llama_70b.yaml, llama_8b.yaml, llama_8b_128k.yaml")),
     ("--config={tmp}/broken.yaml", ("{tmp}/broken.yaml", "line 2")),
     ("--config={tmp}/twice.yaml", ("{tmp}/twice.yaml", "train", "line 3", "line 1", "merge")),
     ("--config={tmp}/scalar.yaml", ("{tmp}/scalar.yaml", "train", "section", "5")),
@@ -106,7 +106,7 @@ TRAIN: list[Case] = [
     ("--parallel.plan={tmp}/nowhere.yaml", ("parallel.plan={tmp}/nowhere.yaml", "manual, auto")),
     ("--parallel.plan={tmp}/plan-broken.yaml", ("{tmp}/plan-broken.yaml", "line 2")),
     ("--parallel.plan={tmp}/plan-lacks.yaml", ("{tmp}/plan-lacks.yaml", "accumulation")),
-    ("--parallel.plan={tmp}/plan-more.yaml", ("{tmp}/plan-more.yaml", "mesh.cp", "dp_replicate, dp_shard")),
+    ("--parallel.plan={tmp}/plan-more.yaml", ("{tmp}/plan-more.yaml", "mesh.ep", "dp_replicate, dp_shard")),
     ("--parallel.plan={tmp}/plan-unit.yaml", ("{tmp}/plan-unit.yaml", "layers.2", "layers.1")),
     ("--parallel.plan={tmp}/plan-type.yaml", ("{tmp}/plan-type.yaml", "mesh.dp_shard='one'", "integer")),
     ("--parallel.plan={tmp}/plan-mesh.yaml", ("{tmp}/plan-mesh.yaml", "4 processes", "1", "new plan")),

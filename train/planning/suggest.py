@@ -284,9 +284,9 @@ def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[st
     if plan.mesh.dp_replicate > 1:
         yield {"parallel.dp_replicate": 1, "parallel.dp_shard": plan.mesh.data_parallel, **batch}
     if plan.mesh.dp_shard % 2 == 0:
-        yield {"parallel.cp": 2 * plan.mesh.cp, "parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}
-    if plan.mesh.dp_shard % 2 == 0:
-        yield {"parallel.tp": 2 * plan.mesh.tp, "parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}
+        halved = {"parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}
+        yield {"parallel.cp": 2 * plan.mesh.cp, **halved}
+        yield {"parallel.tp": 2 * plan.mesh.tp, **halved}
     if job.state_dtype == "float32":
         yield {"optim.state_dtype": "bfloat16"}
     if plan.storage_dtype == "float32":

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,8 +52,10 @@ def partial_folder(folder: Path) -> Iterator[Path]:
     partial, lock_file = (folder.with_name(f".{folder.name}.{ending}") for ending in ("partial", "lock"))
     lock = make_lock(lock_file)
     try:
-        # First, because without write access filelock would wait, as if another process had the lock.
-        partial.mkdir(parents=True, exist_ok=True)
+        # First, because without write access filelock would wait, as if another process had the lock. Not in
+        # `partial`, which a process that ends may delete at this moment.
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()
         try:
             lock.acquire()
         except OSError as error:
