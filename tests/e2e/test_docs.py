@@ -66,7 +66,7 @@ OVERRIDES = " ".join(f"--override {key[2:]}" for key in f"{SMALL} {QUICK}".split
 SMALLER = [  # pattern, replacement; all that match are applied in this order
     (r"^python3 -m venv .*pip install -q -e \. && ", ""),
     (r"--nproc-per-node 8", "--standalone --nproc-per-node 2"),
-    (r"(?<!standalone )--nproc-per-node 2", "--standalone --nproc-per-node 2"),
+    (r"(?<!standalone )--nproc-per-node ([24])", r"--standalone --nproc-per-node \1"),
     (r"(train\.main .*llama_(?:1b|8b|8b_128k|70b|405b)\.yaml.*)", rf"\1 {SMALL} {QUICK}"),
     (r"(train\.main .*qwen3_8b\.yaml.*)", rf"\1 {SMALL_QWEN} {QUICK} --train.seq_len=64"),
     (r"(train\.main .*llama_debug\.yaml.*)", rf"\1 {SMALL} --train.steps=12"),
