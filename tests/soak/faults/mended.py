@@ -90,8 +90,8 @@ MENDED = (
     Fault(
         "saving-changes-the-batch",
         "advice on memory gives up data-parallel ranks, and with them a part of the global batch",
-        'yield {"parallel.tp": 2 * plan.mesh.tp, "parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}',
-        'yield {"parallel.tp": 2 * plan.mesh.tp, "parallel.dp_shard": plan.mesh.dp_shard // 2}',
+        '{"parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}',
+        '{"parallel.dp_shard": plan.mesh.dp_shard // 2}',
         tests=("tests/train/fault_tolerance/test_out_of_memory.py",),
     ),
     # Training
