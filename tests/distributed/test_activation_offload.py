@@ -108,10 +108,10 @@ def check(plain: dict[str, Any], offloaded: dict[str, Any], micro_batches: int) 
 
 def check_device(plain: dict[str, Any], offloaded: dict[str, Any]) -> None:
     """Check that device memory shrinks by the bytes in host memory, and that a step leaves no more allocated.
-    The tolerances are of outputs of blocks, which an autograd thread may free just before or after a profile
-    ends."""
+    The tolerances are of outputs of blocks and their keys, which an autograd thread may free just before or
+    after a profile ends; a block that stayed on the device would be 16 such outputs."""
     assert plain["after_forward"] - offloaded["after_forward"] == pytest.approx(
-        offloaded["held"][0], abs=1.25 * HIDDEN
+        offloaded["held"][0], abs=2 * HIDDEN
     )
     assert offloaded["after_backward"] <= plain["after_backward"] + 2 * BLOCKS * HIDDEN
 
