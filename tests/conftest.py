@@ -1,12 +1,15 @@
 """The setup of all tests: one cache folder, one seed, one thread per process, and signal handlers."""
 
 import atexit
+import functools
+import gc
 import os
 import shutil
 import signal
 import tempfile
 import zlib
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 # Kept between sessions, in the user's home: the fake GPU (tests/fake_gpu/commands.py).
@@ -29,6 +32,7 @@ import pytest
 import torch  # after the variables above, which it reads
 from _pytest.mark.expression import Expression
 
+from tests.support.changed import changed_files, distance
 from tests.support.gpu import FAKE
 
 torch.set_num_threads(1)
@@ -39,6 +43,35 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption(
+        "--changed",
+        action="store_true",
+        help="run only the test files that the uncommitted changes (if there are none: those of the last "
+        "commit) can affect, by imports, the nearest first",
+    )
+
+
+@functools.cache
+def _distance(path: Path) -> int | None:
+    return distance(path, changed_files())
+
+
+def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
+    """Leave out the test files that a change cannot affect."""
+    if not config.getoption("changed") or not collection_path.match("test_*.py"):
+        return None
+    return _distance(collection_path) is None or None
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # collecting creates millions of objects that stay
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_configure(config: Any) -> None:
@@ -52,6 +85,7 @@ def pytest_configure(config: Any) -> None:
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Skip tests that need a GPU if there is none, and tests marked `sampled(n)` on all days but one of n.
+    With `--changed` the tests nearest to the change come first.
 
     Tests with the same `together=NAME` run on the same day. Tests are distributed evenly over the days, so a
     test's day depends on the collected tests.
@@ -61,6 +95,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and -m gpu"))
         if item.get_closest_marker("values") and FAKE:
             item.add_marker(pytest.mark.skip(reason="needs values, and the fake GPU computes none"))
+    if items and items[0].config.getoption("changed"):
+        items.sort(key=lambda item: _distance(item.path))
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     marks = [(item, mark) for item in items for mark in item.iter_markers("sampled")]
     marked = [(item, mark.args[0], mark.kwargs.get("together", item.nodeid)) for item, mark in marks]

@@ -32,43 +32,45 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PRELOADED = (
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint",
-    "torch.distributed.elastic.multiprocessing.errors",
-    "torch._dynamo",
-    "torch._dynamo.repro.after_dynamo",
-    "torch._inductor.compile_fx",
-    "torch._inductor.codegen.cpp_wrapper_gpu",
-    "torch._inductor.fx_passes.fuse_attention",
-    "torch.distributed.tensor.experimental",
-    "torch.export._trace",
-    "torch.fx.experimental.validator",
-    "torch.utils.cpp_extension",
-    "sympy.combinatorics",
-    "sympy.physics.units",
-    "numpy.ma",
-    "torch.profiler",
-    "torch.utils.tensorboard",
-    "meshwright.train.main",
-    "meshwright.tools.plan",
-    "meshwright.tools.simulate",
-    "meshwright.tools.checkpoint",
-    "meshwright.tools.compare",
-    "meshwright.tools.convert_hf",
-    "meshwright.tools.eval",
-    "meshwright.tools.generate",
-    "meshwright.tools.sweep",
-    "meshwright.tools.trace",
-    "tests.support.worlds",
-    "tests.support.warm",
-)
+# one text, because tests/support/changed.py takes a string with a module's name for its import
+PRELOADED = """
+    pytest
+    torch.distributed.fsdp
+    torch.distributed.tensor.parallel
+    torch.distributed.checkpoint
+    torch.distributed.elastic.multiprocessing.errors
+    torch._dynamo
+    torch._dynamo.repro.after_dynamo
+    torch._inductor.compile_fx
+    torch._inductor.codegen.cpp_wrapper_gpu
+    torch._inductor.fx_passes.fuse_attention
+    torch.distributed.tensor.experimental
+    torch.export._trace
+    torch.fx.experimental.validator
+    torch.utils.cpp_extension
+    sympy.combinatorics
+    sympy.physics.units
+    numpy.ma
+    torch.profiler
+    torch.utils.tensorboard
+    meshwright.train.main
+    meshwright.tools.plan
+    meshwright.tools.simulate
+    meshwright.tools.checkpoint
+    meshwright.tools.compare
+    meshwright.tools.convert_hf
+    meshwright.tools.eval
+    meshwright.tools.generate
+    meshwright.tools.sweep
+    meshwright.tools.trace
+    tests.support.worlds
+    tests.support.warm
+""".split()  # noqa: SIM905
 
 STACKS = signal.SIGUSR2  # makes a fork print the stacks of its threads to stderr
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(list(PRELOADED))
+_context.set_forkserver_preload(PRELOADED)
 _living = set["Fork"]()
 
 

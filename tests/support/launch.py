@@ -140,7 +140,7 @@ def family(pid: int) -> list[int]:
 
 
 def run(
-    processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str
+    processes: int, *arguments: str, module: str = "train.main", timeout_s: float = LIMIT_S, **env: str
 ) -> Any:
     """Run a module to its end in forked processes; the result has returncode, stdout and stderr.
 
