@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, DataConfig
-from meshwright.train.config_parser import ignore_warning, parse_config, rename_overrides, warn_once
+from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import Corpus, check_data, load_on_all_ranks
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
@@ -150,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
 def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> None:
     """Find, load and evaluate the model, and print the scores. Raises the classes of
     train.errors.USER_ERRORS."""
-    target = find_target(options, overrides, warn_once if ranks.is_main else ignore_warning)
+    target = find_target(options, overrides)
     config = target.config
     device, device_name = choose_device(config.run, ranks)
     plan = plan_on_device(config.job, ranks, device, device_name)
@@ -176,10 +176,8 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     dist.destroy_process_group()
 
 
-def find_target(
-    options: argparse.Namespace, overrides: Sequence[str], warn: Callable[[str], None] = warn_once
-) -> EvalTarget:
-    """Return the model that the options name, with its config; `warn` as for parse_config.
+def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTarget:
+    """Return the model that the options name, with its config.
 
     Raises CheckpointError, ConfigError and DataError.
     """
@@ -190,12 +188,12 @@ def find_target(
         *RESET_KEYS,
         f"--train.micro_batch_size={options.micro_batch_size}",
         *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []),
-        *rename_overrides(overrides, warn),
+        *overrides,
     ]
     config = (
         config_of_hf(folder, keys)
         if is_hf
-        else parse_config([f"--config={folder / 'config.yaml'}", *keys], PROG, ignore_warning)
+        else parse_config([f"--config={folder / 'config.yaml'}", *keys], PROG)
     )
     weights = find_weights(str(folder), config.model, None)
     assert weights is not None, "the folder exists, and there is no checkpoint to resume from"

@@ -13,7 +13,7 @@ from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.config_parser import ignore_warning, known_keys, rename_keys
+from meshwright.train.config_parser import known_keys
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_status import Status, read_status
 from meshwright.train.files import parse_mapping
@@ -89,13 +89,13 @@ def read_tail(path: Path, most: int, start: int = 0) -> bytes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.yaml of a run's folder with dotted keys under their current names; {} without the
-    file. Raises ConfigError if it is not valid YAML."""
+    """Return config.yaml of a run's folder with dotted keys; {} without the file. Raises ConfigError if it is
+    not valid YAML."""
     path = folder / "config.yaml"
     if not path.is_file():
         return {}
     try:
-        return rename_keys(flatten(load_mapping(path), keep=known_keys()), str(path), ignore_warning)
+        return flatten(load_mapping(path), keep=known_keys())
     except YamlError as error:
         raise ConfigError(str(error)) from None
 

@@ -4,10 +4,9 @@ import dataclasses
 import difflib
 import json
 import re
-import sys
 import typing
 from argparse import HelpFormatter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,40 +21,6 @@ from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, FactoryConfig, ModelConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import name_factory
-
-# Renamed keys: old name -> new name in the same section. Files and command lines may use old names until the
-# next release, which deletes this table and the code that reads it. (That release must also decide how to
-# read a config.yaml of older runs and checkpoints, as in tests/backward_compatibility.)
-RENAMED_KEYS = {
-    "parallel.checkpointed_blocks": "parallel.activation_checkpoint_blocks",
-    "parallel.tp_parts": "parallel.tp_modules",
-    "train.gc_every": "train.gc_every_steps",
-    "data.held_out": "data.eval_fraction",
-}
-
-
-@cache
-def warn_once(line: str) -> None:
-    """Print a line to standard error, once per process."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def ignore_warning(line: str) -> None:
-    """Ignore a warning: for ranks other than 0, and for files that an older version wrote."""
-
-
-def rename_keys(keys: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return dotted `keys` with old names replaced by new ones, in the same order; `warn` gets a line for
-    each old name.
-
-    Raises ConfigError if `keys` contains both names of a key; the message names `place`.
-    """
-    for old, new in RENAMED_KEYS.items():
-        if old in keys and new in keys:
-            raise ConfigError(f"{place}: {old} is the old name of {new}, and both are set: remove {old}")
-        if old in keys:
-            warn(f"config: {old} was renamed to {new}; the next release does not accept the old name")
-    return {RENAMED_KEYS.get(key, key): value for key, value in keys.items()}
 
 
 def describe_type_error(report: str) -> str:
@@ -131,20 +96,18 @@ class _Sources:
 def parse_config(
     arguments: Sequence[str],
     prog: str = "train.main",
-    warn: Callable[[str], None] = warn_once,
     from_user: bool = True,
 ) -> Config:
     """Return the config of `--config NAME_OR_PATH` and `--section.key=value` overrides, which take
     precedence.
 
     Args:
-        warn: gets a line for each old key name
         from_user: the arguments are those of a command, whose `model.factory` may then be called, except one
             that only a checkpoint's config.yaml names
 
     Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
     """
-    sources = _read_sources(arguments, warn)
+    sources = _read_sources(arguments)
     factory = any(key == FACTORY for key, _ in _keys(sources))
     if factory:
         sources = _replace_shape(sources)
@@ -166,9 +129,8 @@ def _is_named(sources: _Sources) -> bool:
 
 
 def load_config(path: Path) -> Config:
-    """Return the config of a YAML file, such as one in a run folder or a checkpoint. Old key names do not
-    cause warnings, because the program and not the user wrote the file."""
-    return parse_config([f"--config={path}"], warn=ignore_warning, from_user=False)
+    """Return the config of a YAML file that the program wrote, in a run folder or a checkpoint."""
+    return parse_config([f"--config={path}"], from_user=False)
 
 
 def list_configs() -> list[Path]:
@@ -234,16 +196,12 @@ def _shared_parser(prog: str, factory: bool) -> ArgumentParser:
     return make_parser(prog, factory)
 
 
-def _read_sources(arguments: Sequence[str], warn: Callable[[str], None]) -> _Sources:
+def _read_sources(arguments: Sequence[str]) -> _Sources:
     """Read the config files and check all keys. Raises ConfigError."""
     names, overrides = _split_arguments(arguments)
-    warnings = list[str]()  # an old name in a file and on the command line is reported once
-    overrides = rename_overrides(overrides, warnings.append)
-    files = {path: _read_strictly(path, warnings.append) for path in map(find_config, names)}
+    files = {path: _read_strictly(path) for path in map(find_config, names)}
     for override in overrides:
         _check_override(override)
-    for line in dict.fromkeys(warnings):
-        warn(line)
     return _Sources(files, overrides)
 
 
@@ -357,19 +315,6 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-def rename_overrides(overrides: Sequence[str], warn: Callable[[str], None]) -> list[str]:
-    """Return overrides with old key names replaced by new ones, both `--section.key=value` and
-    `--section.key` followed by a value."""
-    given = dict.fromkeys(_key_of(override) for override in overrides)
-    rename_keys(given, "the command line", warn)
-    renamed = []
-    for override in overrides:
-        key = _key_of(override)
-        new = RENAMED_KEYS.get(key)
-        renamed.append(f"--{new}{override[len(f'--{key}') :]}" if new else override)
-    return renamed
-
-
 def _key_of(override: str) -> str:
     """The key of `--section.key=value`, `--section.key` or `--section.key.help`; "" for a value."""
     return override[2:].split("=")[0].removesuffix(".help") if override.startswith("--") else ""
@@ -387,18 +332,16 @@ def _check_override(argument: str) -> None:
         )
 
 
-def _read_strictly(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return a file's mapping, with new names in place of old ones.
+def _read_strictly(path: Path) -> dict[str, Any]:
+    """Return a file's mapping.
 
     Raises ConfigError if a key is unknown, given twice or null without being optional, or if a section is not
     a mapping.
     """
     try:
-        written = load_mapping(path)
+        data = load_mapping(path)
     except YamlError as error:
         raise ConfigError(str(error)) from None
-    rename_keys(dict(_leaves(written)), str(path), warn)
-    data = _rename_nested(written)
     leaves = list(_leaves(data))
     for i, (key, value) in enumerate(leaves):
         _check_key(key, str(path))
@@ -415,19 +358,6 @@ def _read_strictly(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
         if value is None and not optional:
             raise ConfigError(f"{path}: {key} has no value: set one, or remove the key to use its default")
     return data
-
-
-def _rename_nested(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a file's mapping with old key names replaced by new ones, nested or dotted as before."""
-    renamed = dict[str, Any]()
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if name in RENAMED_KEYS:
-            key = RENAMED_KEYS[name].removeprefix(prefix)
-        elif isinstance(value, dict) and name not in known_keys():
-            value = _rename_nested(value, f"{name}.")
-        renamed[key] = value
-    return renamed
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.load import find_start
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, Config
-from meshwright.train.config_parser import config_to_yaml, ignore_warning, parse_config, warn_once
+from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import check_data
 from meshwright.train.data.training_data import load_training_data
@@ -51,10 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Train, and turn any exception into one message and an exit code."""
     ranks = read_rank_info()
     try:
-        config = parse_config(
-            sys.argv[1:] if arguments is None else arguments,
-            warn=warn_once if ranks.is_main else ignore_warning,
-        )
+        config = parse_config(sys.argv[1:] if arguments is None else arguments)
         stopped = run(config, ranks)
     except USER_ERRORS as error:
         print_user_error(ranks, f"{type(error).__name__}: {error}")

@@ -12,18 +12,12 @@ from typing import Any
 import yaml
 
 from meshwright.parallel.errors import PlanError, one_line
-from meshwright.parallel.plan.schema import ContextPlan, Plan, UnitPlan
+from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
-# what plan files without these keys, which are newer, did
-OLD_PLANS = {
-    "unshard_in_backward": True,
-    "reshard_after_backward": True,
-    "reduce_gradients": "every_micro_batch",
-}
 MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama has 126
 
 
@@ -66,29 +60,9 @@ def load_plan(path: Path) -> Plan:
         for key, expand in (("modules", _names), ("units", _read_units)):
             if isinstance(data.get(key), list):
                 data[key] = _expand_all(data[key], expand, f"{place}: {key}")
-        data.setdefault("unsharded", [])
-        data.setdefault("context", ContextPlan())  # plan files older than cp
-        if isinstance(data.get("mesh"), dict):
-            data["mesh"].setdefault("cp", 1)
-        if isinstance(data.get("compile"), dict):
-            data["compile"].setdefault("fullgraph", True)
-        if "float8" in data:
-            data["float8"] = _without_tokens(data["float8"], place)
         return structure(Plan, data, place)
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def _without_tokens(float8: Any, place: str) -> Any:
-    """Return the section without `tokens`, a key of older plan files. Raises PlanError if it is not empty."""
-    if not isinstance(float8, dict) or "tokens" not in float8:
-        return float8
-    if tokens := float8["tokens"]:
-        raise PlanError(
-            f"{place}: float8.tokens={tokens!r}: tensor parallelism no longer gathers tokens in float8, "
-            "only in param_dtype: remove the key"
-        )
-    return {key: value for key, value in float8.items() if key != "tokens"}
 
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
@@ -170,7 +144,6 @@ def _read_units(entry: Any, place: str) -> list[UnitPlan]:
         )
     names = _names(name, place)
     settings = {key: value for key, value in entry.items() if key != "unit"}
-    settings = OLD_PLANS | settings
     first = structure(UnitPlan, {"modules": [], **settings}, f"{place}: unit {name}")
     return [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
 

@@ -31,7 +31,7 @@ from meshwright.tools.sweep.runner import (
     write_attempt,
 )
 from meshwright.tools.sweep.spec import Spec, read_spec
-from meshwright.train.config_parser import RENAMED_KEYS, has_value, key_hint, rename_keys, warn_once
+from meshwright.train.config_parser import has_value, key_hint
 from meshwright.train.errors import ConfigError
 
 EXIT_NOT_ALL = 1  # a run is neither finished nor refused
@@ -152,10 +152,10 @@ def read_overrides(texts: Sequence[str]) -> dict[str, str]:
         key, is_given, value = text.removeprefix("--").partition("=")
         if not is_given:
             raise ConfigError(f"--override {text}: must be a config key and a value, such as train.steps=100")
-        if not has_value(key) and key not in RENAMED_KEYS:
+        if not has_value(key):
             raise ConfigError(f"--override {text}: unknown key {one_line(key, 80)}. {key_hint(key)}")
         overrides[key] = value
-    return dict(rename_keys(overrides, "--override", warn_once))
+    return overrides
 
 
 def run_all(

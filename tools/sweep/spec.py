@@ -15,14 +15,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, report, structure
 from meshwright.parallel.yaml_io import load_mapping
 from meshwright.tools.run_reader import flatten
-from meshwright.train.config_parser import (
-    has_value,
-    is_config_key,
-    key_hint,
-    known_keys,
-    rename_keys,
-    warn_once,
-)
+from meshwright.train.config_parser import has_value, is_config_key, key_hint, known_keys
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
@@ -107,21 +100,16 @@ def _complete(path: Path, written: Mapping[str, Any], changes: Mapping[str, Any]
     if isinstance(data["folder"], str):
         data["folder"] = user_path(data["folder"], f"{path}: folder", ConfigError)
     for key in ("overrides", "grid"):
-        data[key] = _flat(path, key, data[key])
+        data[key] = _flat(data[key])
     if isinstance(data["runs"], dict):
-        data["runs"] = {
-            str(name): _flat(path, f"runs: {name}", {} if keys is None else keys)
-            for name, keys in data["runs"].items()
-        }
+        data["runs"] = {str(name): _flat({} if keys is None else keys) for name, keys in data["runs"].items()}
     return data
 
 
-def _flat(path: Path, place: str, keys: Any) -> Any:
-    """Return the config keys of one place in the spec, dotted under their current names; a value that is
-    not a mapping is returned unchanged."""
-    if not isinstance(keys, dict):
-        return keys
-    return rename_keys(flatten(keys, keep=known_keys()), f"{path}: {place}", warn_once)
+def _flat(keys: Any) -> Any:
+    """Return the config keys of one place in the spec, dotted; a value that is not a mapping is returned
+    unchanged."""
+    return flatten(keys, keep=known_keys()) if isinstance(keys, dict) else keys
 
 
 def make_cells(spec: Spec) -> list[SweepRun]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, refuse_newer
@@ -39,18 +39,8 @@ def load_checkpoint(
     random = {name: state for name, state in random_state().items() if same_size and name in manifest.tensors}
     read_together(partial(open_checkpoint, checkpoint, manifest), {**tensors, **random})
     set_numbers(model, optimizer, tensors)
-    _equalize_step_counts(optimizer)
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
-
-
-def _equalize_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Set every parameter's step count to the largest one. Checkpoints made before 23 November 2026 with
-    bfloat16 moments or parameters may contain smaller counts for some parameters: those of a rank that had no
-    row of them."""
-    steps = [state["step"] for state in optimizer.state.values() if isinstance(state.get("step"), Tensor)]
-    if steps:
-        torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
 
 
 def refuse_different(
