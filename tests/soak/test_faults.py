@@ -1,10 +1,10 @@
 """The program of tests/soak/faults without its runs of pytest; it is started by hand."""
 
+import itertools
 from pathlib import Path
 
-from tests.soak.faults.__main__ import FAULTS, RECORD, ROOT
+from tests.soak.faults.__main__ import FAULTS, ROOT
 from tests.soak.faults.order import order_tests
-from tests.soak.faults.record import read_record
 from tests.soak.faults.source import find_places, put_in
 
 
@@ -23,10 +23,7 @@ def test_every_fault_can_be_put_in_and_removed(tmp_path: Path) -> None:
 
 
 def test_the_test_that_caught_a_fault_last_is_tried_first_then_those_of_its_module() -> None:
-    fault, record = next(fault for fault in FAULTS if fault.name == "best-plan-dropped"), read_record(RECORD)
-    groups = order_tests(
-        fault, find_places(ROOT, [fault])[fault.name].path, record.faults[fault.name].test, 40
-    )
-    assert groups[0] == [record.faults[fault.name].test]
-    assert set(fault.tests) <= set(groups[-2])
-    assert any(path.startswith("tests/tools/plan/") for path in groups[-1])
+    fault, last = FAULTS[0], "tests/a/test_a.py::test_a[1]"
+    first, cases, about, *_ = itertools.islice(order_tests(fault, Path("models/b/hf.py"), last, 40), 3)
+    assert (first, cases) == ([last], ["tests/a/test_a.py::test_a"])
+    assert {*fault.tests, "tests/models/test_hf.py"} <= {*about}
