@@ -162,7 +162,7 @@ class Run:
         """Put the fault in, run the tests that may catch it, and remove it."""
         last = self._known.faults.get(fault.name)
         groups = order_tests(fault, place.path, last.test if last else "", self._options.most)
-        start_s, ran, printed = time.monotonic(), 0, ""
+        start_s, ran, printed, failed = time.monotonic(), 0, "", ("", "")
         until_s = start_s + self._options.fault_s
         with put_in(root, fault, place, _undo(root)):
             for tests in groups:
@@ -173,10 +173,12 @@ class Run:
                 trial = try_tests(root, tests, until_s, self._options.test_s, *options)
                 ran, printed = ran + trial.began, trial.printed
                 if trial.failed:
+                    failed = next(reversed(trial.failed.items()))
                     break
-        failed = list(trial.failed.items())[-1:] or [("", "" if ran else f"no test could run: {printed}")]
+        if not ran and not failed[0]:
+            failed = ("", f"no test could run: {printed}")
         seconds = round(time.monotonic() - start_s, 1)
-        return Outcome(bool(failed[0][0]), *failed[0], seconds, ran, self._record.commit)
+        return Outcome(bool(failed[0]), *failed, seconds, ran, self._record.commit)
 
     def _run_without_fault(self, root: Path, tests: Sequence[str]) -> None:
         trial = try_tests(root, tests, float("inf"), self._options.test_s)

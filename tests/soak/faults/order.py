@@ -14,6 +14,7 @@ def order_tests(fault: Fault, product: Path, caught_last: str, most: int) -> Ite
     test = caught_last.partition("[")[0]
     if caught_last:
         yield [caught_last]
+    if test != caught_last:
         yield [test]
     files = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     named = (test.partition("::")[0], *fault.tests)
