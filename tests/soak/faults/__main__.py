@@ -173,7 +173,7 @@ class Run:
                 trial = try_tests(root, tests, until_s, self._options.test_s, *options)
                 ran, printed = ran + trial.began, trial.printed
                 if trial.failed:
-                    failed = next(reversed(trial.failed.items()))
+                    failed = list(trial.failed.items())[-1]
                     break
         if not ran and not failed[0]:
             failed = ("", f"no test could run: {printed}")
