@@ -88,7 +88,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     With `--changed` the tests nearest to the change come first.
 
     Tests with the same `together=NAME` run on the same day. Tests are distributed evenly over the days, so a
-    test's day depends on the collected tests.
+    test's day depends on the collected tests; `sampled(n, day=i)` chooses it, so that tests whose cost is
+    known make equal days.
     """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -99,10 +100,11 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         items.sort(key=lambda item: _distance(item.path))
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     marks = [(item, mark) for item in items for mark in item.iter_markers("sampled")]
-    marked = [(item, mark.args[0], mark.kwargs.get("together", item.nodeid)) for item, mark in marks]
-    order = sorted({group for _, _, group in marked}, key=lambda group: zlib.crc32(group.encode()))
-    for item, days, group in marked:
-        if seed != "all" and (order.index(group) + int(seed)) % days:
+    marked = [(item, mark, mark.kwargs.get("together", item.nodeid)) for item, mark in marks]
+    order = sorted({group for *_, group in marked}, key=lambda group: zlib.crc32(group.encode()))
+    for item, mark, group in marked:
+        days, day = mark.args[0], mark.kwargs.get("day", order.index(group))
+        if seed != "all" and (day + int(seed)) % days:
             item.add_marker(
                 pytest.mark.skip(reason=f"runs on one day of {days}, and with MESHWRIGHT_TESTS_SEED=all")
             )

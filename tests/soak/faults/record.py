@@ -17,43 +17,38 @@ class Outcome:
     how: str
     seconds: float
     ran: int
-    commit: str = ""
+    commit: str
 
 
 @dataclass
 class Record:
-    """Outcomes by fault, in the order of the table; tests that fail without any fault and so catch none; and
-    the commit at which the last faults were tried."""
+    """Outcomes by fault, in the order of the table, and the commit at which the last faults were tried."""
 
     path: Path
-    commit: str
+    commit: str = ""
     faults: dict[str, Outcome] = field(default_factory=dict)
-    fail_anyway: list[str] = field(default_factory=list)
+
+    @property
+    def caught(self) -> int:
+        return sum(outcome.caught for outcome in self.faults.values())
 
     def write(self) -> None:
         faults = {name: asdict(outcome) for name, outcome in self.faults.items()}
-        caught = sum(outcome.caught for outcome in self.faults.values())
-        content = {
-            "commit": self.commit,
-            "caught": caught,
-            "of": len(faults),
-            "fail_anyway": self.fail_anyway,
-            "faults": faults,
-        }
+        content = {"commit": self.commit, "caught": self.caught, "of": len(faults), "faults": faults}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self.path)
 
 
-def read_record(path: Path, commit: str) -> Record:
-    """Return the existing record, or an empty one, to continue at a commit ("": its own)."""
+def read_record(path: Path) -> Record:
+    """Return the existing record, or an empty one."""
     if not path.exists():
-        return Record(path, commit)
+        return Record(path)
     plain = json.loads(path.read_text(encoding="utf-8"))
-    outcomes = ({"commit": plain["commit"], **outcome} for outcome in plain["faults"].values())
-    faults = {name: Outcome(**outcome) for name, outcome in zip(plain["faults"], outcomes, strict=True)}
-    return Record(path, commit or plain["commit"], faults, plain["fail_anyway"])
+    return Record(
+        path, plain["commit"], {name: Outcome(**outcome) for name, outcome in plain["faults"].items()}
+    )
 
 
 def to_line(name: str, outcome: Outcome, width: int = 0) -> str:
@@ -70,5 +65,4 @@ def to_table(record: Record) -> str:
         + (f"  (at {outcome.commit})" if outcome.commit != record.commit else "")
         for name, outcome in record.faults.items()
     ]
-    caught = sum(outcome.caught for outcome in record.faults.values())
-    return "\n".join([*lines, f"{caught} of {len(record.faults)} caught"])
+    return "\n".join([*lines, f"{record.caught} of {len(record.faults)} caught"])

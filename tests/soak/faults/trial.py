@@ -4,6 +4,8 @@ import json
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -12,111 +14,80 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.soak.faults.forked import ForkedPytest
-from tests.soak.faults.measure import PLUGINS
-
+PLUGINS = Path(__file__).parent / "plugin"
 POLL_S = 0.2
 START_S = 120.0  # limit until pytest begins the first test, more than a busy machine needs
-NOT_FOUND = 4  # pytest's exit code for a test that does not exist
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to stop: after `all_s` no test is started, and a test hangs that takes `test_s` or ten times its
-    usual time, whichever is longer."""
-
-    all_s: float
-    test_s: float
+PLUGIN_OPTIONS = [
+    f"-p{name}" for name in ("events", "no:cacheprovider", "no:randomly", "no:xdist", "no:benchmark")
+]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The result: the tests that failed, each with how; the tests that began; seconds; and why pytest could
-    not run."""
+    """The result: the tests that failed, each with how; the number of tests that began; and the end of what
+    pytest printed."""
 
     failed: Mapping[str, str]
-    began: tuple[str, ...]
-    seconds: float
-    problem: str = ""
+    began: int
+    printed: str
 
 
-def try_tests(
-    root: Path, tests: Sequence[str], usual_s: Mapping[str, float], limits: Limits, to_the_end: bool = False
-) -> Trial:
-    """Run the tests in this order, with their own home folder, which is removed together with every process
-    that they have started."""
-    start_s, mark = time.monotonic(), secrets.token_hex(8)
+def try_tests(root: Path, tests: Sequence[str], until_s: float, hung_s: float, *options: str) -> Trial:
+    """Run the tests in a home folder of their own, and remove it with every process that they have started.
+
+    until_s: the moment (time.monotonic) after which no test is started; hung_s: a test that takes longer
+        hangs.
+    """
+    mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "home").mkdir()
-        (folder / "tests").write_text("\n".join(tests) + "\n", encoding="utf-8")
-        (folder / "heard").touch()
+        (folder / "events").touch()
         env = {
-            name: value for name, value in os.environ.items() if not name.startswith(("COV_", "COVERAGE_"))
-        }
-        env |= {
-            "HOME": str(folder / "home"),
-            "MESHWRIGHT_TESTS_HOME": str(folder / "home"),
+            **os.environ,
+            "HOME": name,
+            "MESHWRIGHT_TESTS_HOME": name,
             "PYTHONPATH": f"{root}:{PLUGINS}",
-            "FAULTS_HEARD": str(folder / "heard"),
+            "FAULTS_EVENTS": str(folder / "events"),
             "FAULTS_MARK": mark,
-            "FAULTS_UNTIL_S": str(start_s + limits.all_s),
+            "FAULTS_UNTIL_S": str(until_s),
         }
-        arguments = [
-            *([] if to_the_end else ["-x"]),
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
             "-q",
-            "-p",
-            "heard",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:randomly",
-            "-p",
-            "no:xdist",
-            "-p",
-            "no:benchmark",
+            *PLUGIN_OPTIONS,
+            *options,
             f"--basetemp={folder / 'temp'}",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-            f"@{folder / 'tests'}",
+            *tests,
         ]
-        pytest = ForkedPytest(root, arguments, env, folder / "output")
-        try:
-            hung = _wait(pytest, folder / "heard", usual_s, limits)
-        finally:
-            pytest.kill()
-            _end_marked(mark)
-        events = _read(folder / "heard")
-        failed = {
-            entry["failed"]: f"{entry['when']}: {entry['why']}"
-            for entry in reversed(events)
-            if "failed" in entry
-        }
-        if hung:
-            failed[hung] = "it hung"
-        began = tuple(entry["began"] for entry in events if "began" in entry)
-        output = (folder / "output").read_text(
-            errors="replace"
-        ).strip() or "it began no test and printed nothing"
-        unable = not failed and (not began or pytest.returncode == NOT_FOUND)
-        return Trial(
-            failed, began, time.monotonic() - start_s, "\n".join(output.splitlines()[-5:]) if unable else ""
-        )
+        with open(folder / "output", "w+", encoding="utf-8") as output:
+            pytest = subprocess.Popen(
+                command, cwd=root, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                hung = _wait(pytest, folder / "events", hung_s)
+            finally:
+                pytest.kill()
+                pytest.wait()
+                _kill_marked(mark)
+            output.seek(0)
+            printed = output.read().strip().splitlines()[-5:]
+        events = _read(folder / "events")
+        failed = {event["failed"]: event["how"] for event in reversed(events) if "failed" in event}
+        failed |= {hung: "it hung"} if hung else {}
+        return Trial(failed, sum("began" in event for event in events), "\n".join(printed))
 
 
-def _wait(pytest: ForkedPytest, events: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
+def _wait(pytest: subprocess.Popen[bytes], events: Path, hung_s: float) -> str:
     """Wait until pytest has ended, or begins no test in time, and return ""; or return the test that
     hangs."""
-    start_s = time.monotonic()
+    start_s, test = time.monotonic(), ""
     while pytest.poll() is None:
         time.sleep(POLL_S)
-        entries = [entry for entry in _read(events) if "began" in entry]
-        if not entries:
-            if time.monotonic() - start_s > START_S + limits.test_s:
-                return ""
-            continue
-        test = entries[-1]["began"]
-        if time.monotonic() - entries[-1]["at_s"] > max(limits.test_s, 10 * usual_s.get(test, 0.0)):
+        began = [event for event in _read(events) if "began" in event]
+        since_s, test = (began[-1]["at_s"], began[-1]["began"]) if began else (start_s + START_S, "")
+        if time.monotonic() - since_s > hung_s:
             return str(test)
     return ""
 
@@ -126,7 +97,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _end_marked(mark: str) -> None:
+def _kill_marked(mark: str) -> None:
     """Kill every process that pytest has started, also in other sessions: each has the mark in its
     environment."""
     wanted = f"FAULTS_MARK={mark}".encode()

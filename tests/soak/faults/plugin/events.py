@@ -4,12 +4,13 @@ time limit."""
 import json
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 
 
 def _record(**entry: str) -> None:
-    with open(os.environ["FAULTS_HEARD"], "a", encoding="utf-8") as file:
+    with open(os.environ["FAULTS_EVENTS"], "a", encoding="utf-8") as file:
         file.write(json.dumps({**entry, "at_s": time.monotonic()}) + "\n")
 
 
@@ -19,21 +20,21 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
-        _record(failed=report.nodeid, when=report.when or "", why=_last_line(report.longreprtext))
+        _record(failed=report.nodeid, how=f"{report.when}: {_first_error(report.longreprtext)}")
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        _record(failed=report.nodeid, when="collect", why=_last_line(report.longreprtext))
+        _record(failed=report.nodeid, how=f"collect: {_first_error(report.longreprtext)}")
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     yield
     if time.monotonic() > float(os.environ["FAULTS_UNTIL_S"]):
         item.session.shouldstop = "time is up"
 
 
-def _last_line(text: str) -> str:
+def _first_error(text: str) -> str:
     lines = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines() or [""]
     return lines[0][:300]

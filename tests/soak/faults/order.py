@@ -1,0 +1,26 @@
+"""The order in which tests are tried for a fault, the likeliest first."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.soak.faults.fault import Fault
+from tests.soak.faults.source import ROOT
+from tests.support.changed import distance
+
+
+def order_tests(fault: Fault, product: Path, caught_last: str, most: int) -> Iterator[list[str]]:
+    """Yield groups of tests to try: the test that caught the fault last; all its cases; the files about the
+    fault; and the files that import the faulty file, the nearest first, at most `most`."""
+    test = caught_last.partition("[")[0]
+    if caught_last:
+        yield [caught_last]
+    if test != caught_last:
+        yield [test]
+    files = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    named = (test.partition("::")[0], *fault.tests)
+    alike = [name for name, path in files.items() if path.stem == f"test_{product.stem}"]
+    about = [name for name in dict.fromkeys((*named, *alike)) if name in files]
+    yield about
+    imports = {name: distance(path, frozenset({ROOT / product})) for name, path in files.items()}
+    near = sorted((steps, name) for name, steps in imports.items() if steps is not None)
+    yield [name for _, name in near if name not in about][:most]
