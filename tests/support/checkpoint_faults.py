@@ -178,21 +178,20 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
 
         return damage
 
-    names = {
-        "../x": "above the folder",
-        "/etc/passwd": "absolute",
-        "a/b": "in a folder",
-        "..": "the folder above",
-        ".": "the folder",
-        "": "empty",
-        "\\u0000": "NUL",
-        "\\ud800": "half a letter",
-        "a\\nb": "of two lines",
-        "x" * 300: "too long",
-        "manifest.json": "of the manifest",
-    }
-    for name, description in names.items():
-        yield _single(f"manifest with a name {description}", change('"config.yaml": {', f'"{name}": {{'))
+    for name in (
+        "../x",
+        "/etc/passwd",
+        "a/b",
+        "..",
+        ".",
+        "",
+        "\\u0000",
+        "\\ud800",
+        "a\\nb",
+        "x" * 300,
+        MANIFEST,
+    ):
+        yield _single(f"manifest with the name {name!r}", change('"config.yaml": {', f'"{name}": {{'))
     entry = '"gone.safetensors": {"size_bytes": 1, "sha256": ""},\n  '
     values = {
         "a file that is not there": ('"config.yaml"', f'{entry}"config.yaml"'),
@@ -237,24 +236,10 @@ def _of_the_folder(before: Path, outside: Path) -> Iterator[Fault]:
             f"a pickle {name!r} beside", lambda folder, name=name: (folder / name).write_bytes(evil)
         )
     yield _single("a folder beside", lambda folder: (folder / "more").mkdir())
-
-    def become_before(folder: Path) -> None:
-        shutil.rmtree(folder)
-        shutil.copytree(before, folder)
-
-    def become_a_file(folder: Path) -> None:
-        shutil.rmtree(folder)
-        folder.write_bytes(evil)
-
-    def become_a_pipe(folder: Path) -> None:
-        shutil.rmtree(folder)
-        os.mkfifo(folder)
-
-    def be_empty(folder: Path) -> None:
-        shutil.rmtree(folder)
-        folder.mkdir()
-
-    yield _single("the step before under this name", become_before)
-    yield _single("a file in place of the folder", become_a_file)
-    yield _single("a pipe in place of the folder", become_a_pipe)
-    yield _single("an empty folder", be_empty)
+    for name, make in {
+        "the step before under this name": lambda folder: shutil.copytree(before, folder),
+        "a file in place of the folder": lambda folder: folder.write_bytes(evil),
+        "a pipe in place of the folder": os.mkfifo,
+        "an empty folder": Path.mkdir,
+    }.items():
+        yield _single(name, lambda folder, make=make: (shutil.rmtree(folder), make(folder)))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,8 @@ DEBUG = ("--config", "llama_debug.yaml", "--gpus", "2")
 
 
 def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tools.dryrun", *arguments]
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", "tools.dryrun", *arguments],
         cwd=ROOT,
         env={**os.environ, **env},
         text=True,
@@ -33,43 +31,33 @@ def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: str, **env: str) -> tuple[int, str, str]:
-    with start(*arguments, **env) as process:
-        try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-    return process.returncode, out, err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "parts"),
-    [
-        (["--parallel.tpp=2"], ConfigError, ["parallel.tpp", "parallel.tp"]),
-        (["--parallel.tp=3"], PlanError, ["parallel.tp=3"]),
-        (["--keep", "{tmp}"], ConfigError, ["--keep={tmp}", "empty"]),
-    ],
-)
-def test_a_mistake_is_found_before_anything_is_downloaded(
-    arguments: Sequence[str], error: type[Exception], parts: Sequence[str], tmp_path: Path
-) -> None:
+def test_a_mistake_is_found_before_anything_is_downloaded(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    given = [argument.format(tmp=tmp_path) for argument in arguments]
-    with pytest.raises(error) as raised:
-        main([*DEBUG, "--cache", str(tmp_path / "cache"), *given])
-    assert all(part.format(tmp=tmp_path) in str(raised.value) for part in parts), raised.value
+    for arguments, error, message in (
+        (["--parallel.tpp=2"], ConfigError, r"parallel\.tpp.*parallel\.tp"),
+        (["--parallel.tp=3"], PlanError, r"parallel\.tp=3"),
+        (["--keep", str(tmp_path)], ConfigError, rf"--keep={tmp_path}.*empty"),
+    ):
+        with pytest.raises(error, match=message):
+            main([*DEBUG, "--cache", str(tmp_path / "cache"), *arguments])
     assert not (tmp_path / "cache").exists()
 
 
-def test_wheels_that_cannot_be_downloaded_are_one_sentence(tmp_path: Path) -> None:
-    """Exit code 2, and nothing remains of the attempt."""
-    code, out, err = run(*DEBUG, "--cache", str(tmp_path / "cache"), PIP_NO_INDEX="1")
-    assert (code, out) == (2, "")
-    assert f"to {tmp_path / 'cache'}: {install.SIZE}" in err, "announced before the download"
-    (reason,) = [line for line in err.splitlines() if line.startswith("FakeGpuError")]
-    assert all(part in reason for part in (install.TORCH, install.TRITON, "cannot be downloaded"))
-    assert "Traceback" not in err
-    assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"lock"}
+def test_wheels_that_cannot_be_downloaded_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip fails as it does without a network, and nothing remains of the attempt."""
+    python, cache, lines = tmp_path / "python", tmp_path / "cache", list[str]()
+    python.write_text('#!/bin/sh\necho "ERROR: No matching distribution found: $*" >&2\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(FakeGpuError, match=r"cannot be downloaded .*No matching distribution") as error:
+        install.install(cache, lines.append)
+    assert "\n" not in str(error.value)
+    assert f"torch==={install.TORCH} triton==={install.TRITON}" in str(error.value)
+    (announced,) = lines
+    assert f"to {cache}: {install.SIZE}" in announced
+    assert {path.name for path in cache.iterdir()} <= {"lock"}
 
 
 def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +87,17 @@ def cache() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_a_step_of_llama_debug(cache: str, tmp_path: Path) -> None:
     """On more GPUs than NCCL initializes with the id of one rank."""
     kept, ranks = tmp_path / "kept", 256
     job = ["--config", "llama_debug.yaml", "--gpus", str(ranks), f"--train.global_batch_size={ranks}"]
-    code, out, err = run(*job, "--cache", cache, "--keep", str(kept), "--json")
-    assert code == 0, err
+    with start(*job, "--cache", cache, "--keep", str(kept), "--json") as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
     document = json.loads(out)
     assert document["host_waits"] == document["device_allocations"] == 0
     assert document["launches"] == sum(document["launches_by_library"].values()) > 200
@@ -112,23 +105,18 @@ def test_a_step_of_llama_debug(cache: str, tmp_path: Path) -> None:
     assert {c["axis"] for c in document["collectives"]} == {"dp_shard", "world"}
     assert sum(total["count"] for total in document["totals"]) == len(document["collectives"])
     assert document["launches_of_unknown_bytes"] < 0.05 * document["launches"]
-    graphs = {(graph["units"][0], graph["phase"]): graph["calls"] for graph in document["graphs"]}
-    assert sorted(graphs.values()) == [1, 1, 6, 6]
-    assert {phase for _, phase in graphs} == {"forward", "backward"}
     assert 0 < document["peak_memory_gib"] <= document["reserved_memory_gib"]
-    assert document["predicted"].keys() == {"peak_memory_gib", "reserved_memory_gib"}
     assert document["plan"]["mesh"]["dp_shard"] == ranks
-    assert "step 3 of 3" in err
     assert {"trace.json", "operators.json", "inductor"} <= {path.name for path in kept.iterdir()}
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_ctrl_c_leaves_nothing(cache: str, tmp_path: Path) -> None:
     with start(*DEBUG, "--cache", cache, TMPDIR=str(tmp_path)) as process:
         assert process.stderr is not None
         assert any("building the model" in line for line in process.stderr)
-        (scratch,) = tmp_path.glob("dryrun-*")
-        (log,) = scratch.glob("log.*")
+        (log,) = tmp_path.glob("dryrun-*/log.*")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130

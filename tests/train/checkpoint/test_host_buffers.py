@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_bytes, describe_missing, round_up
-from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, OptimConfig
 from meshwright.train.console import Console
@@ -26,44 +25,38 @@ from tests.support.worlds import run_ranks
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    ("size", "taken"), [(0, 0), (1, 1), (3, 4), (4096, 4096), (4097, 8192), (2**31 + 1, 2**32)]
-)
-def test_pinned_memory_comes_in_powers_of_two(size: int, taken: int) -> None:
-    assert round_up(size) == taken
-
-
-def test_copies_of_a_gpus_tensors_are_pinned_and_those_of_a_cpus_are_not() -> None:
+def test_copies_of_a_gpus_tensors_are_pinned_in_powers_of_two_and_those_of_a_cpus_are_not() -> None:
     """The device meta stands for a GPU."""
+    sizes = {0: 0, 1: 1, 3: 4, 4096: 4096, 4097: 8192, 2**31 + 1: 2**32}
+    assert {size: round_up(size) for size in sizes} == sizes
     shapes = [(3,), (5, 7)]
     assert copy_bytes(torch.empty(shape, device="meta") for shape in shapes) == 16 + 256
     assert copy_bytes(torch.empty(shape) for shape in shapes) == 12 + 140
 
 
-def requests(*ranks: tuple[int, float, float]) -> list[HostMemoryRequest]:
-    return [HostMemoryRequest(machine, int(needed * GIB), int(left * GIB)) for machine, needed, left in ranks]
+def test_missing_memory_is_that_of_a_whole_machine() -> None:
+    def missing(*ranks: tuple[int, float, float]) -> str:
+        """`ranks`: machine, needed and free GiB."""
+        return describe_missing([HostMemoryRequest(m, int(n * GIB), int(left * GIB)) for m, n, left in ranks])
 
-
-def test_what_is_missing_is_of_a_whole_machine() -> None:
-    two = [(0, 4, 10), (0, 4, 9), (2, 4, 8), (2, 4, 8)]
-    assert describe_missing(requests(*two)) == ""
-    message = describe_missing(requests(*two[:3], (2, 4, 7.5)))
-    facts = (
+    two = [(0, 4, 10), (0, 4, 9), (2, 4, 8)]
+    assert missing(*two, (2, 4, 8)) == ""
+    message = missing(*two, (2, 4, 7.5))
+    for fact in (
         "8.00 GiB of host memory",
         "machine of rank 2",
         "2 processes",
         "7.50 GiB are free",
-        "0.50 GiB are missing",
-    )
-    assert all(fact in message for fact in facts), message
-    assert "machine of rank 0" in describe_missing(requests((0, 4, 1), (1, 4, 3.5)))
+        "0.50 GiB",
+    ):
+        assert fact in message
+    assert "machine of rank 0" in missing((0, 4, 1), (1, 4, 3.5))
 
 
-def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]:
-    """Save on ranks of two machines with this much free memory; return whether saves were asynchronous, their
-    errors, and the bytes of this rank's copies."""
-    trainer, rank = Trainer(), dist.get_rank()
-    machine = rank // 2 * 2
+def save_on_machines(folder: Path, free: tuple[int, int]) -> tuple[bool, int, str]:
+    """Save on two ranks of each of two machines with this much free memory; return whether saves were
+    asynchronous, the bytes of this rank's copies, and errors."""
+    trainer, machine = Trainer(), dist.get_rank() // 2 * 2
     saver = CheckpointSaver(
         CheckpointConfig(),
         folder,
@@ -71,44 +64,39 @@ def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]
         trainer.optimizer,
         trainer.mesh,
         {},
-        lambda: left_kib[machine // 2] * 1024,
+        lambda: free[machine // 2],
         machine,
     )
     assert saver.make_room() == "", "on a CPU nothing is allocated in advance"
     assert not saver._copies
-    for step in (1, 2):
-        saver.save(TrainPosition(step, 8, 0, 32, dist.get_world_size(), "data"))
-        saver.wait()
-    errors = "".join(saved.error for saved in saver.poll())
-    return saver._asynchronous, errors, sum(copy.nbytes for copy in saver._copies.values())
+    errors = "".join(save(saver, step).error for step in (1, 2))
+    return saver._asynchronous, sum(copy.nbytes for copy in saver._copies.values()), errors
 
 
-def test_all_ranks_decide_alike_by_what_the_machines_have_for_all_of_theirs(tmp_path: Path) -> None:
-    plenty = run_ranks(4, save_on_machines, tmp_path / "plenty", [10_000, 10_000])
-    needs_kib = sum(taken for _, _, taken in plenty[2:]) // 1024 + 1
-    for left, enough in (([10_000, needs_kib], True), ([10_000, needs_kib - 2], False), ([0, 10_000], False)):
-        results = run_ranks(4, save_on_machines, tmp_path / f"{left}", left)
-        assert [(asynchronous, error, taken > 0) for asynchronous, error, taken in results] == [
-            (enough, "", enough)
-        ] * 4
+def save_with_less_and_less(folder: Path) -> list[tuple[bool, bool, str]]:
+    """With plenty of memory, with what the second machine needs, with less there, and with none on the first;
+    return whether saves were asynchronous, whether this rank has copies, and errors."""
+    plenty = 2**30
+    results, taken = [save_on_machines(folder / "plenty", (plenty, plenty))], [0] * dist.get_world_size()
+    dist.all_gather_object(taken, results[0][1])
+    needed = sum(taken[2:])
+    for free in ((plenty, needed), (plenty, needed - 1), (0, plenty)):
+        results.append(save_on_machines(folder / str(free), free))
+    return [(asynchronous, copied > 0, errors) for asynchronous, copied, errors in results]
 
 
 def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]:
     """Return the result of make_room, the errors of two saves, and the number of this rank's copies, where
     saves need copies as on GPUs. On rank `refused_on` the system refuses the first allocation."""
-    rank, mesh = (
-        dist.get_rank(),
-        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)),
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = nn.Linear(4, 3)  # three rows: the last of four ranks has none
     fully_shard(model, mesh=mesh)
-    saver = CheckpointSaver(
-        CheckpointConfig(), folder, model, build_optimizer(model, OptimConfig()), mesh, {}, lambda: 2**30
-    )
+    optimizer = build_optimizer(model, OptimConfig())
+    saver = CheckpointSaver(CheckpointConfig(), folder, model, optimizer, mesh, {}, lambda: 2**30)
     saver._on_cpu, empty = False, torch.empty
 
     def refuse(*size: Any, **options: Any) -> torch.Tensor:
-        if rank == refused_on and "pin_memory" in options:
+        if dist.get_rank() == refused_on and "pin_memory" in options:
             raise RuntimeError("out of memory")
         return empty(*size, **options)
 
@@ -119,17 +107,20 @@ def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]
     return shortage, errors, len(saver._copies)
 
 
-def test_a_rank_with_nothing_to_write_makes_room_with_the_others(tmp_path: Path) -> None:
-    results = run_ranks(4, save_as_on_gpus, tmp_path, -1)
-    assert [(shortage, errors) for shortage, errors, _ in results] == [("", ["", ""])] * 4
-    assert results[3][2] == 1, "its random state"
+def save_everywhere(folder: Path) -> tuple[list[Any], Any, Any]:
+    on_machines = save_with_less_and_less(folder)
+    return on_machines, save_as_on_gpus(folder / "enough", -1), save_as_on_gpus(folder / "refused", 1)
 
 
-def test_memory_that_one_rank_does_not_get_is_no_rank_that_died(tmp_path: Path) -> None:
-    for shortage, errors, _ in run_ranks(4, save_as_on_gpus, tmp_path, 1):
-        assert "host memory for copies of the training state" in shortage
-        assert "(out of memory)" in shortage
-        assert errors == [shortage, ""]
+def test_all_ranks_decide_alike_whether_saves_are_asynchronous(tmp_path: Path) -> None:
+    ranks = run_ranks(4, save_everywhere, tmp_path)
+    for on_machines, (shortage, errors, copies), (refused, errors_of_refused, _) in ranks:
+        assert on_machines == [(True, True, ""), (True, True, ""), (False, False, ""), (False, False, "")]
+        assert (shortage, errors) == ("", ["", ""])
+        assert copies >= 1, "the rank without a row has its random state"
+        assert "host memory for copies of the training state" in refused
+        assert "(out of memory)" in refused
+        assert errors_of_refused == [refused, ""], "no rank died, and the next save succeeds"
 
 
 class FullMachine:
@@ -138,20 +129,18 @@ class FullMachine:
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
-def test_without_room_a_run_ends_before_its_first_step_or_says_so(
+def test_without_room_a_run_ends_before_its_first_step_or_warns(
     on_error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CheckpointConfig(every=500, on_error=on_error)  # type: ignore[arg-type]
     if on_error == "stop":
-        with pytest.raises(
-            ConfigError,
-            match=r"checkpoint\.every=500, but all is taken\. .*more machines.*checkpoint\.on_error=warn",
-        ):
+        message = r"checkpoint\.every=500, but all is taken\. .*more machines.*checkpoint\.on_error=warn"
+        with pytest.raises(ConfigError, match=message):
             make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
     else:
         make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
         assert "warning: saves will fail unless memory becomes free: all is taken" in capsys.readouterr().out
 
 
-def test_machines_have_numbers_of_their_own() -> None:
+def test_the_machine_of_a_rank_is_its_first_rank() -> None:
     assert [RankInfo(rank, 8, rank % 4, 4, True).machine for rank in range(8)] == [0] * 4 + [4] * 4

@@ -1,9 +1,9 @@
 """The layout of a checkpoint: every element is in one file, and a rank finds the few files of its parts."""
 
-import dataclasses
 import json
 import math
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,7 @@ from meshwright.train.checkpoint.manifest import (
 from meshwright.train.checkpoint.reader import open_checkpoint, plan_reads
 from meshwright.train.errors import CheckpointError
 from tests.support.checkpoint_faults import rewrite_manifest
+from tests.support.tables import try_each
 
 FSDP, ROWS, COLUMNS = ("dp_shard", 0), ("tp", 0), ("tp", 1)
 SMALL = {
@@ -57,13 +58,11 @@ def ranks_of(mesh: Mesh) -> range:
     return range(math.prod(degree for _, degree in mesh))
 
 
-MESHES = [
-    make_mesh(*degrees)
-    for degrees in ((1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2), (2, 3, 2), (3, 5, 4))
-]
+MESHES = [make_mesh(*degrees) for degrees in ((1, 4, 1), (2, 2, 1), (2, 3, 2), (3, 5, 4))]
+ANY_MESH = pytest.mark.parametrize("mesh", MESHES, ids=str)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@ANY_MESH
 def test_each_element_is_in_the_file_of_one_rank_that_has_it(mesh: Mesh) -> None:
     layout = CheckpointLayout(SMALL, mesh)
     files = {name: torch.zeros(tensor.shape) for name, tensor in SMALL.items()}
@@ -75,7 +74,7 @@ def test_each_element_is_in_the_file_of_one_rank_that_has_it(mesh: Mesh) -> None
     assert [name for name, count in files.items() if not bool((count == 1).all())] == []
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@ANY_MESH
 def test_parts_are_those_of_torch(mesh: Mesh) -> None:
     """With FSDP alone, beside tensor parallelism on the other dim, and after it on the same dim."""
     degrees = [degree for _, degree in mesh]
@@ -85,32 +84,27 @@ def test_parts_are_those_of_torch(mesh: Mesh) -> None:
         ((FSDP, COLUMNS), (Replicate(), Shard(0), Shard(1))),
         ((ROWS, FSDP), (Replicate(), fsdp_after_tp, Shard(0))),
     ):
-        for rows in (1, 3, 7, 16, 37):
+        for rows, rank in product((1, 3, 7, 16), ranks_of(mesh)):
             shape = (rows * degrees[2], 2 * degrees[2])  # the planner wants tp to divide what it splits
-            for rank in ranks_of(mesh):
-                index = mesh_index(rank, mesh)
-                sizes, offsets = _compute_local_shape_and_global_offset(
-                    shape, degrees, list(index), placements
-                )
-                part = part_of(shape, sharding, mesh, index)
-                assert part.sizes == tuple(sizes)
-                assert not part.numel or part.offsets == tuple(offsets)
+            index = mesh_index(rank, mesh)
+            sizes, offsets = _compute_local_shape_and_global_offset(shape, degrees, list(index), placements)
+            part = part_of(shape, sharding, mesh, index)
+            assert part.sizes == tuple(sizes)
+            assert not part.numel or part.offsets == tuple(offsets)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@ANY_MESH
 def test_the_parts_found_are_those_written_that_overlap(mesh: Mesh) -> None:
-    layout, rng = CheckpointLayout(SMALL | LARGE, mesh), random.Random(7)
-    written = [layout.written_by(rank) for rank in ranks_of(mesh)]
+    layout, seed = CheckpointLayout(SMALL | LARGE, mesh), random.randrange(10**6)
+    print(f"seed {seed}")
+    rng, written = random.Random(seed), [layout.written_by(rank) for rank in ranks_of(mesh)]
     for name, tensor in (SMALL | LARGE).items():
         for _ in range(8):
             offsets = tuple(rng.randrange(size + 1) for size in tensor.shape)
             sizes = tuple(rng.randint(0, size - o) for size, o in zip(tensor.shape, offsets, strict=True))
             wanted = TensorPart(offsets, sizes)
-            expected = [
-                (rank, parts[name])
-                for rank, parts in enumerate(written)
-                if name in parts and parts[name].overlap(wanted).numel
-            ]
+            parts = [(rank, by_name[name]) for rank, by_name in enumerate(written) if name in by_name]
+            expected = [(rank, part) for rank, part in parts if part.overlap(wanted).numel]
             if wanted.numel:
                 assert sorted(layout.stored(name, wanted), key=lambda found: found[0]) == expected
 
@@ -164,13 +158,9 @@ def llama_manifest(mesh: Mesh) -> CheckpointManifest:
 @pytest.mark.parametrize(
     ("saved", "loaded", "most"),
     [
-        (make_mesh(1, 128, 8), make_mesh(1, 128, 8), 3),
         (make_mesh(1, 1024, 1), make_mesh(1, 1024, 1), 2),
         (make_mesh(8, 16, 8), make_mesh(8, 16, 8), 10),
-        (make_mesh(1, 512, 8), make_mesh(1, 512, 8), 3),
-        (make_mesh(1, 128, 8), make_mesh(1, 64, 8), 8),
         (make_mesh(1, 128, 8), make_mesh(1, 256, 4), 8),
-        (make_mesh(1, 128, 8), make_mesh(4, 32, 8), 16),
     ],
     ids=str,
 )
@@ -203,40 +193,40 @@ def test_the_manifest_keeps_mesh_and_shardings(tmp_path: Path) -> None:
     assert (
         json.loads((tmp_path / MANIFEST).read_text())["tensors"]["even"] == "float32[16, 8] tp:0 dp_shard:0"
     )
-    unsplit = dataclasses.replace(SMALL["even"], sharding=())
-    assert SMALL["even"] == unsplit, "the tensors of checkpoints saved on different meshes are equal"
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"tp": 2', '"tp": 3'),  # ranks without a file
-        ('"tp": 2', '"tp": 1000000000000'),
-        ('"tp": 2', '"tp": 0'),
-        ('"tp": 2', '"cp": 2'),
-        ("tp:0 dp_shard:0", "tp:0 tp:0"),
-        ("tp:0 dp_shard:0", "tp:0 dp_shard:2"),
-        ("tp:0 dp_shard:0", "tp:0 dp_shard"),
-        ('"mesh": {', '"axes": {'),
-        # a random state that only its rank reads: the others would wait for that rank
-        ('"random.cpu.1": "uint8[8]"', '"random.cpu.1": "uint8[4, 2]"'),
-        ('"random.cpu.1": "uint8[8]"', '"random.cpu.x": "uint8[8]"'),
-        # axes of degree 1, which would take hours
-        ('"mesh": {', '"mesh": {' + "".join(f'"axis {i}": 1, ' for i in range(200_000))),
-    ],
-    ids=lambda text: text[:40],
-)
-def test_a_mesh_that_does_not_fit_is_refused(old: str, new: str, tmp_path: Path) -> None:
+WRONG_MESHES = [
+    ('"tp": 2', '"tp": 3'),  # ranks without a file
+    ('"tp": 2', '"tp": 1000000000000'),
+    ('"tp": 2', '"tp": 0'),
+    ('"tp": 2', '"cp": 2'),
+    ("tp:0 dp_shard:0", "tp:0 tp:0"),
+    ("tp:0 dp_shard:0", "tp:0 dp_shard:2"),
+    ("tp:0 dp_shard:0", "tp:0 dp_shard"),
+    ('"mesh": {', '"axes": {'),
+    # a random state that only its rank reads: the others would wait for that rank
+    ('"random.cpu.1": "uint8[8]"', '"random.cpu.1": "uint8[4, 2]"'),
+    ('"random.cpu.1": "uint8[8]"', '"random.cpu.x": "uint8[8]"'),
+    # axes of degree 1, which would take hours
+    ('"mesh": {', '"mesh": {' + "".join(f'"axis {i}": 1, ' for i in range(200_000))),
+]
+
+
+def test_a_mesh_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """With a right hash: as if it had been written so."""
     mesh = make_mesh(2, 3, 2)
     files = {rank_file(rank): SavedFile(2**20, "") for rank in ranks_of(mesh)}
     tensors = {**SMALL, "random.cpu.1": SavedTensor((8,), "uint8")}
     text = manifest_to_text(CheckpointManifest(TrainPosition(3), files, tensors, mesh=dict(mesh)))
-    assert old in text
-    (tmp_path / MANIFEST).write_text(text)
-    rewrite_manifest(tmp_path, lambda text: text.replace(old, new))
-    with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
-        read_manifest(tmp_path)
+
+    def refused(old: str, new: str) -> None:
+        assert old in text
+        (tmp_path / MANIFEST).write_text(text)
+        rewrite_manifest(tmp_path, lambda text: text.replace(old, new))
+        with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
+            read_manifest(tmp_path)
+
+    try_each(WRONG_MESHES, refused)
 
 
 def test_ranks_with_the_same_parts_write_about_the_same_number_of_bytes() -> None:

@@ -1,6 +1,5 @@
 """The agreement of all ranks on a save, and the disk space that is needed for all of them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.checkpoint.save import CheckpointSaver, Saved
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import needed_bytes, random_state, training_tensors
 from meshwright.train.config import CheckpointConfig
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """The process group that saves: this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+from tests.support.checkpoint_saves import save
 
 
 def make_saver(folder: Path) -> tuple[CheckpointSaver, dict[str, Tensor]]:
@@ -34,14 +25,6 @@ def make_saver(folder: Path) -> tuple[CheckpointSaver, dict[str, Tensor]]:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
     saver = CheckpointSaver(CheckpointConfig(), folder, model, optimizer, mesh, {}, lambda: 2**30)
     return saver, training_tensors(model, optimizer)
-
-
-def save(saver: CheckpointSaver, step: int) -> Saved:
-    saver.save(TrainPosition(step))
-    saver.wait()
-    (saved,) = saver.poll()
-    assert saver.failed == saved.error
-    return saved
 
 
 def test_room_is_asked_for_the_headers_of_all_ranks(group: None, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Loss spikes: which losses count as spikes, and how a run reports them."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -8,13 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.train.config import MetricsConfig
-from meshwright.train.metrics.collector import Metrics, Throughput
 from meshwright.train.metrics.loss_spikes import MIN_REPORTS, THRESHOLD, SpikeDetector, find_spike
-from meshwright.train.metrics.tensorboard import RunSummary
 from meshwright.train.step import StepResult
+from tests.support.metrics import board_steps, open_metrics, read_board, rows_in
 
 
 def noise(count: int, mean: float, deviation: float, seed: int = 0) -> list[float]:
@@ -27,9 +23,14 @@ def spikes_in(losses: list[float]) -> list[int]:
     return [i for i, loss in enumerate(losses) if detector.add(loss) is not None]
 
 
-def test_neither_noise_nor_a_falling_loss_is_a_spike() -> None:
+def test_noise_a_falling_loss_and_values_that_are_not_finite_are_no_spikes_and_a_new_level_is_one() -> None:
     assert spikes_in(noise(3000, 2.5, 0.05)) == []
     assert spikes_in([11 * 0.99**i + 2 for i in range(500)]) == []
+    losses = noise(40, 2.5, 0.05)
+    assert spikes_in([*losses, math.nan, math.inf, *losses, 5.0]) == [82]
+    spikes = spikes_in([*noise(100, 2.5, 0.02), *noise(200, 4.0, 0.02, seed=1)])
+    assert spikes[0] == 100
+    assert spikes[-1] < 160, "the new level becomes usual"
 
 
 @pytest.mark.parametrize("above", [8.0, 20.0])
@@ -40,74 +41,45 @@ def test_a_loss_far_above_is_measured_in_deviations_though_spikes_stand_before_i
     assert spike is not None
     assert spike.deviations == pytest.approx(above, rel=0.25)
     assert spike.usual == pytest.approx(2.5, abs=0.02)
+    assert find_spike(before, 2.5 + 5 * 0.05) is None, "a little above"
+    assert find_spike(before, 1.0) is None, "far below"
 
 
-def test_neither_a_little_above_nor_far_below_is_a_spike() -> None:
-    before = noise(100, 2.5, 0.05)
-    assert find_spike(before, 2.5 + 5 * 0.05) is None
-    assert find_spike(before, 1.0) is None
-
-
-def test_too_few_reports_say_nothing() -> None:
+def test_few_reports_are_not_judged_and_constant_losses_may_vary_in_their_last_digits() -> None:
     assert find_spike([1.0] * (MIN_REPORTS - 1), 100.0) is None
     assert find_spike([1.0] * MIN_REPORTS, 100.0) is not None
-
-
-def test_a_loss_that_never_varied_may_vary_in_its_last_digits() -> None:
     assert find_spike([2.0] * 50, 2.0 + 0.9 * THRESHOLD * 2e-3) is None
     assert find_spike([2.0] * 50, 2.0 + 1.1 * THRESHOLD * 2e-3) is not None
     assert find_spike([0.0] * 50, 0.0) is None
 
 
-def test_what_is_not_finite_is_no_spike_and_does_not_count_as_usual() -> None:
-    losses = noise(40, 2.5, 0.05)
-    assert spikes_in([*losses, math.nan, math.inf, *losses, 5.0]) == [82]
-
-
-def test_a_new_level_becomes_usual() -> None:
-    spikes = spikes_in([*noise(100, 2.5, 0.02), *noise(200, 4.0, 0.02, seed=1)])
-    assert spikes[0] == 100
-    assert spikes[-1] < 160
-
-
-@pytest.fixture
-def one_process():
+def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(one_process, tmp_path: Path) -> None:
-    throughput = Throughput(
-        tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
-    )
-    metrics = Metrics(
-        MetricsConfig(), throughput, tmp_path, torch.device("cpu"), True, {}, RunSummary(), print
-    )
-    zero = torch.zeros(())
-    for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
-        metrics.resume()
-        metrics.step_done(0.0)
-        metrics.pause()
-        result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero)
-        metrics.log(step, result, 3e-4, {"epoch": 0.75, "data_hash": "ab12"}, None)
-    metrics.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    try:
+        metrics, zero = open_metrics(tmp_path), torch.zeros(())
+        for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
+            metrics.resume()
+            metrics.step_done(0.0)
+            metrics.pause()
+            result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero)
+            metrics.log(step, result, 3e-4, {"epoch": 0.75, "data_hash": "ab12"}, None)
+        metrics.close()
+    finally:
+        dist.destroy_process_group()
+    rows = rows_in(tmp_path)
     assert [row["step"] for row in rows if "loss_spike" in row] == [31]
     assert rows[30]["loss_spike"] == pytest.approx(30, rel=0.3)
-    board = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0}).Reload()
-    (text,) = board.Tensors("loss_spikes")
+    (text,) = read_board(tmp_path / "tb").Tensors("loss_spikes")
     description = text.tensor_proto.string_val[0].decode()
     assert text.step == 31
     for fact in (
         "step 31: loss 4.0000",
         "usual loss 2.4",
-        "deviations",
         "grad_norm 1.25",
         "lr 0.0003",
         "epoch 0.75",
         "data_hash ab12",
     ):
         assert fact in description
-    assert [event.step for event in board.Scalars("loss/spike")] == [31]
-    assert len(board.Scalars("loss/train")) == 33
+    assert board_steps(tmp_path / "tb", "loss/spike") == [31]
+    assert len(board_steps(tmp_path / "tb", "loss/train")) == 33

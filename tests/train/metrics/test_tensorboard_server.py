@@ -19,7 +19,7 @@ from meshwright.train.metrics.tensorboard import CHARTS, COMPARED
 from tests.support.launch import ROOT, environment
 from tests.train.metrics.test_tensorboard import board_of, with_lr
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(5)]
 STATUSES = ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"]
 
 
