@@ -71,6 +71,11 @@ def report_of(*sizes: Any, **keys: Any) -> str:
     return str(error.value)
 
 
+def check_facts(message: str, facts: str) -> None:
+    """Assert that a message has each of these facts, such as "tp=3 ... must divide ... 1, 2 or 4"."""
+    assert [fact for fact in facts.split(" ... ") if fact not in message] == [], message
+
+
 def change(plan: Plan, index: int, **keys: Any) -> Plan:
     """The plan with other keys of one unit, as by a hand edit of its file."""
     units = list(plan.units)
