@@ -137,6 +137,20 @@ def search(
     return SearchResult(tuple(_ranked(state.ranked)), tuple(state.does_not_fit), tuple(state.pruned))
 
 
+def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape, gpus_per_node: int) -> None:
+    """Raise the PlanError of the simplest combination if none is legal. Needs no machine and no traces."""
+    mistakes: list[PlanError] = []
+    for choices in combinations(config, shape, gpus_per_node):
+        chosen, sizes = with_choices(config, shape, choices)
+        try:
+            make_plan(chosen, model, sizes)
+        except PlanError as error:
+            mistakes.append(error)
+        else:
+            return
+    raise mistakes[0]
+
+
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """Pause Python's garbage collector, which would take a third of the search's time: it goes through the

@@ -1,5 +1,5 @@
 """Runs on prepared data: the same sequences on every mesh, also after a kill; mixtures; validation sets;
-document masks; user errors."""
+document masks."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from tests.support.launch import EAGER, TINY, read_metrics, read_status, run
 from tests.support.run_faults import started, wait_for_commit
 from tests.support.texts import train_bpe
 
-STEPS = 4
+STEPS = 2
 QUIET = "--metrics.tensorboard=false"
 
 
@@ -43,20 +43,10 @@ def stores(tmp_path_factory) -> dict[str, Path]:
     tokenizer = train_bpe(folder / "bpe")
     for name in ("web", "code"):
         source = write_jsonl(folder / f"{name}.jsonl", name, 120)
-        prepare_store(
-            str(source),
-            str(tokenizer),
-            "auto",
-            "auto",
-            folder / name,
-            PrepareSettings(held_out=0.1, workers=1),
-        )
-    return {
-        "web": folder / "web",
-        "code": folder / "code",
-        "wiki": write_jsonl(folder / "wiki.jsonl", "wiki", 8),
-        "tokenizer": tokenizer,
-    }
+        settings = PrepareSettings(held_out=0.1, workers=1)
+        prepare_store(str(source), str(tokenizer), "auto", "auto", folder / name, settings)
+    wiki = write_jsonl(folder / "wiki.jsonl", "wiki", 8)
+    return {"web": folder / "web", "code": folder / "code", "wiki": wiki, "tokenizer": tokenizer}
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -76,7 +66,7 @@ def sets(stores: dict[str, Path]) -> list[str]:
     return [
         f"--data.validation={json.dumps({'wiki': str(stores['wiki'])})}",
         f"--data.tokenizer={stores['tokenizer']}",
-        "--train.eval_every=4",
+        f"--train.eval_every={STEPS}",
         "--train.eval_sequences=0",
     ]
 
@@ -94,6 +84,8 @@ def whole(stores, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_every_step_has_the_same_sequences_and_scores_on_another_mesh(whole, stores, tmp_path):
     mesh = ["--parallel.tp=2", "--train.micro_batch_size=4", QUIET]
     result = run(4, *arguments(tmp_path / "run", *mixture(stores), *sets(stores), *mesh))
@@ -121,75 +113,44 @@ def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(
         assert board.Scalars(tag_of(key))[-1].value == pytest.approx(row[key], rel=1e-6)
 
 
-def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninterrupted_run(
-    whole, stores, tmp_path
-):
+def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninterrupted_run(stores, tmp_path):
     folder, longer = tmp_path / "run", tmp_path / "longer"
     more = [*mixture(stores), "--checkpoint.every=1", QUIET]
     with started(1, folder, arguments(folder, *more, "--train.steps=1000")) as launch:
-        wait_for_commit(launch, folder, 3)
+        wait_for_commit(launch, folder, 2)
         launch.ranks[0].kill()
         launch.ranks[0].wait()
     done = max(step_of(path) for path in list_checkpoints(folder / "checkpoints"))
-    last = f"--train.steps={done + 3}"
+    last = f"--train.steps={done + 2}"
     assert run(2, *arguments(folder, *more, last)).returncode == 0
     assert read_status(folder)["resumed_from"] == done
     assert run(1, *arguments(longer, *more, "--checkpoint.every=0", last)).returncode == 0
     seen = hashes(folder)
-    assert sorted(seen) == list(range(1, done + 4))
+    assert sorted(seen) == list(range(1, done + 3))
     assert seen == hashes(longer)
-    assert {step: seen[step] for step in range(1, 4)} == {step: hashes(whole)[step] for step in range(1, 4)}
+    assert len(set(seen.values())) == len(seen)
 
 
 def test_other_data_than_the_checkpoints_begins_its_order_anew_and_says_so(stores, tmp_path):
     folder = tmp_path / "run"
     base = arguments(folder, "--checkpoint.every=1", QUIET)
-    assert run(1, *base, f"--data.source={stores['web']}", "--train.steps=2").returncode == 0
-    result = run(1, *base, f"--data.source={stores['code']}", "--train.steps=3")
+    assert run(1, *base, f"--data.source={stores['web']}", "--train.steps=1").returncode == 0
+    result = run(1, *base, f"--data.source={stores['code']}", "--train.steps=2")
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stdout.splitlines() if "since the checkpoint" in line)
     for fact in ("data: ", "run.seed", "train.seq_len", "order restarts"):
         assert fact in line
     sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
-    assert read_metrics(folder)[3]["epoch"] == pytest.approx(8 / sequences), (
-        "the eight sequences of one step, not those of three"
-    )
+    assert read_metrics(folder)[2]["epoch"] == pytest.approx(8 / sequences), "the sequences of one step"
 
 
 def test_without_packing_it_trains_on_a_document_a_sequence(stores, tmp_path):
     folder = tmp_path / "run"
     store = json.loads((stores["web"] / MANIFEST).read_text())
     documents = sum(shard["documents"] for shard in store["splits"]["train"])
-    keys = [f"--data.source={stores['web']}", "--data.packing=false", "--train.steps=2", QUIET]
+    keys = [f"--data.source={stores['web']}", "--data.packing=false", "--train.steps=1", QUIET]
     assert run(1, *arguments(folder, *keys)).returncode == 0
-    assert read_metrics(folder)[2]["epoch"] == pytest.approx(16 / documents)
-
-
-MISTAKES = [
-    (["--data.tokenizer=bytes"], ["data.tokenizer=bytes", "was made with bpe"]),
-    (["--model.vocab_size=512"], ["model.vocab_size=512", "600 ids", "640"]),
-    (["--data.document_mask=true", "--data.packing=false"], ["data.document_mask", "data.packing=false"]),
-    (["--data.mixture={'/nowhere': 1.0}"], ["/nowhere"]),
-    (["--data.mixture={'stdlib': 0}"], ["data.mixture", "greater than 0"]),
-    (["--data.validation={'x': '/nowhere'}"], ["/nowhere"]),
-    (["--data.source=~nosuchuser/x"], ["data.source", "nosuchuser"]),
-    ([f"--data.source={'long/' * 1000}"], ["data.source", "too long"]),
-    (["--data.verify=some"], ["data.verify", "full or size", "not some"]),
-    (["--data.source=hf:some/name"], ["tools.prepare_data"]),
-]
-
-
-def test_a_mistake_is_one_clear_message_and_exit_code_2(stores, tmp_path):
-    wrong = []
-    for mistake, facts in MISTAKES:
-        result = run(1, *arguments(tmp_path / "run", f"--data.source={stores['web']}", *mistake))
-        if (
-            result.returncode != 2
-            or "Traceback" in result.stderr
-            or not all(fact in result.stderr for fact in facts)
-        ):
-            wrong.append(f"{mistake}: {result}")
-    assert not wrong, "\n".join(wrong)
+    assert read_metrics(folder)[1]["epoch"] == pytest.approx(8 / documents)
 
 
 def test_an_id_beyond_the_vocabulary_stops_the_run_before_the_model_sees_it(stores, tmp_path):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.convert_hf import main as convert
@@ -28,8 +27,11 @@ def figures(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(data, tmp_path: Path) -> None:
     """On 4 ranks, FSDP 2 x TP 2, killed after the first save; on 2 ranks to the end, planned by itself."""
+    from transformers import AutoModelForCausalLM
+
     mesh = ["--parallel.tp=2", "--parallel.dp_shard=2"]
     whole, folder = tmp_path / "whole", tmp_path / "run"
     assert run(4, *QWEN3, *EAGER, *data, *mesh, f"--run.dir={whole}").returncode == 0
@@ -67,29 +69,43 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     )
 
 
-def test_a_model_of_ones_own_trains_and_resumes(data, tmp_path: Path) -> None:
-    keys = [*MIXER, *data, f"--run.dir={tmp_path / 'run'}", "--checkpoint.every=2"]
-    first = run(2, *keys, "--train.steps=2")
-    assert first.returncode == 0, first.stderr
-    again = run(1, *keys, "--train.steps=4")
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a profiled run of three steps on two ranks, saved at step 1."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    keys = ["--train.steps=3", "--checkpoint.every=1", "--checkpoint.keep=0", "--profile.start=2"]
+    done = run(2, *MIXER, *data, *keys, "--profile.steps=2", f"--run.dir={folder}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_model_of_ones_own_resumes_on_another_mesh(trained: Path, data, tmp_path: Path) -> None:
+    resume = f"--checkpoint.resume={trained / 'checkpoints' / 'step-00000001'}"
+    again = run(1, *MIXER, *data, resume, "--train.steps=3", f"--run.dir={tmp_path / 'run'}")
     assert again.returncode == 0, again.stderr
-    whole = run(1, *MIXER, *data, f"--run.dir={tmp_path / 'whole'}", "--train.steps=4")
-    assert whole.returncode == 0, whole.stderr
-    assert figures(tmp_path / "run") == pytest.approx(figures(tmp_path / "whole"), abs=1e-4)
+    expected = {key: value for key, value in figures(trained).items() if not key.endswith(" 1")}
+    assert figures(tmp_path / "run") == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(data, tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    keys = ["--train.steps=4", "--profile.start=2", "--profile.steps=2", f"--run.dir={folder}"]
-    assert run(2, *MIXER, *data, *keys).returncode == 0
-    unnamed = run(1, folder, module="tools.trace")
+def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(trained: Path) -> None:
+    unnamed = run(1, str(trained), module="tools.trace")
     assert unnamed.returncode == 0, unnamed.stderr
     assert "not compared" in unnamed.stdout
     assert "which only a checkpoint names" in unnamed.stdout
-    named = run(1, folder, "--model.factory=tests.support.factories:mixer", "--json", module="tools.trace")
+    factory = "--model.factory=tests.support.factories:mixer"
+    named = run(1, str(trained), factory, "--json", module="tools.trace")
     assert named.returncode == 0, named.stderr
     assert "lanes" in named.stdout
     assert "which only a checkpoint names" not in named.stdout
+
+
+def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(trained: Path, tmp_path: Path) -> None:
+    refused = run(1, "export", str(trained), str(tmp_path / "hf"), module="tools.convert_hf")
+    assert refused.returncode == 2
+    assert "not one of transformers" in refused.stderr
+    generated = run(1, f"--run={trained}", module="tools.generate")
+    assert generated.returncode == 2
+    assert "tests.support.factories:mixer" in generated.stderr
 
 
 def test_the_first_bad_value_of_a_model_of_ones_own_is_named(data, tmp_path: Path) -> None:
@@ -101,17 +117,8 @@ def test_the_first_bad_value_of_a_model_of_ones_own_is_named(data, tmp_path: Pat
     assert "the output of 0 " in failed.stderr, "the embedding"
 
 
-def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(data, tmp_path: Path) -> None:
-    keys = [*MIXER, *data, f"--run.dir={tmp_path / 'run'}", "--checkpoint.every=1", "--train.steps=1"]
-    assert run(1, *keys).returncode == 0
-    refused = run(1, "export", str(tmp_path / "run"), str(tmp_path / "hf"), module="tools.convert_hf")
-    assert refused.returncode == 2
-    assert "not one of transformers" in refused.stderr
-    generated = run(1, f"--run={tmp_path / 'run'}", module="tools.generate")
-    assert generated.returncode == 2
-    assert "tests.support.factories:mixer" in generated.stderr
-
-
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_the_planning_commands_take_a_factory(tmp_path: Path) -> None:
     model = [*RUN, "--train.micro_batch_size=auto", *causal_lm("qwen3"), "--json"]
     h100 = ["--gpus=8", "--gpu=h100-sxm", "--parallel.plan=auto", f"--timeline={tmp_path / 'step.svg'}"]

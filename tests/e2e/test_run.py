@@ -218,21 +218,10 @@ def test_a_new_start_beside_newer_checkpoints_is_refused_and_nothing_is_lost(dat
 MISTAKES = [
     (["--config=lama_debug.yaml"], ["lama_debug.yaml", "Did you mean llama_debug.yaml?"]),
     (["--train.stepz=3"], ["unknown key train.stepz", "Did you mean train.steps?"]),
-    (["--train.steps=many"], ["train.steps", "many", "integer"]),
     (["--parallel.dp_shard=3"], ["dp_shard=3", "this run has 1"]),
-    (["--parallel.param_dtype=float16"], ["float16", "bfloat16"]),
     (["--data.source=/nowhere"], ["data.source=/nowhere", "stdlib"]),
-    (["--model.vocab_size=100"], ["model.vocab_size=100", "257"]),
     (["--data.source=SHORT"], ["sequence", "train.seq_len=32"]),
     (["--checkpoint.resume=/nowhere/step-00000001"], ["/nowhere/step-00000001", "not a checkpoint"]),
-    (
-        ["--parallel.compile.enabled=true", "--parallel.compile.backend=nonsense"],
-        ["backend=nonsense", "inductor"],
-    ),
-    (
-        ["--parallel.compile.enabled=true", "--parallel.compile.mode=nonsense"],
-        ["mode=nonsense", "max-autotune"],
-    ),
     (
         ["--parallel.compile.enabled=true", "--parallel.compile.cache_dir=/dev/null/c"],
         ["cache_dir=/dev/null/c", "name another"],
@@ -243,7 +232,6 @@ MISTAKES = [
         if torch.cuda.is_available()
         else [(["--run.device=cuda"], ["run.device=cuda needs a GPU", "shows 0 GPUs", "--run.device=cpu"])]
     ),
-    (["--parallel.plan=/nowhere.yaml"], ["/nowhere.yaml"]),
 ]
 
 
@@ -275,6 +263,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_under_torchrun_the_first_thing_on_the_screen_is_our_message_and_its_report_carries_it(tmp_path):
     result = run_command(2, "--config=llama_debug.yaml", "--train.stepz=3", f"--run.dir={tmp_path / 'run'}")
     assert result.returncode == 1, "torchrun's own exit code"

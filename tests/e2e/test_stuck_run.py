@@ -3,6 +3,7 @@ reason."""
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -27,11 +28,18 @@ from tests.support.run_faults import (
 STEP_S = 4
 
 
-@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_is_named_when_the_time_out_is_over(stopped, data, tmp_path):
+    """In real time. Before, all are stopped for longer than their timeout, and continue."""
     folder = tmp_path / "run"
     with started(2, folder, tiny(data, "--checkpoint.every=5", f"--run.timeouts.step_s={STEP_S}")) as launch:
-        wait_for_commit(launch, folder, 5)
+        wait_for_step(launch, folder, 3)
+        launch.send_signal(signal.SIGSTOP)
+        time.sleep(STEP_S + 4)
+        launch.send_signal(signal.SIGCONT)
+        wait_for_commit(launch, folder, max(steps_of(folder)) + 5)
         launch.ranks[stopped].send_signal(signal.SIGSTOP)
         wait(launch, lambda: "STUCK: " in launch.output())
         launch.ranks[1 - stopped].wait(LIMIT_S)
@@ -49,13 +57,13 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_
     folder = tmp_path / "run"
     arguments = tiny(data, "--checkpoint.every=10")
     with started(1, folder, arguments) as launch:
-        wait_for_step(launch, folder, 12)
+        wait_for_step(launch, folder, 2)
         second = run(1, *arguments, f"--run.dir={folder}")
         assert second.returncode == 2, second.stderr
         assert f"run.dir={folder} is in use by process {launch.ranks[0].pid}" in second.stderr
         assert "Traceback" not in second.stderr
         assert launch.running()
-        wait_for_step(launch, folder, max(steps_of(folder)) + 10)
+        wait_for_step(launch, folder, max(steps_of(folder)) + 2)
         launch.send_signal(signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 75
     steps = [row["step"] for row in rows(folder)]
@@ -65,6 +73,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_torchrun_restarts_a_run_whose_worker_was_killed_and_it_goes_on(data, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     saving = "--checkpoint.every=5"
@@ -84,6 +93,7 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_and_it_goes_on(data, tm
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(data, tmp_path):
     folder, arguments = (
         tmp_path / "run",

@@ -13,7 +13,7 @@ from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import Cluster, SearchResult, least_memory, search
+from meshwright.parallel.planner.search import Cluster, SearchResult, check_legal, least_memory, search
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -83,6 +83,13 @@ def search_plans(job: TrainingJob, world_size: int, cluster: Cluster) -> SearchR
     none."""
     model, shape = model_units(job.model), shape_on(job, world_size, cluster)
     return search(job.parallel, model, shape, cluster, partial(run_workload, job))
+
+
+def check_legal_plans(job: TrainingJob, world_size: int, kind: Hardware, per_node: int) -> None:
+    """Raise PlanError if the job has no legal plan. Takes no measurements: of a machine of this `kind` only
+    the kernels and dtypes count."""
+    shape = shape_on(job, world_size, Cluster(kind, per_node, 0))
+    check_legal(job.parallel, model_units(job.model), shape, per_node)
 
 
 def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len: int) -> SearchResult:

@@ -81,15 +81,18 @@ def _choose(
     job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str, console: Console
 ) -> RunPlan:
     """Let the planner choose on rank 0 and broadcast its choice, so that all ranks have the same plan. A
-    machine that no file describes, as a CPU, is measured first, by all ranks."""
+    machine that no file describes, as a CPU, is measured first, by all ranks, if there is a legal plan."""
 
     # late: large imports, rarely needed
-    from meshwright.parallel.planner.hardware import find_hardware
-    from meshwright.train.calibration.measure import measure_here
+    from meshwright.parallel.planner.hardware import find_hardware, load_hardware
+    from meshwright.train.calibration.measure import FALLBACK, measure_here
     from meshwright.train.planning.auto import choose_for_device
+    from meshwright.train.planning.predict import check_legal_plans
 
     kind = find_hardware(device_name)
     if kind is None:
+        similar = load_hardware()[FALLBACK[device.type]]
+        check_legal_plans(job, ranks.world_size, similar, ranks.local_world_size)
         measured = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
         kind = measured.hardware
         console.print(f"planner: {measured.line}")

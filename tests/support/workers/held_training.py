@@ -1,8 +1,9 @@
 """train.main on ranks whose main thread is held at a step: `WAY RANKS STEP ARGUMENTS of train.main`.
 
 The ways, on the RANKS (such as 0,2): device (it never returns, as from a collective on a GPU whose peer is
-dead; the other ranks wait for a signal), error (it raises DataError; the other ranks are held), and a number
-(of seconds that a compiler takes).
+dead; the other ranks wait for a signal), error (it raises DataError; the other ranks are held), stuck (it
+never returns, and its section is made older than its timeout), and a number (of seconds that a compiler
+takes). In the first two, a rank that has lost another ends sooner than by default.
 """
 
 import sys
@@ -13,11 +14,20 @@ from typing import Any
 import meshwright.train.loop
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.errors import DataError
+from meshwright.train.fault_tolerance import shutdown, supervision
 from meshwright.train.main import main
 from meshwright.train.step import StepResult, train_step
+from tests.support.aged_watchdog import AgedWatchdog
 
 WAY, RANKS, STEP = sys.argv[1], set(map(int, sys.argv[2].split(","))), int(sys.argv[3])
+watchdogs = list[AgedWatchdog]()
 steps = 0
+
+
+def aged_watchdog(*arguments: Any) -> AgedWatchdog:
+    """Make the run's watchdog one whose section can be made older."""
+    watchdogs.append(AgedWatchdog(*arguments))
+    return watchdogs[-1]
 
 
 def held_step(*arguments: Any) -> StepResult:
@@ -28,13 +38,19 @@ def held_step(*arguments: Any) -> StepResult:
         meant = read_rank_info().rank in RANKS
         if WAY == "error" and meant:
             raise DataError("a file of the data is gone")
-        if WAY in ("error", "device"):
+        if WAY == "stuck" and meant:
+            watchdogs[0].age(1e6)
+        if WAY in ("error", "device") or (WAY == "stuck" and meant):
             threading.Event().wait()
-        elif meant:
+        elif meant and WAY != "stuck":
             time.sleep(float(WAY))
     return train_step(*arguments)
 
 
 if __name__ == "__main__":
     meshwright.train.loop.train_step = held_step  # type: ignore[attr-defined]
+    if WAY in ("device", "error"):
+        shutdown.LOST_S = 0.5
+    if WAY == "stuck":
+        supervision.Watchdog = aged_watchdog  # type: ignore[assignment,misc]
     main(sys.argv[4:])

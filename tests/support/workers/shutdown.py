@@ -1,6 +1,7 @@
 """One rank of a run without a model: steps that sleep, and the agreement to stop. Each rank logs to a
 file."""
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -24,7 +25,8 @@ FOR_EVER_S = 600
 
 @dataclass(frozen=True)
 class Scene:
-    """The scenario: the kind of `trouble`, its rank, and the time limits."""
+    """The scenario: the kind of `trouble`, its rank, and the time limits, of which `exit_s`, `lost_s` and
+    `close_s` stand for constants of the shutdown."""
 
     folder: Path
     ranks: int
@@ -32,7 +34,7 @@ class Scene:
     max_hours: float = 0.0
     trouble: str = ""
     rank_in_trouble: int = 0
-    last_words_s: float = shutdown_module.EXIT_S
+    exit_s: float = shutdown_module.EXIT_S
     lost_s: float = shutdown_module.LOST_S
     close_s: float = shutdown_module.CLOSE_S
 
@@ -40,6 +42,7 @@ class Scene:
 def play(scene: Scene, rank: int) -> None:
     """Run one rank of the scenario."""
     log = Log(scene.folder / f"{rank}.log")
+    (scene.folder / f"{rank}.pid").write_text(str(os.getpid()))
 
     def on_end(reason: str) -> None:
         log(f"ends: {reason}")
@@ -49,7 +52,7 @@ def play(scene: Scene, rank: int) -> None:
     def on_lost(lost: LostPeer) -> None:
         log(f"lost: {lost.text}, found {lost.found}{', by a signal' * lost.by_signal}")
 
-    shutdown_module.EXIT_S, shutdown_module.LOST_S = scene.last_words_s, scene.lost_s
+    shutdown_module.EXIT_S, shutdown_module.LOST_S = scene.exit_s, scene.lost_s
     shutdown_module.CLOSE_S = scene.close_s
     config = RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours)
     shutdown = GracefulShutdown(config, on_end, on_lost)
@@ -78,10 +81,20 @@ def play(scene: Scene, rank: int) -> None:
             ctypes.PyDLL(None).sleep(FOR_EVER_S)
         time.sleep(FOR_EVER_S)
     if scene.trouble == "last rows" and rank == 0:
+        for peer in range(1, scene.ranks):
+            wait_for_end_of(scene.folder / f"{peer}.pid")
         time.sleep(10 * scene.lost_s)
     log(f"stopped at {step}: {shutdown.reason}, failed {shutdown.failed}")
     shutdown.close()
     dist.destroy_process_group()
+
+
+def wait_for_end_of(pid_file: Path) -> None:
+    """Wait until the process whose number is in the file has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(int(pid_file.read_text()), 0)
+            time.sleep(0.01)
 
 
 def take_step(scene: Scene, shutdown: GracefulShutdown, rank: int, step: int) -> None:

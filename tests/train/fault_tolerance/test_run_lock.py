@@ -1,12 +1,15 @@
 """The lock of a run's folder, between real processes, some of which are killed."""
 
+import ctypes
+import errno
 import json
 import os
 import platform
 import signal
 import socket
-import subprocess
+import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,130 +19,154 @@ import torch.distributed as dist
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import NOTE, lock_folder, make_run_folder
-from tests.support.launch import ROOT
-from tests.support.worlds import run_ranks
+from tests.support.forks import Fork, fork
+from tests.support.worlds import LIMIT_S, run_ranks
 
-HOLDER = """
-import os, sys
-from pathlib import Path
-from meshwright.train.errors import LockError
-from meshwright.train.fault_tolerance.run_lock import lock_folder
-sys.stdin.readline()
-try:
-    lock = lock_folder(Path(sys.argv[1]))
-    print("have", lock.warning, flush=True)
-except LockError as error:
-    print("LockError", error, flush=True)
-AND_THEN
-sys.stdin.readline()
-lock.release()
-"""
+HOST = socket.gethostname()
 
-# After the lock is taken: a child that runs until SIGTERM, and then ends like any Python program.
-FORKS = """
-import signal, threading, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-if child := os.fork():
-    def wait():
-        print("child ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    threading.Thread(target=wait, daemon=True).start()
-else:
-    print(os.getpid(), flush=True)  # from here on it handles signals
-    while True:
-        time.sleep(0.1)
-"""
 
-# A kernel filter (seccomp(2)) that makes flock return ENOLCK, as file systems without locks do.
-NO_FLOCK = """
-import ctypes, errno, platform, struct
-number = {"x86_64": 73, "aarch64": 32}[platform.machine()]
-code = b"".join(struct.pack("HBBI", *step) for step in [
-    (0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.ENOLCK), (0x06, 0, 0, 0x7FFF0000)])
-class Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
-prctl = ctypes.CDLL(None).prctl
-prctl.argtypes = [ctypes.c_int] + [ctypes.c_void_p] * 4
-if prctl(38, 1, None, None, None) or prctl(22, 2, ctypes.cast(ctypes.byref(Program(4, code)), ctypes.c_void_p), None, None):
-    print("no filter", flush=True)
-"""  # noqa: E501
-Start = Callable[..., subprocess.Popen]
+def wait_for(path: Path) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline_s, path
+        time.sleep(0.005)
+
+
+def hold(folder: Path, orders: Path, way: str) -> None:
+    """Take the lock on the order to take it, report in the file "result", and release it on the next order.
+
+    `way`: "plain", "forks" (with a child that ends on SIGTERM) or "no flock".
+    """
+    if way == "no flock":
+        forbid_flock()
+    wait_for(orders / "take")
+    try:
+        lock = lock_folder(folder)
+        result = f"have {lock.warning}"
+    except LockError as error:
+        result = f"LockError {error}"
+    if way == "forks":
+        result += f"\n{start_child(orders)}"
+    (orders / "writing").write_text(result)
+    (orders / "writing").rename(orders / "result")
+    wait_for(orders / "release")
+    lock.release()
+
+
+def start_child(orders: Path) -> int:
+    """Fork a child that runs until SIGTERM and then ends like any Python program; return its process id."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        (orders / "child").touch()
+        while True:
+            signal.pause()
+    wait_for(orders / "child")
+    return child
+
+
+def forbid_flock() -> None:
+    """Make flock return ENOLCK in this thread, as file systems without locks do: a kernel filter
+    (seccomp(2))."""
+    number = {"x86_64": 73, "aarch64": 32}[platform.machine()]
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.ENOLCK)]
+    code = b"".join(struct.pack("HBBI", *step) for step in [*steps, (0x06, 0, 0, 0x7FFF0000)])
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+
+    prctl, program = ctypes.CDLL(None).prctl, ctypes.byref(Program(4, code))
+    prctl.argtypes = [ctypes.c_int] + [ctypes.c_void_p] * 4
+    assert prctl(38, 1, None, None, None) == 0
+    assert prctl(22, 2, ctypes.cast(program, ctypes.c_void_p), None, None) == 0, "no filters here"
+
+
+class Holder:
+    """A process that takes and releases the lock on orders."""
+
+    def __init__(self, folder: Path, orders: Path, way: str) -> None:
+        orders.mkdir()
+        self.orders = orders
+        self.process: Fork = fork(hold, folder, orders, way, output=orders / "output")
+        self.pid = self.process.pid
+
+    def result(self) -> str:
+        """What the process reported when it tried to take the lock."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not (self.orders / "result").exists():
+            if self.process.poll() is not None and "no filters here" in (self.orders / "output").read_text():
+                pytest.skip("this kernel or container allows no seccomp filters")
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+        return (self.orders / "result").read_text()
+
+    def take(self) -> str:
+        (self.orders / "take").touch()
+        return self.result()
+
+    def release(self) -> None:
+        (self.orders / "release").touch()
+        assert self.process.wait(LIMIT_S) == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+
+
+Start = Callable[..., Holder]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a process that takes the lock of tmp_path when it reads a line, and releases it at the next
-    line."""
-    everyone = []
+def folder(tmp_path: Path) -> Path:
+    """The locked folder."""
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
 
-    def start_holder(before: str = "", and_then: str = "") -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, "-c", before + HOLDER.replace("AND_THEN", and_then), str(tmp_path)],
-            cwd=ROOT,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        everyone.append(process)
-        return process
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Start a process that may take the lock of `folder`."""
+    everyone = list[Holder]()
+
+    def start_holder(way: str = "plain") -> Holder:
+        everyone.append(Holder(folder, folder.parent / f"holder-{len(everyone)}", way))
+        return everyone[-1]
 
     yield start_holder
-    for process in everyone:
-        process.kill()
-        process.communicate()
-
-
-def go_on(process: subprocess.Popen) -> None:
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def take(process: subprocess.Popen) -> str:
-    go_on(process)
-    line = process.stdout.readline().strip()
-    if line == "no filter":
-        pytest.skip("this kernel or container allows no seccomp filters")
-    return line
-
-
-def release(process: subprocess.Popen) -> None:
-    go_on(process)
-    assert process.wait(60) == 0
+    for holder in everyone:
+        holder.kill()
 
 
 def write_lock(folder: Path, **holder) -> None:
     (folder / NOTE).write_text(json.dumps(holder))
 
 
-def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: Start, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: Start, folder: Path) -> None:
     holder = start()
-    assert take(holder) == "have"
+    assert holder.take() == "have "
     with pytest.raises(LockError) as taken:
-        lock_folder(tmp_path)
-    for fact in (
-        f"run.dir={tmp_path}",
-        f"process {holder.pid}",
-        f"host {socket.gethostname()}",
-        "use another run.dir",
-    ):
+        lock_folder(folder)
+    for fact in (f"run.dir={folder}", f"process {holder.pid}", f"host {HOST}", "use another run.dir"):
         assert fact in str(taken.value)
-    release(holder)
-    lock = lock_folder(tmp_path)
+    with pytest.raises(LockError):
+        lock_folder(folder, wait_s=0.1)
+    (holder.orders / "release").touch()
+    lock = lock_folder(folder, wait_s=LIMIT_S)  # waits for a run that ends
     assert lock.warning == ""
     lock.release()
     lock.release()  # a second time does nothing
-    assert not (tmp_path / NOTE).exists()
+    assert not (folder / NOTE).exists()
 
 
-def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, folder: Path) -> None:
     holder = start()
-    take(holder)
+    holder.take()
     holder.kill()
-    holder.wait()
-    lock = lock_folder(tmp_path)
-    assert f"(process {holder.pid} on host {socket.gethostname()}, since 20" in lock.warning
+    lock = lock_folder(folder)
+    assert f"(process {holder.pid} on host {HOST}, since 20" in lock.warning
     assert "stale lock" in lock.warning
     lock.release()
-    again = lock_folder(tmp_path)
+    again = lock_folder(folder)
     assert again.warning == ""
     again.release()
 
@@ -147,31 +174,12 @@ def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, tmp_pa
 def test_one_of_many_that_race_gets_it(start: Start) -> None:
     racers = [start() for _ in range(6)]
     for racer in racers:
-        go_on(racer)
-    results = [racer.stdout.readline().split()[0] for racer in racers]
-    assert sorted(results) == ["LockError"] * 5 + ["have"]
-
-
-def test_waiting_for_a_run_that_ends(start: Start, tmp_path: Path) -> None:
-    holder = start()
-    take(holder)
-    with pytest.raises(LockError):
-        lock_folder(tmp_path, wait_s=0.3)
-    go_on(holder)
-    lock_folder(tmp_path, wait_s=60).release()
+        (racer.orders / "take").touch()
+    assert sorted(racer.result().split()[0] for racer in racers) == ["LockError"] * 5 + ["have"]
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff",
-        b"[]",
-        b"{}",
-        b"x" * 100_000,
-        b"[" * 4000,
-        b'{"host": 1, "pid": "a", "since": [], "started": null}',
-    ],
+    "content", [b"", b"\xff", b"[]", b"{}", b"x" * 100_000, b"[" * 4000, b'{"host": 1, "pid": "a"}']
 )
 def test_a_file_with_anything_in_it_is_no_obstacle(content: bytes, tmp_path: Path) -> None:
     for name in (".lock", NOTE):
@@ -182,103 +190,81 @@ def test_a_file_with_anything_in_it_is_no_obstacle(content: bytes, tmp_path: Pat
     lock.release()
 
 
-def test_a_folder_that_takes_no_file_is_said_to_be_unprotected(tmp_path: Path) -> None:
-    (tmp_path / ".lock").mkdir()
-    assert "cannot be opened" in lock_folder(tmp_path).warning
-    lock_folder(tmp_path).release()
-
-
-def test_a_link_or_a_pipe_in_the_file_s_place_is_left_alone(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
+def test_a_folder_that_takes_no_lock_is_said_to_be_unprotected(tmp_path: Path) -> None:
+    """A folder, a link or a pipe in the place of the file is left alone, and so is what a link names."""
+    victim, lock = tmp_path / "victim", tmp_path / ".lock"
     victim.write_text("precious")
-    (tmp_path / ".lock").symlink_to(victim)
+    lock.mkdir()
     assert "cannot be opened" in lock_folder(tmp_path).warning
-    assert victim.read_text() == "precious"
-    (tmp_path / ".lock").unlink()
-    os.mkfifo(tmp_path / ".lock")
+    lock.rmdir()
+    lock.symlink_to(victim)
+    assert "cannot be opened" in lock_folder(tmp_path).warning
+    lock.unlink()
+    os.mkfifo(lock)
     assert "is not a file" in lock_folder(tmp_path).warning
-
-
-def test_a_note_that_is_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
+    lock.unlink()
     (tmp_path / NOTE).symlink_to(victim)
     lock_folder(tmp_path).release()
     assert victim.read_text() == "precious"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_said_to_be_unprotected(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert "cannot be opened (Permission denied)" in lock_folder(tmp_path).warning
-    tmp_path.chmod(0o700)
-
-
-class TestForks:
-    """A forked process inherits its parent's open files, and may outlive it."""
-
-    def test_one_that_outlives_its_killed_parent_does_not_keep_the_lock(
-        self, start: Start, tmp_path: Path
-    ) -> None:
-        holder = start(and_then=FORKS)
-        assert take(holder) == "have"
-        child = int(holder.stdout.readline())
-        try:
-            with pytest.raises(LockError):
-                lock_folder(tmp_path)
-            holder.kill()
-            holder.wait()
-            lock = lock_folder(tmp_path)
-            assert f"process {holder.pid} on host" in lock.warning
-            os.kill(child, 0)  # it is alive
-            lock.release()
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-    def test_one_that_ends_does_not_let_go_for_its_parent(self, start: Start, tmp_path: Path) -> None:
-        holder = start(and_then=FORKS)
-        take(holder)
-        child = int(holder.stdout.readline())
-        os.kill(child, signal.SIGTERM)
-        assert holder.stdout.readline().strip() == "child ended 3"
+def test_a_fork_that_outlives_its_killed_parent_does_not_keep_the_lock(start: Start, folder: Path) -> None:
+    """A forked process inherits its parent's open files."""
+    holder = start("forks")
+    child = int(holder.take().splitlines()[1])
+    try:
         with pytest.raises(LockError):
-            lock_folder(tmp_path)
-        release(holder)
-        assert lock_folder(tmp_path).warning == ""
+            lock_folder(folder)
+        holder.kill()
+        lock = lock_folder(folder)
+        assert f"process {holder.pid} on host" in lock.warning
+        os.kill(child, 0)  # it is alive
+        lock.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.skipif(
+def test_a_fork_that_ends_does_not_let_go_for_its_parent(start: Start, folder: Path) -> None:
+    holder = start("forks")
+    child = int(holder.take().splitlines()[1])
+    os.kill(child, signal.SIGTERM)
+    stat, deadline_s = Path(f"/proc/{child}/stat"), time.monotonic() + LIMIT_S
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":  # its parent does not wait for it
+        assert time.monotonic() < deadline_s
+    with pytest.raises(LockError):
+        lock_folder(folder)
+    holder.release()
+    assert lock_folder(folder).warning == ""
+
+
+needs_seccomp = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux", reason="seccomp is Linux's"
 )
-class TestWithoutLocks:
+
+
+@needs_seccomp
+def test_without_locks_a_living_process_holds_it_and_a_dead_or_clean_one_does_not(start: Start) -> None:
     """On a file system without locks, host and process number decide."""
+    first, second, third, fourth = (start("no flock") for _ in range(4))
+    assert first.take() == "have "
+    assert f"in use by process {first.pid}" in second.take()
+    first.kill()
+    assert f"(process {first.pid} on host" in third.take()
+    third.release()
+    assert fourth.take() == "have "
 
-    def test_a_living_process_holds_it_and_a_dead_one_does_not(self, start: Start) -> None:
-        first, second, third = (start(NO_FLOCK) for _ in range(3))
-        assert take(first) == "have"
-        assert f"in use by process {first.pid}" in take(second)
-        first.kill()
-        first.wait()
-        assert f"(process {first.pid} on host" in take(third)
 
-    def test_a_clean_end_lets_go(self, start: Start) -> None:
-        first, second = start(NO_FLOCK), start(NO_FLOCK)
-        take(first)
-        release(first)
-        assert take(second) == "have"
-
-    def test_another_process_with_the_same_number_is_not_the_holder(
-        self, start: Start, tmp_path: Path
-    ) -> None:
-        write_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), since="2026-01-01", started=1)
-        assert "stale lock" in take(start(NO_FLOCK))
-
-    def test_of_another_host_it_cannot_be_told(self, start: Start, tmp_path: Path) -> None:
-        write_lock(tmp_path, host="elsewhere\n\x1b[2J", pid=7, since="2026-01-01", started=1)
-        message = take(start(NO_FLOCK))
-        assert "in use by process 7 on host elsewhere" in message
-        assert f"remove {tmp_path}/{NOTE}" in message
-        assert "\x1b" not in message
+@needs_seccomp
+def test_without_locks_another_process_with_the_same_number_is_not_the_holder_but_one_of_another_host_may_be(
+    start: Start, folder: Path
+) -> None:
+    write_lock(folder, host=HOST, pid=os.getpid(), since="2026-01-01", started=1)
+    assert "stale lock" in start("no flock").take()
+    write_lock(folder, host="elsewhere\n\x1b[2J", pid=7, since="2026-01-01", started=1)
+    message = start("no flock").take()
+    assert "in use by process 7 on host elsewhere" in message
+    assert f"remove {folder}/{NOTE}" in message
+    assert "\x1b" not in message
 
 
 def make_own(folders: list[str]) -> str:

@@ -4,10 +4,8 @@ import dataclasses
 import math
 import re
 import shutil
-import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,10 +21,8 @@ from meshwright.train.fault_tolerance.watchdog import KEYS, Section
 from tests.support.aged_watchdog import AgedWatchdog
 from tests.support.forks import run_module
 from tests.support.launch import run
-from tests.support.worlds import Keeper, forked, launcher_store, run_ranks
+from tests.support.worlds import LIMIT_S, Keeper, forked, launcher_store, run_ranks
 
-# the message comes within 5 s on a quiet machine; collectives would wait for half an hour
-TIMEOUT_S, PROMPT_S = 3, 45
 WORKER = "tests.support.workers.watchdog"
 AT = r"tests/support/workers/watchdog.py:\d+"
 
@@ -39,17 +35,12 @@ class Outcome:
     codes: list[int | None]
     errors: list[str]
     output: list[str]
-    stuck_at: float
 
     @property
     def message(self) -> str:
         """The diagnosis, which only one rank may print."""
         (message,) = [error for error in self.errors if "STUCK" in error]
         return message
-
-    def seconds_to_message(self, rank: int) -> float:
-        """Seconds from the fault until the message was printed."""
-        return (self.folder / f"on_stuck_{rank}.txt").stat().st_mtime - self.stuck_at
 
 
 @contextmanager
@@ -70,7 +61,7 @@ class Job:
     way: str
     world_size: int
     stuck_rank: int = -1
-    keeper: Keeper = launcher_store
+    keeper: Keeper = store_of_rank_0
     started: int = 0
 
     def __post_init__(self) -> None:
@@ -105,75 +96,55 @@ class Job:
         return self._outcome()
 
     def _outcome(self) -> Outcome:
-        """Kill the ranks that do not end."""
+        """Kill the rank that has stopped."""
         with self._ended:
             for rank, process in enumerate(self.ranks):
-                if self.way != "stop" or rank != self.stuck_rank:
-                    process.wait(120)
+                if not self.way.startswith("stop") or rank != self.stuck_rank:
+                    process.wait(LIMIT_S)
             codes = [process.poll() for process in self.ranks]
         errors, output = (
             [(self.folder / f"{rank}.{kind}").read_text() for rank in range(len(codes))]
             for kind in ("err", "out")
         )
-        times = [float(time_s) for out in output for time_s in re.findall(r"stuck at ([\d.]+)", out)]
-        return Outcome(self.folder, codes, errors, output, max(times, default=math.nan))
+        return Outcome(self.folder, codes, errors, output)
 
 
 def run_as_under_torchrun(folder: Path, way: str, stuck_rank: int) -> Outcome:
     folder.mkdir()
     result = run(2, way, str(folder), str(stuck_rank), module=WORKER)
-    return Outcome(folder, [result.returncode], [result.stderr], [result.stdout], math.nan)
-
-
-def suspend(job: Job) -> None:
-    """Stop a process for longer than its timeout of 5.5 s, as Ctrl-Z or a batch system does, then continue
-    it."""
-    output, deadline_s = job.folder / "0.out", time.monotonic() + 60
-    while (not output.exists() or "stuck at" not in output.read_text()) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    job.ranks[0].send_signal(signal.SIGSTOP)
-    time.sleep(7)
-    job.ranks[0].send_signal(signal.SIGCONT)
+    return Outcome(folder, [result.returncode], [result.stderr], [result.stdout])
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """All jobs in parallel: they mostly sleep."""
+    """All jobs in parallel: they mostly wait."""
     folder = tmp_path_factory.mktemp("watchdog")
     jobs = {
-        "stopped": Job(folder / "stopped", "stop", 3, 2, store_of_rank_0),
-        "store stopped": Job(folder / "store_stopped", "stop", 2, 0, store_of_rank_0),
-        "asleep": Job(folder / "asleep", "asleep", 2, 1, store_of_rank_0),
-        "behind": Job(folder / "behind", "behind", 2, 0, store_of_rank_0),
-        "ended": Job(folder / "ended", "ended", 2, 1, store_of_rank_0),
-        "slow": Job(folder / "slow", "slow", 2),
-        "alone": Job(folder / "alone", "alone", 2, started=1),
-        "suspended": Job(folder / "suspended", "brief", 1),
+        "stopped": Job(folder / "stopped", "stop", 3, 2),
+        "store stopped": Job(folder / "store_stopped", "stop the store", 2, 0),
+        "asleep": Job(folder / "asleep", "asleep", 2, 1),
+        "behind": Job(folder / "behind", "behind", 2, 0),
+        "ended": Job(folder / "ended", "ended", 2, 1),
+        "slow": Job(folder / "slow", "slow", 2, keeper=launcher_store),
+        "alone": Job(folder / "alone", "alone", 2, keeper=launcher_store, started=1),
     }
-    suspend(jobs["suspended"])
     torchrun = run_as_under_torchrun(folder / "torchrun", "desync", 1)
     return {"torchrun": torchrun, **{name: job.outcome() for name, job in jobs.items()}}
 
 
-# Real processes
-
-
-def test_a_stopped_rank_is_named_in_time(outcomes: dict[str, Outcome]) -> None:
+def test_a_stopped_rank_is_named(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["stopped"]
     first = outcome.message.splitlines()[0]
     assert re.match(
         r"STUCK: rank 2 does not answer .*no heartbeat for about \d+ s: process stopped or killed", first
     ), first
     assert re.search(rf"ranks 0-1: step 3 for \d+ s, in all_reduce called from {AT} reduce", outcome.message)
-    assert f"run.timeouts.step_s={TIMEOUT_S}" in outcome.message
+    assert "run.timeouts.step_s=3600" in outcome.message
     assert outcome.codes == [1, 1, None]
     (noted,) = outcome.folder.glob("on_stuck_*.txt")
     assert noted.read_text().strip() == outcome.message.strip()
-    assert outcome.seconds_to_message(int(noted.stem[-1])) < TIMEOUT_S + PROMPT_S
-    assert sorted(path.name for path in (outcome.folder / "stuck").iterdir()) == [
-        "rank-00000.txt",
-        "rank-00001.txt",
-    ]
+    stacks = sorted(path.name for path in (outcome.folder / "stuck").iterdir())
+    assert stacks == ["rank-00000.txt", "rank-00001.txt"]
 
 
 def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str, Outcome]) -> None:
@@ -182,7 +153,6 @@ def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str
     assert "it does not answer" in outcome.message
     assert re.search(r"rank 1: step 3 for \d+ s, in all_reduce called from", outcome.message)
     assert outcome.codes == [None, 1]
-    assert outcome.seconds_to_message(1) < TIMEOUT_S + PROMPT_S
 
 
 def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str, Outcome]) -> None:
@@ -222,20 +192,15 @@ def test_ranks_in_different_collectives_are_named_as_under_torchrun(outcomes: di
 def test_a_rank_in_an_earlier_section_is_named_even_where_no_folder_can_be_made(
     outcomes: dict[str, Outcome],
 ) -> None:
+    """That rank's own timeout is far away."""
     outcome = outcomes["behind"]
-    assert re.match(
-        rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, .*rank 1 waits in "
-        rf"all_reduce",
-        outcome.message,
-    )
-    assert re.search(
-        r"step 3 has taken \d+ s on rank 1 of 2, more than run.timeouts.step_s=3", outcome.message
-    )
-    assert re.search(
-        r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)",
-        outcome.message,
-    )
-    assert outcome.codes == [1, 1]  # rank 0's own timeout was far away
+    behind = rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, .*rank 1 waits in "
+    assert re.match(f"{behind}all_reduce", outcome.message)
+    taken = r"step 3 has taken \d+ s on rank 1 of 2, more than run.timeouts.step_s=3600"
+    assert re.search(taken, outcome.message)
+    unwritten = r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)"
+    assert re.search(unwritten, outcome.message)
+    assert outcome.codes == [1, 1]
 
 
 def test_a_rank_that_ended_too_early_is_named(outcomes: dict[str, Outcome]) -> None:
@@ -256,38 +221,27 @@ def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcom
     assert re.match("STUCK: rank 0 of 2 .*: it has not joined the other processes", outcome.message)
     assert re.search(rf"set-up for \d+ s, in init_process_group called from {AT} main", outcome.message)
     assert "it waits for all 2 processes to join" in outcome.message
-    assert outcome.seconds_to_message(0) < TIMEOUT_S + PROMPT_S
     assert outcome.codes == [1]
 
 
-def outlast(watchdog: AgedWatchdog) -> None:
-    """Make the section old, and wait until the watchdog has checked it."""
-    watchdog.age(1000)
-    watchdog.wait_for_check()
+# One rank, whose watchdog would end the process
+
+
+def alone(timeouts: TimeoutConfig, messages: list[str]) -> AgedWatchdog:
+    return AgedWatchdog(timeouts, RankInfo(0, 1, 0, 1, False), messages.append)
 
 
 def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
     """Return the messages, and the threads that are left."""
     messages: list[str] = []
-    watchdog = AgedWatchdog(TimeoutConfig(setup_s=60, step_s=0), RankInfo(0, 1, 0, 1, False), messages.append)
+    watchdog = alone(TimeoutConfig(setup_s=60, step_s=0), messages)
     watchdog.connect()
     for section in ("data", "step"):  # data has no timeout by default
         watchdog.enter(section)  # type: ignore[arg-type]
-        outlast(watchdog)
+        watchdog.age(1000)
+        watchdog.wait_for_check()
     watchdog.close()
     return messages, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
-
-
-def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no_thread() -> None:
-    assert run_ranks(1, go_through_sections_without_a_time_out) == [([], [])]
-    assert tuple(KEYS) == get_args(Section)
-    assert [*KEYS.values()] == [field.name for field in dataclasses.fields(TimeoutConfig)]
-    with pytest.raises(ValueError, match=r"^timeouts\.data_s=-1 must lie between 0 and"):
-        check_bounds("timeouts", TimeoutConfig(data_s=-1))
-
-
-def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str, Outcome]) -> None:
-    assert (outcomes["suspended"].codes, outcomes["suspended"].errors) == ([0], [""])
 
 
 def go_on_while_looked_at() -> list[str]:
@@ -302,17 +256,35 @@ def go_on_while_looked_at() -> list[str]:
 
     watchdog = Late(TimeoutConfig(step_s=60), RankInfo(0, 1, 0, 1, False), messages.append)
     watchdog.enter("step", 1)
-    outlast(watchdog)
+    watchdog.age(1000)
+    watchdog.wait_for_check()
     assert looked.is_set()
     watchdog.close()
     return messages
 
 
-def test_a_main_thread_that_goes_on_meanwhile_is_not_stuck() -> None:
-    assert run_ranks(1, go_on_while_looked_at) == [[]]
+def go_on_after_a_stop() -> list[str]:
+    """Return the messages if the process is stopped for longer than its timeout, as by Ctrl-Z or a batch
+    system, and continues."""
+    messages = list[str]()
+    watchdog = alone(TimeoutConfig(step_s=60), messages)
+    watchdog.enter("step", 1)
+    watchdog.suspend(1000)
+    watchdog.wait_for_check()
+    watchdog.wait_for_check()
+    watchdog.close()
+    return messages
 
 
-# Bounds
+def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no_thread() -> None:
+    assert run_ranks(1, go_through_sections_without_a_time_out) == [([], [])]
+    assert tuple(KEYS) == get_args(Section)
+    assert [*KEYS.values()] == [field.name for field in dataclasses.fields(TimeoutConfig)]
+
+
+@pytest.mark.parametrize("goes_on", [go_on_while_looked_at, go_on_after_a_stop])
+def test_a_main_thread_that_goes_on_is_not_stuck(goes_on) -> None:
+    assert run_ranks(1, goes_on) == [[]]
 
 
 def test_bounds_hold_in_nested_sections() -> None:
@@ -322,7 +294,6 @@ def test_bounds_hold_in_nested_sections() -> None:
         grace_s: float = bounded(1.0, low=0)
 
     check_bounds("run", Outer(TimeoutConfig(step_s=0)))
-    with pytest.raises(ValueError, match=r"^run\.timeouts\.step_s=-1 must lie between 0 and"):
-        check_bounds("run", Outer(TimeoutConfig(step_s=-1)))
-    with pytest.raises(ValueError, match=r"^run\.timeouts\.setup_s=nan"):
-        check_bounds("run", Outer(TimeoutConfig(setup_s=math.nan)))
+    for key, value in (("data_s", -1), ("step_s", -1), ("setup_s", math.nan)):
+        with pytest.raises(ValueError, match=rf"^run\.timeouts\.{key}={value} must lie between 0 and"):
+            check_bounds("run", Outer(TimeoutConfig(**{key: value})))
