@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig as HfConfig
-from transformers import LlamaForCausalLM
 
 MAX_SEQ_LEN = 96
 ROPES: dict[str, dict[str, Any]] = {
@@ -32,7 +30,9 @@ def make_hf(
 ) -> Any:
     """A Llama with 4 query heads, `ratio` per key-value head, and weights large enough to show
     differences."""
-    config = HfConfig(
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
         **{
             "hidden_size": 4 * head_dim,
             "num_hidden_layers": 2,
