@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.tools.convert_hf import main as convert
@@ -43,6 +42,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 def make(family: str, seed: int = 0) -> Any:
     """A model of a family with values that no initialiser gives."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     kind, changes, _ = FAMILIES[family]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**HF_SIZES, **changes}))
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +74,10 @@ def round_trip(cases: dict[str, tuple[list[str], Path, Path]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_every_family_comes_and_goes_bitwise(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     models, cases = {}, {}
     for family, (_, _, mesh) in FAMILIES.items():
         models[family] = make(family)

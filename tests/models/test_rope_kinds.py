@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig as HfConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope import rope_frequencies, rope_tables
@@ -18,6 +16,9 @@ from meshwright.models.rope_scaling import RopeScaling
     "scaling", [RopeScaling("linear", 2.5), RopeScaling(), RopeScaling("llama3", 32.0, 2.0, 8.0, 512)]
 )
 def test_frequencies_are_those_of_transformers(scaling: RopeScaling, head_dim: int) -> None:
+    from transformers import LlamaConfig as HfConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope = {"rope_type": scaling.kind, "rope_theta": 500000.0, "factor": scaling.factor}
     if scaling.kind == "llama3":
         rope |= {
@@ -63,8 +64,5 @@ def test_what_cannot_be_is_refused(scaling: dict[str, Any], message: str) -> Non
 
 
 def test_linear_scaling_has_no_use_for_the_rest() -> None:
-    LlamaConfig(
-        rope_scaling=RopeScaling(
-            "linear", 2.0, low_freq_factor=0.0, high_freq_factor=0.0, original_max_seq_len=0
-        )
-    )
+    unused = {"low_freq_factor": 0.0, "high_freq_factor": 0.0, "original_max_seq_len": 0}
+    LlamaConfig(rope_scaling=RopeScaling("linear", 2.0, **unused))

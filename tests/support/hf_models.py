@@ -30,10 +30,9 @@ def make_hf(
 ) -> Any:
     """A Llama with 4 query heads, `ratio` per key-value head, and weights large enough to show
     differences."""
-    from transformers import LlamaConfig as HfConfig  # takes seconds
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = HfConfig(
+    config = LlamaConfig(
         **{
             "hidden_size": 4 * head_dim,
             "num_hidden_layers": 2,

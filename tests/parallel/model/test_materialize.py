@@ -1,5 +1,6 @@
 """Values of a sharded model: its own initialisers, the same on every mesh; or given tensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import meshwright as mw
 from meshwright.tools.bench.own_model.models import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
-from tests.support.own_models import EACH
 from tests.support.worlds import run_ranks
+
+EVERYDAY = [name for name in MODELS if not name.startswith("transformers'")] + ["transformers' Llama"]
 
 
 def shard(made: MADE, **keys: Any) -> mw.ShardedModel:
@@ -30,43 +32,68 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def materialized(name: str, keys: dict[str, Any]) -> dict[str, Tensor]:
-    sharded = shard(on_meta(MODELS[name]), **keys)
-    mw.materialize(sharded, seed=3)
-    return whole(sharded.model)
+def materialized(names: Sequence[str]) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """The values of each model on each mesh of these ranks."""
+    meshes: list[dict[str, Any]] = [{}, {"dp_replicate": 2}, {"tp": 2}] if dist.get_world_size() > 1 else [{}]
+    values = {}
+    for name in names:
+        for keys in meshes:
+            if "tp" not in keys or name not in WITHOUT_STYLES:
+                sharded = shard(on_meta(MODELS[name]), **keys)
+                mw.materialize(sharded, seed=3)
+                values[name, str(keys)] = whole(sharded.model)
+    return values
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_the_same_values_on_every_mesh(name: str) -> None:
-    (alone,) = run_ranks(1, materialized, name, {})
-    meshes: list[dict[str, Any]] = [{}, {"dp_replicate": 2}]
-    for keys in [*meshes, *([] if name in WITHOUT_STYLES else [{"tp": 2}])]:
-        for values in run_ranks(2, materialized, name, keys):
-            assert values.keys() == alone.keys()
-            assert all(torch.equal(values[key], alone[key]) for key in alone), keys
-    assert all(value.isfinite().all() for value in alone.values())
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(EVERYDAY, id="everyday"),
+        pytest.param(
+            [name for name in MODELS if name not in EVERYDAY],
+            marks=[pytest.mark.slow, pytest.mark.sampled(5)],
+            id="transformers",
+        ),
+    ],
+)
+def test_the_initialisers_of_the_modules_give_the_same_values_on_every_mesh(names: list[str]) -> None:
+    (alone,) = run_ranks(1, materialized, names)
+    for of_rank in run_ranks(2, materialized, names):
+        assert {name for name, _ in of_rank} == {*names}
+        for (name, keys), values in of_rank.items():
+            expected = alone[name, "{}"]
+            assert values.keys() == expected.keys()
+            assert all(torch.equal(values[key], expected[key]) for key in expected), (name, keys)
+    assert all(value.isfinite().all() for values in alone.values() for value in values.values())
+    if names == EVERYDAY:
+        check_encoder(alone["torch's TransformerEncoder", "{}"])
+        llama = alone["transformers' Llama", "{}"]
+        rope = next(value for name, value in llama.items() if name.endswith("rotary_emb.inv_freq"))
+        assert torch.equal(rope, hf_llama()[0].model.rotary_emb.inv_freq), "a buffer that no checkpoint has"
 
 
-def test_the_initialisers_are_those_of_the_modules() -> None:
-    (values,) = run_ranks(1, materialized, "torch's TransformerEncoder", {})
+def check_encoder(values: dict[str, Tensor]) -> None:
     attention = values["encoder.layers.0.self_attn.in_proj_weight"]
     bound = (6 / (32 + 96)) ** 0.5  # xavier_uniform of nn.MultiheadAttention
     assert 0.9 * bound < attention.abs().max() <= bound
     assert not values["encoder.layers.0.self_attn.out_proj.bias"].any(), "set by the module around it"
-    (llama,) = run_ranks(1, materialized, "transformers' Llama", {})
-    rope = next(value for name, value in llama.items() if name.endswith("rotary_emb.inv_freq"))
-    assert torch.equal(rope, hf_llama()[0].model.rotary_emb.inv_freq), "a buffer that no checkpoint has"
 
 
 class Forgotten(nn.Module):
+    """Has tied weights, and values only in constructors."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
         self.blocks = nn.ModuleList(Scaled() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return x
+        last: Tensor = self.last(x)
+        return last
 
 
 class Scaled(nn.Module):
@@ -82,20 +109,20 @@ class Scaled(nn.Module):
 
 
 def forget() -> str:
+    """The refusal of a value that no initialiser wrote; then rank 0 sends all values."""
     with torch.device("meta"):
         model = Forgotten()
     sharded = shard((model, (torch.zeros(2, 8),)))  # type: ignore[arg-type]
-    try:
+    with pytest.raises(mw.PlanError) as refused:
         mw.materialize(sharded, seed=0)
-    except mw.PlanError as error:
-        message = str(error)
     mw.load_weights(sharded, whole(Forgotten()) if dist.get_rank() == 0 else None, from_rank0=True)
+    assert model.first.weight is model.last.weight, "shared weights stay shared"
     values = whole(sharded.model)
     assert values["blocks.1.scale"].eq(1).all()
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, values)
     assert all(torch.equal(gathered[0][name], gathered[1][name]) for name in values)
-    return message
+    return str(refused.value)
 
 
 def test_a_value_that_nobody_wrote_is_refused_and_can_be_sent_from_rank_0() -> None:
@@ -104,40 +131,25 @@ def test_a_value_that_nobody_wrote_is_refused_and_can_be_sent_from_rank_0() -> N
         assert "load_weights" in message
 
 
-def loaded(change: str) -> str:
-    model, example = on_meta(encoder)
-    sharded = shard((model, example))
-    tensors = whole(encoder()[0])
-    if change == "missing":
-        del tensors["head.bias"]
-    elif change == "unknown":
-        tensors["head.bios"] = tensors["head.bias"]
-    elif change == "shape":
-        tensors["head.bias"] = torch.zeros(3)
-    try:
-        mw.load_weights(sharded, tensors)
-    except mw.PlanError as error:
-        return str(error)
-    assert all(torch.equal(value, tensors[name]) for name, value in whole(model).items())
-    return ""
+def load_each() -> list[str]:
+    """The refusals of tensors that are not those of the model; the right ones are loaded."""
+    sharded = shard(on_meta(encoder))
+    right = whole(encoder()[0])
+    bias = right["head.bias"]
+    rest = {name: tensor for name, tensor in right.items() if name != "head.bias"}
+    mw.load_weights(sharded, right)
+    assert all(torch.equal(value, right[name]) for name, value in whole(sharded.model).items())
+    refused = []
+    for wrong in (rest, {**rest, "head.bios": bias}, {**rest, "head.bias": torch.zeros(3)}):
+        with pytest.raises(mw.PlanError) as error:
+            mw.load_weights(sharded, wrong)
+        refused.append(str(error.value))
+    return refused
 
 
 def test_given_tensors_must_be_those_of_the_model() -> None:
-    results = {change: run_ranks(1, loaded, change)[0] for change in ("", "missing", "unknown", "shape")}
-    assert results == {
-        "": "",
-        "missing": "load_weights: there is no value for head.bias. Did you mean head.weight?",
-        "unknown": "load_weights: the model has no head.bios. Did you mean head.bias?",
-        "shape": "load_weights: head.bias has the shape (3,), but the model's is (96,)",
-    }
-
-
-def tied() -> bool:
-    sharded = shard(on_meta(hf_llama, tie_word_embeddings=True))
-    mw.materialize(sharded, seed=0)
-    model: Any = sharded.model
-    return model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_shared_weights_stay_shared() -> None:
-    assert run_ranks(2, tied) == [True, True]
+    assert run_ranks(1, load_each)[0] == [
+        "load_weights: there is no value for head.bias. Did you mean head.weight?",
+        "load_weights: the model has no head.bios. Did you mean head.bias?",
+        "load_weights: head.bias has the shape (3,), but the model's is (96,)",
+    ]
