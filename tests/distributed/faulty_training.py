@@ -21,7 +21,7 @@ from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 
-STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
+STEPS, FAULTY_STEP, FAULTY_RANK = 3, 2, 1
 Now = dict[str, int]
 
 
@@ -88,7 +88,6 @@ FAULTS: dict[str, Callable[[nn.Module, Now], None]] = {
     "inf_loss": inf_loss,
     "huge_gradient": huge_gradient,
     "nan_parameter": nan_parameter,
-    "none": lambda *_: None,
 }
 
 

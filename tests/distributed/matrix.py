@@ -1,6 +1,7 @@
 """The parity matrix: the factors of a run, the rules for legal combinations, and the cases that cover
 them."""
 
+import functools
 import os
 import random
 from collections.abc import Mapping
@@ -10,28 +11,32 @@ from typing import Any, TypeVar
 from tests.distributed.pairwise import Case, Rule, cover_pairs
 
 T = TypeVar("T")
-STEPS = 5  # including an evaluation, warm-up and an uneven last batch; enough to learn the data
-# Degrees up to 4 divide all sizes; 16 sequences are one per rank for 8 ranks with accumulation 2.
+STEPS = 3  # including an evaluation, warm-up and an uneven last batch; enough to learn the data
+LAYERS, SEQUENCES = 2, 32
+# Degrees up to 4 divide all sizes.
 SHAPE = [
     "--model.dim=32",
-    "--model.n_layers=3",
+    f"--model.n_layers={LAYERS}",
     "--model.n_heads=8",
     "--model.n_kv_heads=4",
     "--model.ffn_dim=64",
-    "--train.seq_len=32",
-    "--train.global_batch_size=16",
+    "--train.seq_len=16",
+    f"--train.global_batch_size={SEQUENCES}",
     "--train.eval_sequences=13",
-    "--optim.warmup_steps=2",
+    "--optim.warmup_steps=1",
     "--optim.lr=1e-2",
 ]
 # For inexact comparisons: the data is still learned, and no step is so large that it amplifies roundings.
-GENTLE = ["--optim.lr=5e-3", "--optim.warmup_steps=1"]
+GENTLE = ["--optim.lr=5e-3"]
 PARTS = {
     "all": ("embedding", "attention", "feed_forward", "head"),
     "attention": ("attention",),
     "ffn+head": ("feed_forward", "head"),
     "emb+att+head": ("embedding", "attention", "head"),
 }
+# Three kinds of blocks: frozen, with a frozen weight and an input that needs no gradient, and trained.
+FROZEN, FROZEN_LAYERS = "[tok_embeddings.*, layers.0.*, layers.1.attention.wq.*]", 3
+JOINED, JOINED_LAYERS = 10_000, 4  # a block has 9,280 parameters: two make a unit
 # The first value is the cheapest or simplest: it is used unless a pair needs another.
 FACTORS: dict[str, list[Any]] = {
     "ranks": [4, 2, 1, 8],
@@ -40,8 +45,8 @@ FACTORS: dict[str, list[Any]] = {
     "dp_replicate": [1, 2, 4],
     "cp": [1, 2, 4],
     "exchange": ["heads", "gather"],
-    "recompute": ["none", "full", "matmul", "half_matmul", "every:2", "budget"],
     "backend": ["eager", "aot_eager", "inductor"],
+    "recompute": ["none", "full", "matmul", "half_matmul", "every:2", "budget", "offload"],
     "reshard": [True, False, 2],
     "parts": list(PARTS),
     "tied": [False, True],
@@ -54,9 +59,15 @@ FACTORS: dict[str, list[Any]] = {
     "keep": [False, True],
     "documents": [False, True],
     "loss_chunk": [0, 64],
+    "fused": [False, True],
+    "cpu_offload": [False, True],
+    "frozen": [False, True],
+    "joined": [False, True],
 }
 RULES = [
     Rule(("ranks", "tp", "dp_shard", "dp_replicate", "cp"), lambda ranks, *degrees: ranks == prod(degrees)),
+    # Compilation takes most of the time, and is the same on more ranks.
+    Rule(("ranks", "backend"), lambda ranks, on: ranks <= {"eager": 8, "aot_eager": 4, "inductor": 2}[on]),
     # Without context parallelism nothing is exchanged; there are 4 key-value heads.
     Rule(("cp", "exchange"), lambda cp, exchange: cp > 1 or exchange == "heads"),
     Rule(("cp", "exchange", "tp"), lambda cp, exchange, tp: exchange == "gather" or cp * tp <= 4),
@@ -69,11 +80,6 @@ RULES = [
         ("reshard", "dp_shard", "cp", "tp"),
         lambda reshard, shard, cp, tp: isinstance(reshard, bool) or (shard * cp > reshard and tp == 1),
     ),
-    # at least one sequence per micro batch
-    Rule(
-        ("accumulation", "dp_shard", "dp_replicate"),
-        lambda micro_batches, *degrees: micro_batches * degrees[0] * degrees[1] <= 16,
-    ),
     # With one micro batch these have no effect.
     Rule(("accumulation", "reduce"), lambda micro_batches, reduce: micro_batches > 1 or reduce == "every"),
     Rule(("accumulation", "keep"), lambda micro_batches, keep: micro_batches > 1 or not keep),
@@ -82,60 +88,52 @@ RULES = [
     Rule(("tp", "sequence_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("tp", "loss_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("parts", "loss_parallel"), lambda parts, on: on or "head" in PARTS[parts]),
-    # gathered logits are computed without chunks
+    # Gathered logits are computed without chunks, and fewer tokens than a chunk have no effect.
     Rule(("loss_chunk", "loss_parallel"), lambda chunk, on: on or not chunk),
+    Rule(
+        ("loss_chunk", "accumulation", "dp_shard", "dp_replicate", "cp"),
+        lambda chunk, *divisors: not chunk or SEQUENCES * 16 // prod(divisors) > chunk,
+    ),
     Rule(
         ("parts", "tied"),
         lambda parts, tied: not tied or ("head" in PARTS[parts]) == ("embedding" in PARTS[parts]),
     ),
+    Rule(("frozen", "tied"), lambda frozen, tied: not (frozen and tied)),  # a frozen head
 ]
+PLAIN: Case = {name: values[0] for name, values in FACTORS.items()}
 
 
-def case(ranks: int, degrees: tuple[int, int, int], backend: str, recompute: str, **others: Any) -> Case:
+def case(ranks: int, degrees: tuple[int, int, int], **others: Any) -> Case:
     """Return a hand-written case: degrees are (dp_replicate, dp_shard, tp); other factors default to their
     first value."""
-    plain = {name: values[0] for name, values in FACTORS.items()}
     mesh = dict(zip(("dp_replicate", "dp_shard", "tp"), degrees, strict=True))
-    return {**plain, **mesh, "ranks": ranks, "backend": backend, "recompute": recompute, **others}
+    return {**PLAIN, **mesh, "ranks": ranks, **others}
 
 
-# Hand-written cases for every test run, except for inductor's: the most used ones, and those that found bugs.
-# Compilation takes most of the time, so few ranks compile: two for each axis, four for FSDP with tensor
-# parallelism; inductor, whose kernels other tests run too, once.
-FAST = [
-    case(1, (1, 1, 1), "aot_eager", "none"),
-    case(2, (1, 2, 1), "inductor", "budget", documents=True, loss_chunk=64),
-    case(2, (1, 2, 1), "eager", "every:2", forward_prefetch=2, backward_prefetch=2, accumulation=2),
-    case(2, (1, 2, 1), "eager", "full", accumulation=4, reduce="last", keep=True, documents=True),
-    case(
-        2,
-        (1, 1, 2),
-        "aot_eager",
-        "half_matmul",
-        tied=True,
-        sequence_parallel=False,
-        reshard=False,
-        loss_chunk=64,
-    ),
-    case(4, (1, 2, 2), "aot_eager", "full", accumulation=4, reduce="last", documents=True, loss_chunk=64),
-    case(4, (1, 2, 2), "eager", "none", loss_parallel=False, parts="ffn+head", forward_prefetch=0),
-    case(4, (1, 4, 1), "eager", "full", reshard=2, backward_prefetch=2),
-    case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2, documents=True),
-    case(4, (2, 2, 1), "eager", "every:2", tied=True, backward_prefetch=0, accumulation=4, keep=True),
-    case(8, (2, 2, 2), "eager", "none", loss_chunk=64),
-    case(2, (1, 1, 1), "aot_eager", "full", cp=2, documents=True),
-    case(2, (1, 1, 1), "aot_eager", "matmul", cp=2, exchange="gather", tied=True),
-    case(4, (1, 2, 1), "eager", "none", cp=2, accumulation=2, reduce="last", keep=True),
-    case(4, (1, 1, 1), "eager", "every:2", cp=4, exchange="gather", reshard=2, documents=True),
-    case(4, (1, 1, 2), "eager", "none", cp=2, exchange="gather", loss_chunk=64),
-    case(4, (1, 1, 2), "eager", "full", cp=2, accumulation=4, documents=True),
-    case(2, (1, 1, 1), "inductor", "none", cp=2, loss_chunk=64),
-    case(4, (1, 1, 2), "inductor", "full", cp=2, documents=True),
-    case(2, (1, 1, 1), "inductor", "full", cp=2, exchange="gather", documents=True),
-    case(4, (1, 2, 1), "inductor", "matmul", cp=2, exchange="gather", accumulation=2),
+# Hand-written cases for every test run: the most used pairs, and those that found bugs. Compilation takes
+# most of the time, so two ranks compile, each axis once.
+EVERYDAY = [
+    case(2, (1, 1, 2), backend="aot_eager", recompute="full", tied=True, loss_chunk=64, documents=True),
+    case(2, (1, 1, 1), backend="aot_eager", cp=2, exchange="gather", recompute="matmul", documents=True),
+    case(1, (1, 1, 1), backend="aot_eager", recompute="half_matmul", accumulation=2, fused=True),
+    case(2, (1, 2, 1), recompute="full", accumulation=4, reduce="last", keep=True, documents=True),
+    case(2, (1, 2, 1), joined=True, recompute="every:2", forward_prefetch=2, backward_prefetch=2),
+    case(2, (1, 1, 2), parts="attention", sequence_parallel=False, accumulation=2, forward_prefetch=2),
+    case(4, (1, 2, 2), frozen=True, recompute="full", accumulation=2, cpu_offload=True),
+    case(4, (1, 2, 2), loss_parallel=False, parts="ffn+head", recompute="offload", forward_prefetch=0),
+    case(4, (1, 1, 4), tied=True, sequence_parallel=False, recompute="matmul", parts="emb+att+head"),
+    case(4, (2, 2, 1), tied=True, accumulation=4, reduce="last", backward_prefetch=0, fused=True),
+    case(4, (1, 2, 1), cp=2, reshard=2, accumulation=2, keep=True, recompute="offload", documents=True),
+    case(4, (1, 1, 2), cp=2, exchange="gather", loss_chunk=64, fused=True, documents=True, reshard=False),
+    case(8, (2, 2, 2), loss_chunk=64),
 ]
-SLOW = cover_pairs(FACTORS, RULES, FAST)
-PARITY_PARTS = 16
+PARITY_PARTS = 24
+
+
+@functools.cache
+def slow_cases() -> list[Case]:
+    """Return the cases that with EVERYDAY contain every legal pair; it takes seconds."""
+    return cover_pairs(FACTORS, RULES, EVERYDAY)
 
 
 def sample(
@@ -152,67 +150,72 @@ def sample(
 
 
 def name(case: Case) -> str:
-    """Return the short, unique name of a case."""
+    """Return the name of a case: its ranks, its mesh, and the factors that do not have their first value."""
     mesh = "x".join(str(case[axis]) for axis in ("dp_replicate", "dp_shard", "tp"))
-    labels = [
-        str(case["ranks"]),
-        mesh,
-        case["backend"],
-        case["recompute"],
-        f"reshard:{str(case['reshard']).lower()}",
-        f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}",
-        f"accumulate:{case['accumulation']}",
-    ]
-    labels += [f"cp:{case['cp']}-{case['exchange']}"] * (case["cp"] > 1)
-    labels += ["reduce_last"] * (case["reduce"] == "last") + ["keep"] * case["keep"]
-    labels += ["chunked"] * bool(case["loss_chunk"])
-    labels += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
-    labels += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
+    labels = [str(case["ranks"]), mesh]
+    for factor, value in case.items():
+        if value is True or (value is False and PLAIN[factor] is True):
+            label = factor if value else f"no_{factor}"
+        else:
+            label = f"{factor}:{value}"
+        if factor not in ("ranks", "dp_replicate", "dp_shard", "tp") and value != PLAIN[factor]:
+            labels.append(label)
     return "-".join(labels)
 
 
 def arguments(case: Case) -> list[str]:
     """Return the case as config overrides."""
     recompute, backend = case["recompute"], case["backend"]
-    if recompute in ("none", "full", "budget"):
-        chosen = {"activation_checkpoint": recompute}
-    else:
-        chosen = {"activation_checkpoint": "selective", "selective_policy": recompute}
-    keys = (
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "loss_parallel",
-        "sequence_parallel",
-        "forward_prefetch",
-        "backward_prefetch",
+    same = (
+        *("dp_replicate", "dp_shard", "cp", "tp", "cpu_offload"),
+        *("loss_parallel", "sequence_parallel", "forward_prefetch", "backward_prefetch"),
     )
-    chosen |= {key: case[key] for key in keys}
-    chosen |= {"cp_exchange": case["exchange"]} if case["cp"] > 1 else {}
-    chosen |= {"reshard_after_forward": case["reshard"], "reshard_after_backward": not case["keep"]}
-    chosen |= {"reduce_gradients": f"{case['reduce']}_micro_batch", "loss_chunk_tokens": case["loss_chunk"]}
-    chosen |= {"tp_modules": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}
+    parallel = {key: case[key] for key in same} | {
+        "activation_checkpoint": "selective" if recompute in SELECTIVE else recompute,
+        "reshard_after_forward": case["reshard"],
+        "reshard_after_backward": not case["keep"],
+        "reduce_gradients": f"{case['reduce']}_micro_batch",
+        "loss_chunk_tokens": case["loss_chunk"],
+        "fused_projections": case["fused"],
+        "tp_modules": f"[{', '.join(PARTS[case['parts']])}]",
+        "compile.enabled": backend != "eager",
+    }
+    if recompute in SELECTIVE:
+        parallel["selective_policy"] = recompute
+    if case["cp"] > 1:
+        parallel["cp_exchange"] = case["exchange"]
+    if case["joined"]:
+        parallel["unit_min_params"] = JOINED
     if backend != "eager":
         partitions = recompute == "budget" and backend == "aot_eager"
-        chosen["compile.backend"] = "aot_eager_decomp_partition" if partitions else backend
-    data_parallel = case["dp_replicate"] * case["dp_shard"]
-    overrides = [f"--parallel.{key}={_text(value)}" for key, value in chosen.items()]
-    overrides.append(f"--train.micro_batch_size={16 // data_parallel // case['accumulation']}")
-    overrides += ["--model.n_layers=2"] * (case["ranks"] == 8)  # layers of eager tensor parallelism are slow
-    return (
-        overrides
-        + ["--model.tie_embeddings=true"] * case["tied"]
-        + ["--data.document_mask=true"] * case["documents"]
-    )
+        parallel["compile.backend"] = "aot_eager_decomp_partition" if partitions else backend
+    overrides = [f"--parallel.{key}={str(value).lower()}" for key, value in parallel.items()]
+    micro_batches = case["dp_replicate"] * case["dp_shard"] * case["accumulation"]
+    return [
+        *overrides,
+        f"--train.micro_batch_size={SEQUENCES // micro_batches}",
+        f"--model.n_layers={layers(case)}",
+        *["--model.tie_embeddings=true"] * case["tied"],
+        *["--data.document_mask=true"] * case["documents"],
+        *[f"--train.freeze={FROZEN}"] * case["frozen"],
+    ]
+
+
+SELECTIVE = ("matmul", "half_matmul", "every:2")
+
+
+def layers(case: Case) -> int:
+    """Return the number of layers that a case needs."""
+    return JOINED_LAYERS if case["joined"] else FROZEN_LAYERS if case["frozen"] else LAYERS
 
 
 def graphs(case: Case) -> int:
     """Return the number of compiled graphs of a case: one for each kind of block, one for the head."""
     if case["backend"] == "eager":
         return 0
-    return (2 if case["recompute"] == "every:2" else 1) + 1
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    kinds = set()
+    for block in range(layers(case)):
+        unit = block // 2 if case["joined"] else block
+        frozen = min(block, 2) if case["frozen"] else 2
+        kinds.add((frozen, case["recompute"] == "every:2" and unit % 2))
+    return len(kinds) + 1

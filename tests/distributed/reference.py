@@ -18,7 +18,7 @@ from meshwright.train.data.sample_order import sample_indices
 from meshwright.train.data.sequences import make_sequence_shape, read_batch
 from meshwright.train.optim.optimizer import learning_rate
 
-EVALUATE_AFTER = 3  # steps
+EVALUATE_AFTER = 2  # steps
 
 
 def pad_unevenly(tokens: Tensor, targets: Tensor) -> Tensor:

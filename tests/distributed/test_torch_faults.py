@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.support.worlds import RanksError, run_ranks
 
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, together="torch")]
 VERSION = ".".join(torch.__version__.split(".")[:2])
 only_2_13 = pytest.mark.skipif(
     VERSION != "2.13", reason=f"a bug of torch 2.13 (not of 2.11); installed: {VERSION}"
@@ -163,7 +164,6 @@ def test_a_compiled_block_with_dtensor_weights_cannot_recompute_torchs_attention
     assert eager["embedding.weight"] > 1
 
 
-@pytest.mark.slow
 def test_resharding_to_smaller_groups_beside_tp_hangs():
     """Workaround: such a plan is refused (tests/parallel/plan/test_make.py)."""
     if VERSION not in ("2.11", "2.12", "2.13"):

@@ -2,14 +2,14 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
@@ -19,6 +19,7 @@ import meshwright.models.llama
 import meshwright.parallel.tensor_parallel
 from meshwright.models.kernels.document_blocks import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
+from meshwright.train.config import Config
 from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.loader import TrainLoader
 from meshwright.train.data.sample_order import SampleOrder
@@ -33,9 +34,9 @@ from tests.support.sharded import build_sharded
 
 @dataclass(frozen=True)
 class Case:
-    """Config overrides, number of steps, and the name of a change (see `changed`)."""
+    """A config, the number of steps, and the name of a change (see `changed`)."""
 
-    arguments: Sequence[str]
+    config: Config
     steps: int
     change: str = ""
 
@@ -44,10 +45,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
+def train_case(config: Config, steps: int) -> dict[str, Any]:
     """Train as train.main does, recording results on every rank; the tests use rank 0's."""
-    run, device = build_sharded(arguments), torch.device("cpu")
-    config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
+    run, device = build_sharded(config), torch.device("cpu")
+    model, optimizer, group = run.model, run.optimizer, run.group
     weights = {name: full_tensor(p) for name, p in model.named_parameters()}
     shape, corpus = run.shape, load_corpus(config.data)
     sequences = make_sequence_shape(
@@ -95,6 +96,7 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
         "eval_loss": eval_loss,
         "breaks": dict(counters["graph_break"]),
         "tokens": _tokens_of_all(torch.stack(seen), shape.data_rank),
+        "drifted": _drifted(model),
     }
 
 
@@ -111,11 +113,35 @@ def _tokens_of_all(own: Tensor, data_rank: int) -> Tensor:
     return torch.cat([parts[rank] for rank in sorted(parts)], dim=1)
 
 
+def _drifted(model: nn.Module) -> list[str]:
+    """Return the parameters whose copies on several ranks are not bitwise equal."""
+    copies = {}
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            place = zip(p.device_mesh.get_coordinate() or (), p.placements, strict=True)
+            shard = tuple(index for index, placement in place if not placement.is_replicate())
+            copies[name, shard] = p.to_local().detach()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, copies)
+    first: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    drifted = set()
+    for of_rank in gathered:
+        for key, copy in of_rank.items():
+            if not torch.equal(first.setdefault(key, copy), copy):
+                drifted.add(key[0])
+    return sorted(drifted)
+
+
 @contextlib.contextmanager
 def changed(name: str) -> Iterator[None]:
     """Replace parts of the product's code: "async" returns results of collectives without waiting, as torch's
     styles do; "flex" uses FlexAttention, as on a GPU, instead of our CPU kernel (and disables torch's check
-    that refuses its backward on a CPU, where it works)."""
+    that refuses its backward on a CPU, where it works); "roundings" rounds gradients on the last rank as if
+    summed in another order, as attention on a GPU does."""
+    if name == "roundings":
+        with _other_roundings():
+            yield
+        return
     replaced: list[tuple[Any, str, Any]] = {
         "": [],
         "async": [(meshwright.parallel.tensor_parallel, "_wait", _functional_collectives._maybe_wrap_tensor)],
@@ -134,6 +160,21 @@ def changed(name: str) -> Iterator[None]:
             setattr(module, attribute, original)
 
 
+@contextlib.contextmanager
+def _other_roundings() -> Iterator[None]:
+    factor = 1 + 2**-22 if dist.get_rank() == dist.get_world_size() - 1 else 1.0
+
+    def hook(_module: nn.Module, _inputs: object, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: grad * factor)
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def train_cases(folder: Path, cases: Mapping[str, Case]) -> None:
     """Train each case; when all ranks have finished it, rank 0 saves its result to FOLDER/CASE.
 
@@ -144,7 +185,7 @@ def train_cases(folder: Path, cases: Mapping[str, Case]) -> None:
         counters.clear()
         torch.manual_seed(0)
         with changed(case.change):
-            result = train_case(case.arguments, case.steps)
+            result = train_case(case.config, case.steps)
         dist.barrier()
         if dist.get_rank() == 0:
             torch.save(result, folder / f"{name}.part")

@@ -39,9 +39,10 @@ class Sharded:
     group: dist.ProcessGroup
 
 
-def build_sharded(arguments: Sequence[str]) -> Sharded:
-    """Build the run of these config overrides on the ranks of the existing process group."""
-    config = parse_config(arguments)
+def build_sharded(overrides: Sequence[str] | Config) -> Sharded:
+    """Build the run of these config overrides, or of a parsed config, on the ranks of the existing process
+    group."""
+    config = overrides if isinstance(overrides, Config) else parse_config(overrides)
     plan = plan_run(config.job, dist.get_world_size())
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config.model, config.train, plan, mesh, config.run.seed)

@@ -45,7 +45,7 @@ def _band(name: str, loss: Tolerance, grad_norm: Tolerance) -> ToleranceBand:
 BITWISE = _band("bit for bit", Tolerance(0, 0), Tolerance(0, 0))
 # The tolerance of tests/distributed/test_parity.py: every mesh, at every step, against a single process.
 FLOAT32 = _band("within float32 re-ordering noise", Tolerance(0, 5e-5), Tolerance(1e-5, 0))
-# Loss: the tolerance for parameters and moments stored in bfloat16 (tests/distributed/test_bfloat16_state.py:
+# Loss: the tolerance for parameters and moments stored in bfloat16 (tests/distributed/test_parity.py:
 # 0.02 nats), which includes computing in it. Gradient norm: sqrt(2) times the effect of bfloat16 rounding on
 # it (2.9%, derived in test_parity.py).
 BFLOAT16 = _band("within bfloat16 rounding", Tolerance(0, 0.02), Tolerance(0.042, 0))
