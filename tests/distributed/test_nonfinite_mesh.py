@@ -105,7 +105,9 @@ def test_the_message_names_the_rank_and_the_module(name: str, seen: Seen) -> Non
         )
 
 
-@pytest.mark.parametrize(("name", "count"), [("accumulated", 1), ("fsdp x tp", 2), ("fsdp x tp, backward", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("accumulated", 1), ("fsdp x tp", 2), ("fsdp x tp, backward", 2)]
+)
 def test_the_sequences_that_are_named_are_those_the_rank_saw(
     name: str, count: int, seen: Seen, text: list[str]
 ) -> None:
