@@ -18,116 +18,46 @@ import yaml
 
 CANARY_MODULE = "meshwright_canary"  # importing it creates a file
 LIMIT_S = 30  # far more than a busy machine needs
-ODD: list[Any] = [
-    None,
-    True,
-    False,
+NUMBERS: list[Any] = [
     0,
     1,
     -1,
-    7,
     2**31,
-    2**62,
     2**63,
     2**64,
-    10**15,
     -(10**15),
     10**400,
     0.5,
     1e308,
-    -1e-320,
     float("nan"),
     float("inf"),
+]
+TEXTS: list[Any] = [
     "",
-    " ",
-    "x",
     "x" * 2000,
-    "0",
-    "1",
-    "-1",
     "1e9",
-    "9" * 300,
     "9" * 5000,
-    "auto",
-    "null",
     "../../etc/passwd",
-    "/etc/passwd",
     "/dev/zero",
-    "~",
     "~nobody-here/x",
-    "a\nb",
-    "\0",
-    "\x1b[31m",
-    "\u202e",
-    "\ud800",
-    "é" * 200,
-    "{}",
-    "*",
     "<<",
-    "=",
-    f"{CANARY_MODULE}.X",
-    "layers.[0-9999]",
-    "2001-13-45",
-    "1:1:1.5",
-    [],
-    {},
-    [1],
-    ["a", None],
-    {"a": 1},
-    {"": []},
-    {"class_path": f"{CANARY_MODULE}.X"},
 ]
-HAZARDS: list[Any] = [
-    f"{CANARY_MODULE}.X",
-    10**400,
-    2**63,
-    "a\nb",
-    "\x1b[31m",
-    "../other.safetensors",
-    "x" * 2000,
-    -1,
-    None,
-]
+SIGNS: list[Any] = ["a\nb", "\0", "\x1b[31m", "\u202e", "\ud800", "layers.[0-9999]", "2001-13-45", "1:1:1.5"]
+NESTED: list[Any] = [[], {}, ["a", None], {"": []}, {"class_path": f"{CANARY_MODULE}.X"}]
+ODD = [None, True, f"{CANARY_MODULE}.X", *NUMBERS, *TEXTS, *SIGNS, *NESTED]
 SNIPPETS = [
     b"!!python/object/apply:os.system ['touch CANARY']",
     b"!!python/name:os.system",
-    b"!!int ",
-    b"!!set ",
-    b"!!binary ",
-    b"! ",
-    b"&a ",
-    b"*a",
-    b"<<: ",
-    b"? ",
-    b"- ",
-    b"[",
-    b"{",
-    b"]",
-    b"}",
-    b"\0",
-    b"\x07",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\t",
-    b"\n---\n",
     b"9" * 100_000,
-    b"[" * 1000,
     b"[" * 100_000,
     b"{a: " * 300,
     b"1" + b":1" * 300 + b".5",
     b"0x" + b"f" * 300,
-    b"NaN",
-    b"1e999",
-    b"-0",
     "\u2028".encode(),
-    b"\xed\xa0\x80",
-    b'"',
-    b"'",
-    b"#",
-    b"%YAML 9.9\n",
-    b"=",
-    b"null",
-    b"\\u0000",
+    *b"!!int |!!set |!!binary |&a |*a|<<: |? |- |[|{|]|}|1e999|NaN|\\u0000|%YAML 9.9\n|\n---\n|#|\"|'".split(
+        b"|"
+    ),
+    *(b"\0", b"\x07", b"\t", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80"),
 ]
 
 
@@ -214,41 +144,15 @@ def _replace_number(rng: random.Random, content: bytes) -> bytes:
     """Replace a digit with another number."""
     places = [i for i, byte in enumerate(content[:20_000]) if 48 <= byte < 58]
     at = rng.choice(places or [0])
-    number = rng.choice(
-        (
-            b"0",
-            b"-1",
-            b"1e9",
-            b"999999999999999",
-            b"9" * 25,
-            b"9" * 5000,
-            b"1.5",
-            b"true",
-            b"1_0",
-            b"0o7",
-            b".inf",
-        )
-    )
+    number = rng.choice((b"-1", b"1e9", b"9" * 25, b"9" * 5000, b"1.5", b"true", b"1_0", b"0o7", b".inf"))
     return content[:at] + number + content[at + 1 :]
 
 
 def _replace_file(rng: random.Random, content: bytes) -> bytes:
     """Replace the content with another kind of file."""
-    return rng.choice(
-        (
-            b"",
-            b"\0" * 100,
-            pickle.dumps(_Commands()),
-            b"PK\x03\x04" + content,
-            content.decode("latin1").encode("utf-16"),
-            b"a: " + b"[" * 100_000,
-            b"- x\n" * 1000,
-            b'"x"',
-            b"3",
-            rng.randbytes(300),
-            content * 2,
-        )
-    )
+    pickled, deep = pickle.dumps(_Commands()), b"a: " + b"[" * 100_000
+    text = content.decode("latin1").encode("utf-16")
+    return rng.choice((b"", b"\0" * 100, pickled, b"PK\x03\x04" + content, text, deep, b"3", content * 2))
 
 
 def _change_value(rng: random.Random, content: bytes) -> bytes:
@@ -264,7 +168,7 @@ def _change_value(rng: random.Random, content: bytes) -> bytes:
     holder, key = rng.choice(places)
     kind = rng.randrange(6)
     if kind < 3:
-        holder[key] = rng.choice(rng.choice((ODD, HAZARDS)))
+        holder[key] = rng.choice(ODD)
     elif kind == 3:
         source, source_key = rng.choice(places)
         holder[key] = json.loads(json.dumps(source[source_key], default=str))

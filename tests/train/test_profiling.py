@@ -24,34 +24,26 @@ from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from tests.support.sharded import build_sharded
 
 UNITS = ["tok_embeddings", "layers.0", "layers.1", "head"]
-AOT = "--parallel.compile.backend=aot_eager"
-RUNS = {
-    "compiled": (2, [AOT, "--profile.all_ranks=true"]),
-    "eager-recomputed": (2, [*EAGER, "--parallel.activation_checkpoint=full"]),
-    "joined": (1, [*EAGER, "--parallel.unit_min_params=20000", "--train.freeze=[tok_embeddings.*]"]),
-}
+WINDOW = ["--train.steps=3", "--profile.start=2", "--profile.steps=2", "--metrics.every=1"]
+
+
+def profiled_run(processes: int, folder: Path, *keys: str) -> Path:
+    """Train two micro batches a step, of which steps 2 and 3 are profiled; return the profile's folder."""
+    batch = ["--train.micro_batch_size=1", f"--train.global_batch_size={2 * processes}"]
+    data = write_text(folder)
+    result = run(processes, *TINY, *data, *keys, *WINDOW, *batch, f"--run.dir={folder / 'run'}")
+    assert result.returncode == 0, result.stderr
+    profile = folder / "run" / "profile" / "step-00000002"
+    assert f"profile: {profile}" in result.stdout
+    assert [row["recompiles"] for step, row in read_metrics(folder / "run").items() if step] == [0] * 3
+    return profile
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
-def profiled_run(name: str, data: list[str], folder: Path) -> Path:
-    processes, keys = RUNS[name]
-    window = [
-        "--train.steps=4",
-        "--profile.start=2",
-        "--profile.steps=2",
-        "--metrics.every=1",
-        "--metrics.tensorboard=false",
-    ]
-    batch = ["--train.micro_batch_size=1", f"--train.global_batch_size={2 * processes}"]
-    result = run(processes, *TINY, *data, *keys, *window, *batch, f"--run.dir={folder}")
-    assert result.returncode == 0, result.stderr
-    assert f"profile: {folder / 'profile' / 'step-00000002'}" in result.stdout
-    assert [row["recompiles"] for step, row in read_metrics(folder).items() if step] == [0] * 4
-    return folder / "profile" / "step-00000002"
+def recomputed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The profile of an eager run that recomputes, on two ranks."""
+    keys = [*EAGER, "--parallel.activation_checkpoint=full", "--profile.all_ranks=true"]
+    return profiled_run(2, tmp_path_factory.mktemp("recomputed"), *keys)
 
 
 def annotations(trace: Path) -> list[dict]:
@@ -59,78 +51,52 @@ def annotations(trace: Path) -> list[dict]:
     return sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
 
 
-def test_every_rank_names_every_units_work_and_communication_also_compiled(
-    data: list[str], tmp_path: Path
-) -> None:
-    folder = profiled_run("compiled", data, tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "rank-0.compile.json",
-        "rank-0.json.gz",
-        "rank-1.compile.json",
-        "rank-1.json.gz",
-    ]
+def check_ranks(folder: Path) -> None:
+    """Every rank names every unit's work and communication."""
+    files = [f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("compile.json", "json.gz")]
+    assert sorted(path.name for path in folder.iterdir()) == files
     for rank in (0, 1):
         events = annotations(folder / f"rank-{rank}.json.gz")
         counts = Counter(event["name"] for event in events)
         assert [counts[f"ProfilerStep#{step}"] for step in (1, 2, 3, 4)] == [0, 1, 1, 0]
         for unit in UNITS:  # two steps of two micro batches
-            for name in (
-                f"{unit} forward",
-                f"{unit} backward",
-                f"FSDP::all_gather_copy_out ({unit})",
-                f"FSDP::post_backward_reduce ({unit})",
-            ):
-                assert counts[name] >= 4, name
             assert counts[f"{unit} forward"] == counts[f"{unit} backward"] == 4
+            assert counts[f"FSDP::all_gather_copy_out ({unit})"] >= 4
+            assert counts[f"FSDP::post_backward_reduce ({unit})"] >= 4
         facts = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["meshwright"]
         assert (facts["rank"], facts["world_size"], facts["first_step"], facts["steps"]) == (rank, 2, 2, 2)
+
+
+def test_every_rank_names_every_units_work_and_communication(recomputed: Path) -> None:
+    check_ranks(recomputed)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(5)
+def test_a_compiled_run_names_them_too_and_its_graphs(tmp_path: Path) -> None:
+    folder = profiled_run(2, tmp_path, "--parallel.compile.backend=aot_eager", "--profile.all_ranks=true")
+    check_ranks(folder)
     graphs = json.loads((folder / "rank-0.compile.json").read_text())
     assert len(graphs) >= 2
     assert all("forward (" in graph["function"] and graph["total_s"] > 0 for graph in graphs)
 
 
-def test_a_units_range_lies_behind_its_gathering_and_before_its_reduction(
-    data: list[str], tmp_path: Path
-) -> None:
-    events = annotations(profiled_run("eager-recomputed", data, tmp_path) / "rank-0.json.gz")
-    names = [
-        e["name"]
-        for e in events
-        if re.search(r"layers\.1|layers\.0 ", e["name"]) and not re.search("prefetch|rs_wait", e["name"])
-    ]
-    names = [re.sub(r"FSDP::(\w+) \(.*\)", r"\1", name) for name in names]
-    assert names[: names.index("layers.0 backward") + 1] == [
-        "all_gather",
-        "layers.0 forward",
-        "pre_forward",
-        "all_gather_copy_out",
-        "layers.1 forward",
-        "post_forward",
-        "all_gather",
-        "pre_backward",
-        "all_gather_copy_out",
-        "layers.1 backward",
-        "post_backward_accumulate",
-        "post_backward_reshard",
-        "post_backward_reduce",
-        "layers.0 backward",
-    ]
+def test_a_units_range_lies_behind_its_gathering_and_before_its_reduction(recomputed: Path) -> None:
+    events = annotations(recomputed / "rank-0.json.gz")
     ends = {e["name"]: e["ts"] + e["dur"] for e in reversed(events)}
     starts = {e["name"]: e["ts"] for e in reversed(events)}
+    for unit in ("layers.0", "layers.1"):
+        gathered = ends[f"FSDP::all_gather_copy_out ({unit})"]
+        assert gathered <= starts[f"{unit} forward"] < starts[f"{unit} backward"]
     assert ends["layers.1 forward"] <= starts["FSDP::post_forward (layers.1)"]
     assert ends["layers.1 backward"] <= starts["FSDP::post_backward_accumulate (layers.1)"]
 
 
-def test_a_frozen_embedding_has_no_backward_and_joined_modules_have_their_units_name(
-    data: list[str], tmp_path: Path
-) -> None:
-    events = annotations(profiled_run("joined", data, tmp_path) / "rank-0.json.gz")
+def test_a_frozen_embedding_has_no_backward_and_joined_modules_have_their_units_name(tmp_path: Path) -> None:
+    keys = [*EAGER, "--parallel.unit_min_params=20000", "--train.freeze=[tok_embeddings.*]"]
+    events = annotations(profiled_run(1, tmp_path, *keys) / "rank-0.json.gz")
     counts = Counter(e["name"] for e in events if e["name"].endswith(("forward", "backward")))
-    (joined,) = {
-        name.removesuffix(" forward")
-        for name in counts
-        if name.startswith("layers") and name.endswith("forward")
-    }
+    joined = next(name.removesuffix(" forward") for name in counts if re.match(r"layers.* forward", name))
     assert counts[f"{joined} forward"] == counts[f"{joined} backward"] == 2 * counts["head forward"] == 8
     assert counts["tok_embeddings backward"] == 0
 

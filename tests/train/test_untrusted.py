@@ -21,15 +21,9 @@ from safetensors.torch import save_file
 
 from meshwright.models.hf import config_to_hf
 from meshwright.models.llama import LlamaConfig
-from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.make import RunShape, make_plan
-from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
-from meshwright.tools.cli import to_json
-from meshwright.tools.import_accelerate.__main__ import read_accelerate
-from meshwright.tools.import_accelerate.convert import as_text, as_yaml
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.config import Config, DataConfig
-from meshwright.train.config_parser import known_keys, list_configs, load_config, parse_config
+from meshwright.train.config_parser import CONFIG_FOLDER, known_keys, load_config, parse_config
 from meshwright.train.data.corpus import find_tokenizer, load_corpus
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.prepare.worker import read_result
@@ -37,36 +31,16 @@ from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape, read_batch
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.errors import CheckpointError, ConfigError, DataError
-from meshwright.train.planning.resolve import model_units, read_plan
 from tests.support.checkpoint_targets import checkpoint_targets
 from tests.support.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
 from tests.support.texts import odd_texts, train_bpe, write_jsonl
 
 MEMORY_BYTES = 2 * 2**30  # that reading may allocate in addition to the process's memory
-REPORT = 60  # maximum lines of a message that lists all mistakes of a plan or an import
-ACCELERATE = """distributed_type: FSDP
-num_processes: 8
-num_machines: 2
-mixed_precision: bf16
-main_process_ip: 10.0.0.1
-main_process_port: 29501
-gradient_accumulation_steps: 2
-fsdp_config:
-  fsdp_version: 2
-  fsdp_reshard_after_forward: true
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_activation_checkpointing: true
-parallelism_config:
-  parallelism_config_dp_shard_size: 4
-  parallelism_config_tp_size: 2
-"""
-
-
 # Files and the functions that read them
 
 
 def config_targets(folder: Path) -> Iterator[Target]:
-    """Every shipped config."""
+    """A config, such as a checkpoint has."""
 
     def read(path: Path) -> None:
         config = parse_config([f"--config={path}"])
@@ -75,48 +49,10 @@ def config_targets(folder: Path) -> Iterator[Target]:
         }
         assert repr(Config(**sections)) == repr(config)
 
-    for shipped in list_configs():
-        path = folder / shipped.name
-        path.write_bytes(shipped.read_bytes())
-        named = (str(path), f"--config {path}", *known_keys())
-        yield Target(f"config {shipped.stem}", path, partial(read, path), (ConfigError,), named=named)
-
-
-def plan_targets(folder: Path) -> Iterator[Target]:
-    """Plans of a tiny Llama on several meshes."""
-    settings = {
-        "fsdp": ["--parallel.activation_checkpoint=full"],
-        "hybrid": [
-            "--parallel.dp_replicate=2",
-            "--parallel.activation_checkpoint=selective",
-            "--parallel.cpu_offload=true",
-        ],
-        "tp": ["--parallel.tp=2", "--parallel.forward_prefetch=2", "--parallel.param_dtype=bfloat16"],
-    }
-    model = [
-        "--model.n_layers=4",
-        "--model.dim=64",
-        "--model.n_heads=4",
-        "--model.n_kv_heads=2",
-        "--model.ffn_dim=128",
-        "--model.vocab_size=512",
-    ]
-    for name, options in settings.items():
-        config = parse_config([*model, *options])
-        units = model_units(config.model)
-        path = folder / f"{name}.yaml"
-        path.write_text(
-            plan_to_yaml(make_plan(config.parallel, units, RunShape(8, 8, config.train.seq_len, 1, -1)))
-        )
-        asked = parse_config([*model, f"--parallel.plan={path}"])
-
-        def read(path: Path = path, asked: Config = asked, again: Path = folder / "again") -> None:
-            plan = read_plan(asked.job, model_units(asked.model), 8)
-            again.write_text(plan_to_yaml(plan))
-            assert load_plan(again) == plan
-
-        read()
-        yield Target(f"plan {name}", path, read, (PlanError,), lines=REPORT, named=(str(path),))
+    path = folder / "config.yaml"
+    path.write_bytes((CONFIG_FOLDER / "llama_debug.yaml").read_bytes())
+    named = (str(path), f"--config {path}", *known_keys())
+    yield Target("config", path, partial(read, path), (ConfigError,), named=named)
 
 
 def data_targets(folder: Path) -> Iterator[Target]:
@@ -224,32 +160,12 @@ def hf_targets(folder: Path) -> Iterator[Target]:
         )
 
 
-def import_targets(folder: Path) -> Iterator[Target]:
-    """accelerate's YAML."""
-
-    def read(path: Path) -> None:
-        imported = read_accelerate(str(path))
-        assert to_json(imported)
-        assert as_text(imported)
-        (folder / "my.yaml").write_text(as_yaml(imported))
-        load_config(folder / "my.yaml")
-
-    path = folder / "accelerate.yaml"
-    path.write_text(ACCELERATE)
-    read(path)
-    yield Target(
-        path.name, path, partial(read, path), (ConfigError,), lines=REPORT, named=(str(path), "same key")
-    )
-
-
 Maker = Callable[[Path], Iterator[Target]]
 MAKERS: dict[str, tuple[Maker, int]] = {  # maker of the targets, and number of mutants
-    "configs": (config_targets, 60),
-    "plans": (plan_targets, 80),
-    "data": (data_targets, 150),
-    "checkpoints": (checkpoint_targets, 100),
-    "hf": (hf_targets, 90),
-    "imports": (import_targets, 50),
+    "configs": (config_targets, 20),
+    "data": (data_targets, 40),
+    "checkpoints": (checkpoint_targets, 40),
+    "hf": (hf_targets, 30),
 }
 
 
@@ -271,32 +187,13 @@ def test_a_key_is_not_given_twice_by_writing_it_with_a_dot(tmp_path: Path) -> No
         load_config(tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("value", ["a\nrun: {dir: /tmp}", "$(touch x)", "a; touch x", "a b"])
-@pytest.mark.parametrize("key", ["main_process_ip", "gpu_ids"])
-def test_an_address_is_no_further_line_or_command(key: str, value: str, tmp_path: Path) -> None:
-    text = ACCELERATE.replace("main_process_ip: 10.0.0.1\n", "") + f"{key}: {json.dumps(value)}\n"
-    (tmp_path / "accelerate.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"it must be all|it must be an address"):
-        read_accelerate(str(tmp_path / "accelerate.yaml"))
-
-
-def test_a_key_without_end_is_shown_short(tmp_path: Path) -> None:
-    text = ACCELERATE.replace("mixed_precision", f"mixed_{'x' * 900}")
-    (tmp_path / "accelerate.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"mixed_x+ \.\.\. x+=bf16: unknown key") as error:
-        read_accelerate(str(tmp_path / "accelerate.yaml"))
-    assert max(map(len, str(error.value).splitlines())) < 600
-
-
 def make_prepared(folder: Path) -> DataConfig:
     source = write_jsonl(folder / "texts.jsonl", odd_texts(60, seed=1))
     prepare(str(source), "bytes", "auto", "auto", folder / "out", PrepareSettings(held_out=0.2))
     return DataConfig(source=str(folder / "out"), cache_dir=str(folder / "cache"), verify="size")
 
 
-@pytest.mark.parametrize(
-    "name", ["../../etc/passwd", "/etc/passwd", "..", "a/b", "", "x" * 300, "train-00000\n"]
-)
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "train-00000\n"])
 def test_a_manifest_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
     config = make_prepared(tmp_path)
     path = tmp_path / "out" / "manifest.json"
@@ -309,18 +206,16 @@ def test_a_manifest_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
         load_corpus(config)
 
 
-@pytest.mark.parametrize("verify", ["full", "size"])
-def test_a_shard_is_no_link_to_elsewhere(verify: str, tmp_path: Path) -> None:
+def test_a_shard_is_no_link_to_elsewhere(tmp_path: Path) -> None:
     config = make_prepared(tmp_path)
     shard = tmp_path / "out" / "train-00000.bin"
     shard.rename(tmp_path / "moved.bin")
     shard.symlink_to(tmp_path / "moved.bin")
     with pytest.raises(DataError, match=r"train-00000\.bin .*out of its folder, to .*moved\.bin: replace"):
-        load_corpus(dataclasses.replace(config, verify=verify))
+        load_corpus(config)
 
 
-@pytest.mark.parametrize("verify", ["full", "size"])
-def test_a_shard_is_no_link_to_itself(verify: str, tmp_path: Path) -> None:
+def test_a_shard_is_no_link_to_itself(tmp_path: Path) -> None:
     """Path.resolve raises RuntimeError for it (before Python 3.13)."""
     config = make_prepared(tmp_path)
     shard = tmp_path / "out" / "train-00000.ends"
@@ -329,35 +224,27 @@ def test_a_shard_is_no_link_to_itself(verify: str, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"train-00000\.ends: (a link .*|Too many levels .*), but .*manifest\.json "
     ):
-        load_corpus(dataclasses.replace(config, verify=verify))
+        load_corpus(config)
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("tokens",), 10**15),
-        (("documents",), 10**15),
-        (("tokens",), -1),
-        (("documents",), True),
-        (("tokens",), 10.0),
-        (("text_bytes",), 10**30),
-        (("max_id",), "9"),
-    ],
+    ("key", "value"),
+    [("tokens", 10**15), ("documents", 10**15), ("tokens", -1), ("documents", True), ("text_bytes", 10**30)],
 )
 def test_a_count_that_cannot_be_is_refused_before_memory_is_taken(
-    place: tuple[str], value: object, tmp_path: Path
+    key: str, value: object, tmp_path: Path
 ) -> None:
     config = make_prepared(tmp_path)
     path = tmp_path / "out" / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["splits"]["train"][0][place[0]] = value
+    manifest["splits"]["train"][0][key] = value
     path.write_text(json.dumps(manifest))
     with bounded_memory(), pytest.raises(DataError, match=r"manifest\.json"):
         load_corpus(config)
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize(("index", "value"), [(0, 2**31), (0, 2**63), (3, 2**64 - 1), (3, 1), (3, 0)])
+@pytest.mark.parametrize(("index", "value"), [(0, 2**63), (3, 2**64 - 1), (3, 0)])
 def test_ends_that_no_checksum_guards_are_not_believed(
     index: int, value: int, packing: bool, tmp_path: Path
 ) -> None:
