@@ -1,22 +1,16 @@
 """Memory limits of a container or a job: the page cache does not count, the tightest group decides, in both
 cgroup versions."""
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from meshwright.tools.doctor.probe import find_filesystem
-from meshwright.train.cgroups import memory_left_bytes, memory_limit_bytes, own_groups
+from meshwright.train.cgroups import memory_left_bytes, memory_limit_bytes
 from meshwright.train.memory import free_host_bytes, peak_resident_bytes
 from tests.support.control_groups import write_groups
-from tests.support.worlds import run_ranks
 
 GIB = 2**30
 NO_LIMIT = 2**63 - 4096  # the value of version 1 for no limit
-REAL = Path("/sys/fs/cgroup/memory")
 
 
 def version_2(limit_gib: float | None, used_gib: float, cache_gib: float = 0.0) -> dict[str, str | int]:
@@ -115,44 +109,3 @@ def test_the_peak_is_this_processs_own(tmp_path) -> None:
     (tmp_path / "proc/self/status").write_text("Name:\tpython\nVmRSS:\t 1000 kB\n")
     assert peak_resident_bytes(tmp_path) > 2**26, "a kernel without VmHWM"
     assert 2**26 < peak_resident_bytes() < 2**34
-
-
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """A real control group with a limit of 192 MiB; skips unless this process may create one (root, version
-    1)."""
-    folder = REAL / f"meshwright-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"this process cannot create a control group: {error}")
-    try:
-        (folder / "memory.limit_in_bytes").write_text(str(192 * 2**20))
-        yield folder
-    finally:
-        folder.rmdir()
-
-
-def test_writing_a_file_leaves_a_real_groups_memory_as_it_is(group: Path, tmp_path: Path) -> None:
-    if find_filesystem(tmp_path) == "tmpfs":
-        pytest.skip("files on a tmpfs are memory")
-    used, before, after = run_ranks(1, write_in, group, tmp_path / "file")[0]
-    assert used > 120 * 2**20, "the kernel counts the page cache as used"
-    assert before < 192 * 2**20, "the group's limit applies"
-    assert after > before - 32 * 2**20, "the page cache is not subtracted from the free memory"
-
-
-def write_in(group: Path, path: Path) -> tuple[int, int, int]:
-    """In the group, write a file of 128 MiB: the group's usage afterwards, and the free memory before and
-    after."""
-    own = own_groups("memory")[0]
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    before = free_host_bytes()
-    with path.open("wb") as file:
-        for _ in range(128):
-            file.write(bytes(2**20))
-    used = int((group / "memory.usage_in_bytes").read_text())
-    after = free_host_bytes()
-    path.unlink()
-    (own / "cgroup.procs").write_text(str(os.getpid()))
-    return used, before, after

@@ -65,20 +65,6 @@ def test_every_collection_takes_old_garbage_too(collections: list[int]) -> None:
     garbage.close()
 
 
-def test_what_was_there_after_the_first_step_is_not_looked_at_again(collections: list[int]) -> None:
-    def tracked(node: Node) -> bool:
-        return any(item is node for item in gc.get_objects())
-
-    garbage, before = GarbageCollector(1), Node()
-    assert tracked(before)
-    garbage.step_done(1)
-    after = Node()
-    assert (tracked(before), tracked(after)) == (False, True)
-    garbage.close()
-    assert tracked(before)
-    assert gc.get_freeze_count() == 0
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 120])
 def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections: list[int]) -> None:

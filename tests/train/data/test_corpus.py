@@ -223,27 +223,16 @@ def test_a_copy_with_the_files_own_time_is_looked_at_again(prepared: Path) -> No
         load_corpus(config)
 
 
-@pytest.mark.parametrize(
-    "what", ["shorter", "gone", "manifest cut", "manifest of another kind", "name outside", "count"]
-)
+@pytest.mark.parametrize("what", ["shorter", "gone", "manifest cut"])
 def test_a_damaged_folder_is_refused_by_file(what: str, prepared: Path) -> None:
     shard, manifest = prepared / "train-00000.bin", prepared / MANIFEST
-    plain = json.loads(manifest.read_text())
     if what == "shorter":
         os.truncate(shard, shard.stat().st_size - 2)
     elif what == "gone":
         shard.unlink()
-    elif what == "manifest cut":
-        manifest.write_text(manifest.read_text()[:-20])
-    elif what == "manifest of another kind":
-        manifest.write_text("[1, 2]")
-    elif what == "name outside":
-        plain["splits"]["train"][0]["name"] = "../train-00000"
-        manifest.write_text(json.dumps(plain))
     else:
-        plain["splits"]["train"][0]["tokens"] = "many"
-        manifest.write_text(json.dumps(plain))
-    with pytest.raises(DataError, match=str(shard if what in ("shorter", "gone") else manifest)):
+        manifest.write_text(manifest.read_text()[:-20])
+    with pytest.raises(DataError, match=str(manifest if what == "manifest cut" else shard)):
         load_corpus(with_cache(prepared))
 
 
@@ -341,48 +330,6 @@ def test_much_raw_text_is_to_be_prepared_first(tmp_path: Path) -> None:
         check_data(DataConfig(str(tmp_path / "large.txt")), 640)
 
 
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        ("dtype", "O"),
-        ("dtype", ">u2"),
-        ("dtype", "int16"),
-        ("dtype", ["uint16"]),
-        ("tokenizer.vocab_size", "5"),
-        ("tokenizer.eos", -1),
-        ("tokenizer.eos", 10**30),
-        ("tokenizer.sha256", None),
-        ("splits.train.0.max_id", True),
-        ("splits.train.0.sha256", 5),
-        ("splits.train.0.documents", 0),
-        ("splits.train", {"a": 1}),
-        ("splits", {"train": []}),
-        ("splits.train.0.name", "held_out-00000"),
-        ("splits.train.0.token", 1),
-        ("tokenizer.eos", 10**6),
-        ("format", "1"),
-        ("sources", [1]),
-        ("settings", 5),
-    ],
-)
-def test_a_manifest_with_an_odd_value_is_refused(where: str, value: object, prepared: Path) -> None:
-    manifest = prepared / MANIFEST
-    plain = place = json.loads(manifest.read_text())
-    *path, last = where.split(".")
-    for key in path:
-        place = place[int(key)] if key.isdecimal() else place[key]
-    place[last] = value
-    manifest.write_text(json.dumps(plain))
-    with pytest.raises(DataError, match=f"{manifest} cannot be read"):
-        load_corpus(with_cache(prepared))
-
-
-def test_a_manifest_nested_without_end_is_refused(prepared: Path) -> None:
-    (prepared / MANIFEST).write_text("[" * 100_000)
-    with pytest.raises(DataError, match=MANIFEST):
-        load_corpus(with_cache(prepared))
-
-
 @pytest.mark.parametrize("order", ["backwards", "short", "beyond"])
 def test_document_ends_that_cannot_be_are_refused_whatever_their_checksum(order: str, prepared: Path) -> None:
     file, manifest = prepared / "train-00000.ends", prepared / MANIFEST
@@ -396,8 +343,3 @@ def test_document_ends_that_cannot_be_are_refused_whatever_their_checksum(order:
     manifest.write_text(json.dumps(plain))
     with pytest.raises(DataError, match=str(file)):
         load_corpus(with_cache(prepared))
-
-
-def test_what_else_lies_in_the_folder_does_not_matter(prepared: Path) -> None:
-    (prepared / "dangling").symlink_to(prepared / "nothing")
-    assert load_corpus(with_cache(prepared)).sources

@@ -1,7 +1,6 @@
 """Sample order and batches: every rank reads its part of the order, without overlap or loss."""
 
 import threading
-import time
 from collections import Counter
 from multiprocessing.pool import ThreadPool
 
@@ -37,7 +36,7 @@ def between(first: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
 # Order
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 100, 255, 256, 257, 1000, 4097])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 17, 64, 65, 256, 1000])
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_every_epoch_is_a_permutation_of_its_own(n: int, seed: int) -> None:
     order = between(0, 3 * n, n, seed).reshape(3, n)
@@ -217,14 +216,18 @@ def test_close_ends_the_thread(taken: int) -> None:
 
 
 class Noted(SampleOrder):
-    """Records the first position of every step that is read."""
+    """Counts the steps that are read, and by how many they are ahead of those that were asked for."""
 
     def __init__(self) -> None:
         super().__init__((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
-        self.read: list[int] = []
+        self.read = self.asked = self.most_ahead = 0
+        self.changed = threading.Condition()
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
-        self.read.append(first)
+        with self.changed:
+            self.read += 1
+            self.most_ahead = max(self.most_ahead, self.read - self.asked)
+            self.changed.notify()
         return super().rows(first, count)
 
 
@@ -232,16 +235,13 @@ class Noted(SampleOrder):
 def test_no_more_than_so_many_steps_are_read_before_they_are_asked_for(ahead: int) -> None:
     order = Noted()
     loader = TrainLoader(order, SEQUENCES, shape_of(0, 1), 0, CPU, ahead)
-    try:
-        for taken in range(3):
-            deadline_s = time.monotonic() + 60
-            while len(order.read) < taken + ahead and time.monotonic() < deadline_s:
-                time.sleep(0.005)
-            time.sleep(0.03)
-            assert order.read == [8 * step for step in range(taken + ahead)]
-            loader.next()
-    finally:
-        loader.close()
+    for _ in range(20):
+        with order.changed:
+            assert order.changed.wait_for(lambda: order.read >= order.asked + ahead, timeout=60)
+            order.asked += 1
+        loader.next()
+    loader.close()
+    assert order.most_ahead == ahead
 
 
 def test_an_exception_in_the_thread_reaches_whoever_asks_for_the_next_batch() -> None:

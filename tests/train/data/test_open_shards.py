@@ -1,25 +1,21 @@
 """More shards than a process may open files, and files that change during a run."""
 
-import errno
 import os
 import re
 import resource
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from meshwright.train.data import token_store as token_store_module
 from meshwright.train.data.token_store import open_split, read_manifest
 from meshwright.train.errors import DataError
 from meshwright.train.files import MAX_OPEN_FILES, allow_open_files, open_files_limit
 from tests.support.launch import EAGER, TINY, read_metrics, run
 from tests.support.limited import LIMITED
-from tests.support.stores import split_of, write_store
+from tests.support.stores import write_store
 from tests.support.worlds import run_ranks
 
 
@@ -116,23 +112,6 @@ def limits_after(soft: int, hard: int) -> int:
     return open_files_limit()
 
 
-def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_store_module, "MOST_MAPPED", 4)
-    token_store_module._maps.cache_clear()
-    manifest, out = (
-        write_store(tmp_path / "store", [[[number, number]] for number in range(40)]),
-        np.empty(80, np.int64),
-    )
-    try:
-        shards = open_split(tmp_path / "store", manifest, "train")
-        for _ in range(2):
-            shards.read(0, out)
-            assert out.tolist() == [number for number in range(40) for _ in range(2)]
-            assert opened_in(tmp_path / "store") == 4
-    finally:
-        token_store_module._maps.cache_clear()
-
-
 @pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "shorter, of the same time", "gone"])
 def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_path: Path) -> None:
     """Except a touched file: users touch files so that their cluster does not delete them."""
@@ -154,23 +133,3 @@ def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_pat
         message = r"train-00001\.bin (has changed .*start the run again|cannot be opened \(No such file)"
         with pytest.raises(DataError, match=message):
             split.read(0, out)
-
-
-def test_a_fault_of_the_disk_is_not_called_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = split_of([[1]], [[2]])
-    monkeypatch.setattr(
-        token_store_module, "_check_unchanged", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
-    )
-    with pytest.raises(OSError, match="Stale"):
-        split.read(0, np.empty(2, np.int64))
-
-
-def test_where_documents_end_is_found_without_copying_the_shard() -> None:
-    split = split_of([[1, 2]] * 50_000)
-    split.ends_between(0, 10)  # maps it
-    tracemalloc.start()
-    try:
-        assert split.ends_between(60_001, 60_006).tolist() == [60_002, 60_004, 60_006]
-        assert tracemalloc.get_traced_memory()[1] < 50_000, "of 400,000 bytes"
-    finally:
-        tracemalloc.stop()

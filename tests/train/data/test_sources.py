@@ -1,8 +1,6 @@
 """train/data/sources.py and prepare/partition.py: the files of a source, and their division into pieces."""
 
-import os
 import sysconfig
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -163,15 +161,3 @@ def test_the_share_held_out_is_about_that_asked_for() -> None:
     assert len(choose_held_out(every, 0.1)) == pytest.approx(500, abs=80)
     assert choose_held_out(every, 0.1) < choose_held_out(every, 0.2), "a larger share adds documents"
     assert choose_held_out(every, 0.0) == set() == choose_held_out(["only"], 0.5)
-
-
-def test_pieces_do_not_depend_on_where_the_source_lies(tmp_path: Path) -> None:
-    cuts = []
-    for folder in (tmp_path / "here", tmp_path / "there"):
-        folder.mkdir()
-        write(folder, a__txt="a", b__jsonl="{}\n")
-        for path in folder.iterdir():
-            os.utime(path, ns=(1, 1))
-        pieces = cut_source(str(folder), 0.1, MIB)[1]
-        cuts.append([asdict(part) | {"path": ""} for piece in pieces for part in piece.parts])
-    assert cuts[0] == cuts[1]

@@ -1,13 +1,10 @@
 """Text that cannot be prepared: one message with the place, and no folder under the final name."""
 
-import errno
 import gzip
 import json
 import os
 import resource
-import subprocess
 import sys
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pyarrow
@@ -15,12 +12,10 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.partition import cut_source
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.prepare.readers import read_part
 from meshwright.train.errors import DataError
-from tests.support.forks import ROOT
 from tests.support.texts import odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
 
 TEXTS = odd_texts(500, seed=3)
@@ -232,56 +227,3 @@ def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_p
     )
     assert sum(map(len, found["train"] + found["held_out"])) == 450_000
     assert not list(tmp_path.glob(".*"))
-
-
-def can_mount() -> bool:
-    return (
-        os.geteuid() == 0
-        and subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
-    )
-
-
-@pytest.mark.skipif(not can_mount(), reason="needs to be allowed to mount a file system")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "a.txt").write_bytes(b"y" * 2_000_000)
-    code = (
-        "import os; from pathlib import Path; from meshwright.train.data.prepare.prepare import *\ntry: "
-        "prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), "
-        f"PrepareSettings(workers={workers}))\nexcept ValueError as error: print(error, os.listdir('full'))\n"
-    )
-    command = f'mount -t tmpfs -o size=1m none full && exec {sys.executable} -c "$CODE"'
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CODE": code}
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (
-        "no space left for full/out (No space left on device): about 4.0 MB are still needed" in done.stdout
-    ), done.stderr
-    assert done.stdout.endswith("[]\n")
-
-
-def test_a_system_that_gives_no_more_processes_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "texts").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "texts" / f"{name}.txt").write_text("x" * 3_000_000)  # a piece each
-    started = list[SpawnProcess]()
-
-    def start(worker: SpawnProcess) -> None:
-        started.append(worker)
-        if len(started) > 1:
-            raise OSError(errno.EMFILE, "Too many open files")
-        SpawnProcess.start(worker)
-
-    monkeypatch.setattr(worker_pool._Worker, "start", start)
-    pattern = r"cannot start its worker processes \(Too many open files\): use fewer"
-    refuses(tmp_path / "texts", pattern, tmp_path, workers=(2,))
-    assert not started[0].is_alive()
