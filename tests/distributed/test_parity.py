@@ -129,6 +129,13 @@ def test_every_pair_of_settings_trains_the_same_model_as_one_plain_process(slow_
     check(slow_name, slow_jobs(), trained, data)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("name", COMPILED)
+def test_attention_kernels_of_gpus_train_the_same_model_compiled(name, trained, data):
+    check(name, {name: COMPILED[name]}, trained, data)
+
+
 def test_a_case_that_fails_spoils_none_that_comes_after_it(trained):
     assert "KeyError: 'no such change'" in trained("failed", JOBS)["error"]
     after = [name for name, job in JOBS.items() if job.ranks == 1 and name != "failed"]
