@@ -23,11 +23,11 @@ SHAPE = [
     "--train.seq_len=16",
     f"--train.global_batch_size={SEQUENCES}",
     "--train.eval_sequences=13",
-    "--optim.warmup_steps=1",
+    "--optim.warmup_steps=2",
     "--optim.lr=1e-2",
 ]
 # For inexact comparisons: the data is still learned, and no step is so large that it amplifies roundings.
-GENTLE = ["--optim.lr=5e-3"]
+GENTLE = ["--optim.lr=5e-3", "--optim.warmup_steps=1"]
 PARTS = {
     "all": ("embedding", "attention", "feed_forward", "head"),
     "attention": ("attention",),
@@ -37,6 +37,7 @@ PARTS = {
 # Three kinds of blocks: frozen, with a frozen weight and an input that needs no gradient, and trained.
 FROZEN, FROZEN_LAYERS = "[tok_embeddings.*, layers.0.*, layers.1.attention.wq.*]", 3
 JOINED, JOINED_LAYERS = 10_000, 4  # a block has 9,280 parameters: two make a unit
+MESH = ("dp_replicate", "dp_shard", "tp")
 # The first value is the cheapest or simplest: it is used unless a pair needs another.
 FACTORS: dict[str, list[Any]] = {
     "ranks": [4, 2, 1, 8],
@@ -106,7 +107,7 @@ PLAIN: Case = {name: values[0] for name, values in FACTORS.items()}
 def case(ranks: int, degrees: tuple[int, int, int], **others: Any) -> Case:
     """Return a hand-written case: degrees are (dp_replicate, dp_shard, tp); other factors default to their
     first value."""
-    mesh = dict(zip(("dp_replicate", "dp_shard", "tp"), degrees, strict=True))
+    mesh = dict(zip(MESH, degrees, strict=True))
     return {**PLAIN, **mesh, "ranks": ranks, **others}
 
 
@@ -121,7 +122,7 @@ EVERYDAY = [
     case(2, (1, 1, 2), parts="attention", sequence_parallel=False, accumulation=2, forward_prefetch=2),
     case(4, (1, 2, 2), frozen=True, recompute="full", accumulation=2, cpu_offload=True),
     case(4, (1, 2, 2), loss_parallel=False, parts="ffn+head", recompute="offload", forward_prefetch=0),
-    case(4, (1, 1, 4), tied=True, sequence_parallel=False, recompute="matmul", parts="emb+att+head"),
+    case(4, (1, 1, 4), tied=True, sequence_parallel=False, recompute="half_matmul", parts="emb+att+head"),
     case(4, (2, 2, 1), tied=True, accumulation=4, reduce="last", backward_prefetch=0, fused=True),
     case(4, (1, 2, 1), cp=2, reshard=2, accumulation=2, keep=True, recompute="offload", documents=True),
     case(4, (1, 1, 2), cp=2, exchange="gather", loss_chunk=64, fused=True, documents=True, reshard=False),
@@ -151,15 +152,11 @@ def sample(
 
 def name(case: Case) -> str:
     """Return the name of a case: its ranks, its mesh, and the factors that do not have their first value."""
-    mesh = "x".join(str(case[axis]) for axis in ("dp_replicate", "dp_shard", "tp"))
-    labels = [str(case["ranks"]), mesh]
-    for factor, value in case.items():
-        if value is True or (value is False and PLAIN[factor] is True):
-            label = factor if value else f"no_{factor}"
-        else:
-            label = f"{factor}:{value}"
-        if factor not in ("ranks", "dp_replicate", "dp_shard", "tp") and value != PLAIN[factor]:
-            labels.append(label)
+    labels = [str(case["ranks"]), "x".join(str(case[axis]) for axis in MESH)]
+    for factor in [name for name in FACTORS if name not in ("ranks", *MESH)]:
+        value = case[factor]
+        if value != PLAIN[factor]:
+            labels.append(factor if value is True else f"{factor}:{str(value).lower()}")
     return "-".join(labels)
 
 

@@ -1,5 +1,5 @@
-"""The covering array covers all legal pairs, obeys its rules and is deterministic; so does the parity
-matrix."""
+"""The covering array covers all legal pairs, obeys its rules and is deterministic; the everyday cases of the
+parity matrix have every value of its factors."""
 
 import itertools
 
@@ -13,6 +13,10 @@ RULES = [
     Rule(("engine", "gears"), lambda engine, gears: (engine == "electric") == (gears == 1)),
     Rule(("engine", "tank"), lambda engine, tank: (engine == "electric") == (tank == 0)),
 ]
+
+
+# Everyday cases have few ranks, and no inductor, which takes as long as all others.
+RARE = {"dp_shard": {4}, "dp_replicate": {4}, "cp": {4}, "backend": {"inductor"}, "recompute": {"budget"}}
 
 
 def every_legal_case(factors, rules):
@@ -37,22 +41,15 @@ def test_every_legal_pair_is_in_some_case_and_every_case_is_legal(given):
     assert cases == cover_pairs(FACTORS, RULES, given)
 
 
-def test_the_parity_matrix_holds_every_legal_pair():
-    cases = matrix.FAST + matrix.SLOW
-    assert set().union(*map(pairs_of, cases)) == legal_pairs(matrix.FACTORS, matrix.RULES)
-    assert all(is_legal(case, matrix.RULES) for case in cases)
-    assert len({matrix.name(case) for case in cases}) == len(cases) <= 60
-
-
-def test_every_value_of_every_factor_is_in_the_parity_matrix():
+def test_the_everyday_cases_are_legal_and_have_every_value_but_the_rare():
+    assert all(is_legal(case, matrix.RULES) for case in matrix.EVERYDAY)
     for factor, values in matrix.FACTORS.items():
-        assert {repr(case[factor]) for case in matrix.FAST + matrix.SLOW} == set(map(repr, values))
+        missing = set(values) - {case[factor] for case in matrix.EVERYDAY}
+        assert missing <= RARE.get(factor, set()), factor
 
 
-def test_samples_of_the_slow_cases_are_all_of_them_after_a_round_of_seeds():
-    cases = {matrix.name(case): case for case in matrix.SLOW}
-    parts = [
-        matrix.sample(cases, matrix.PARITY_PARTS, str(seed)) for seed in range(100, 100 + matrix.PARITY_PARTS)
-    ]
+def test_samples_of_cases_are_all_of_them_after_a_round_of_seeds():
+    cases = {str(number): number for number in range(50)}
+    parts = [matrix.sample(cases, 7, str(seed)) for seed in range(100, 107)]
     assert sorted(name for part in parts for name in part) == sorted(cases)
-    assert matrix.sample(cases, matrix.PARITY_PARTS, "all") == cases
+    assert matrix.sample(cases, 7, "all") == cases

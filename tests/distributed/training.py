@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -132,32 +133,25 @@ def _drifted(model: nn.Module) -> list[str]:
     return sorted(drifted)
 
 
-@contextlib.contextmanager
-def changed(name: str) -> Iterator[None]:
+def changed(name: str) -> contextlib.ExitStack:
     """Replace parts of the product's code: "async" returns results of collectives without waiting, as torch's
     styles do; "flex" uses FlexAttention, as on a GPU, instead of our CPU kernel (and disables torch's check
     that refuses its backward on a CPU, where it works); "roundings" rounds gradients on the last rank as if
     summed in another order, as attention on a GPU does."""
-    if name == "roundings":
-        with _other_roundings():
-            yield
-        return
-    replaced: list[tuple[Any, str, Any]] = {
+    replace_by, tensor_parallel = mock.patch.object, meshwright.parallel.tensor_parallel
+    changes: list[contextlib.AbstractContextManager[Any]] = {
         "": [],
-        "async": [(meshwright.parallel.tensor_parallel, "_wait", _functional_collectives._maybe_wrap_tensor)],
+        "async": [replace_by(tensor_parallel, "_wait", _functional_collectives._maybe_wrap_tensor)],
         "flex": [
-            (meshwright.models.llama, "document_mask", block_mask),
-            (flex_attention, "_validate_device", lambda *_: None),
+            replace_by(meshwright.models.llama, "document_mask", block_mask),
+            replace_by(flex_attention, "_validate_device", lambda *_: None),
         ],
+        "roundings": [_other_roundings()],
     }[name]
-    originals = [getattr(module, attribute) for module, attribute, _ in replaced]
-    for module, attribute, value in replaced:
-        setattr(module, attribute, value)
-    try:
-        yield
-    finally:
-        for (module, attribute, _), original in zip(replaced, originals, strict=True):
-            setattr(module, attribute, original)
+    stack = contextlib.ExitStack()
+    for change in changes:
+        stack.enter_context(change)
+    return stack
 
 
 @contextlib.contextmanager
