@@ -74,11 +74,6 @@ def test_units_inside_blocks_and_parameters_that_stay_whole() -> None:
     assert units.unsharded == ("head.bias",)
 
 
-def _caching() -> tuple[nn.Module, Any]:
-    model, example = on_meta(hf_llama, use_cache=True)
-    return model, example
-
-
 def _checkpointing() -> tuple[nn.Module, Any]:
     model, example = on_meta(hf_llama)
     model.model.layers[0].gradient_checkpointing = True
@@ -91,7 +86,7 @@ X = (torch.zeros(2, 8),)
 @pytest.mark.parametrize(
     ("made", "keys", "message"),
     [
-        (_caching, {}, "set model.config.use_cache = False"),
+        (lambda: on_meta(hf_llama, use_cache=True), {}, "set model.config.use_cache = False"),
         (_checkpointing, {}, "the model's own gradient checkpointing is on"),
         (lambda: (Positions(), X), {}, "positions is in no unit: it belongs to the model itself"),
         (

@@ -103,23 +103,20 @@ def test_a_model_that_train_main_cannot_train_is_refused_in_words() -> None:
 
 def test_what_is_installed_beside_a_model_is_not_its_code(tmp_path: Path, monkeypatch: Any) -> None:
     """As the packages of a .venv in the folder of mine.py, of which some name files that do not exist."""
-    (tmp_path / "beside_a_venv.py").write_text("from torch import nn\nclass Mine(nn.Linear): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = importlib.import_module("beside_a_venv").Mine(2, 2)
-    before = code_of(mine)
-    for folder in (tmp_path / ".venv/lib/site-packages", tmp_path):
-        module = types.ModuleType(f"made_up_in_{folder.name}")
-        module.__file__ = str(folder / "nowhere.py")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    installed = tmp_path / ".venv/lib/site-packages/other.py"
+    mine, installed = tmp_path / "beside_a_venv.py", tmp_path / ".venv/lib/site-packages/other.py"
+    mine.write_text("from torch import nn\nclass Mine(nn.Linear): pass\n")
     installed.parent.mkdir(parents=True)
     installed.write_text("")
-    other = types.ModuleType("other_of_a_venv")
-    other.__file__ = str(installed)
-    monkeypatch.setitem(sys.modules, other.__name__, other)
-    assert code_of(mine) == before
-    (tmp_path / "beside_a_venv.py").write_text("changed")
-    assert code_of(mine) != before
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("beside_a_venv").Mine(2, 2)
+    before = code_of(model)
+    for number, file in enumerate((installed, installed.parent / "nowhere.py", tmp_path / "nowhere.py")):
+        module = types.ModuleType(f"other_of_a_venv_{number}")
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert code_of(model) == before
+    mine.write_text("changed")
+    assert code_of(model) != before
 
 
 def test_a_trace_is_kept_for_code_and_arguments() -> None:
