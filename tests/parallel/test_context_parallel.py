@@ -122,14 +122,8 @@ def test_the_ranks_of_cp_shard_the_parameters_and_read_the_same_data() -> None:
     assert (mesh.dp_shard, mesh.cp, mesh.shards, mesh.data_parallel, mesh.world_size) == (2, 2, 4, 2, 8)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            ["--parallel.cp=8", "--parallel.cp_exchange=heads"],
-            "parallel.cp=8 must divide model.n_kv_heads=4 with cp_exchange=heads: use 1 or 2 or 4, or "
-            "cp_exchange=gather",
-        ),
+def test_a_wrong_degree_is_one_line_with_those_that_would_do() -> None:
+    for keys, message in (
         (
             ["--parallel.cp=4", "--parallel.tp=2", "--parallel.cp_exchange=heads"],
             "parallel.cp=4 must divide model.n_kv_heads=4 / tp=2 with cp_exchange=heads: use 1 or 2, or "
@@ -151,13 +145,10 @@ def test_the_ranks_of_cp_shard_the_parameters_and_read_the_same_data() -> None:
             "parallel: dp_replicate=1 x dp_shard=2 x cp=3 x tp=1 is 6 processes, but this run has 8: use 6 "
             "processes, or other degrees",
         ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_wrong_degree_is_one_line_with_those_that_would_do(keys: list[str], message: str) -> None:
-    with pytest.raises(PlanError) as error:
-        planned(8, *keys)
-    assert message in str(error.value).splitlines()
+    ):
+        with pytest.raises(PlanError) as error:
+            planned(8, *keys)
+        assert message in str(error.value).splitlines()
 
 
 def test_a_plan_file_says_the_exchange(tmp_path) -> None:

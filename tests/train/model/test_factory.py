@@ -49,15 +49,14 @@ def test_arguments_are_yaml_one_by_one_or_as_a_mapping(tmp_path: Path) -> None:
     assert model_of(f"--config={file}", "--model.args={n_layers: 1}").args["n_layers"] == 1
 
 
-def test_a_factory_on_the_command_line_replaces_the_shape_of_a_file() -> None:
-    config = parse_config(["--config=llama_debug", f"--model.factory={MIXER}"])
-    assert config.model == FactoryConfig(MIXER)
-    assert config.optim == parse_config(["--config=llama_debug"]).optim
-    assert isinstance(parse_config(["--config=llama_debug"]).model, LlamaConfig)
-
-
-def test_a_config_with_a_factory_reads_back_equal(tmp_path: Path) -> None:
-    config = parse_config([f"--model.factory={MIXER}", "--model.args.width=16"])
+def test_a_factory_on_the_command_line_replaces_the_shape_of_a_file_and_reads_back_equal(
+    tmp_path: Path,
+) -> None:
+    shape = parse_config(["--config=llama_debug"])
+    config = parse_config(["--config=llama_debug", f"--model.factory={MIXER}", "--model.args.width=16"])
+    assert config.model == FactoryConfig(MIXER, {"width": 16})
+    assert config.optim == shape.optim
+    assert isinstance(shape.model, LlamaConfig)
     assert repr(load_config(write(tmp_path, config_to_yaml(config)))) == repr(config)
     assert hash(config.model) == hash(FactoryConfig(MIXER, {"width": 16}))
 

@@ -52,20 +52,15 @@ def test_transformers_llama_has_the_figures_of_ours() -> None:
 def test_its_blocks_multiply_and_keep_as_much_as_ours(compiled: str) -> None:
     """Under full recomputation both keep only the input of a block."""
     keys = [f"--parallel.compile.enabled={compiled}", "--parallel.activation_checkpoint=full"]
-    ours, theirs = (
-        work.modules[name]
-        for work, name in (
-            (workload(*OURS, *keys), "layers.0"),
-            (workload(*causal_lm("llama"), *keys), "model.layers.0"),
-        )
-    )
+    ours = workload(*OURS, *keys).modules["layers.0"]
+    theirs = workload(*causal_lm("llama"), *keys).modules["model.layers.0"]
     assert theirs.parameters == ours.parameters
     assert theirs.saved_bytes == ours.saved_bytes
     for phase in ("forward", "backward"):
-        flops = [
-            sum(each.flops.per_sequence for each in getattr(w, phase).operations) for w in (theirs, ours)
-        ]
-        assert flops[0] == pytest.approx(flops[1], rel=0.01), phase
+        own, other = (
+            sum(each.flops.per_sequence for each in getattr(w, phase).operations) for w in (ours, theirs)
+        )
+        assert other == pytest.approx(own, rel=0.01), phase
 
 
 def test_blocks_of_two_kinds_are_traced_twice() -> None:
