@@ -19,13 +19,10 @@ MESH = [*EAGER, "--parallel.tp=2", "--parallel.dp_shard=2"]
 # All kinds of sharding: both mesh axes on one dimension (wq, wk, wv, w1, w3, embedding, head), one axis on
 # each dimension (wo, w2), without tp (norms).
 CASES = {
-    "untied": (False, torch.float32, MESH),
-    "tied": (True, torch.float32, MESH),
-    "bfloat16": (False, torch.bfloat16, MESH),
+    "offload": (False, torch.bfloat16, [*MESH, "--parallel.cpu_offload=true"]),
     "checkpoint": (True, torch.float32, MESH),
-    "uneven": (False, torch.float32, [*EAGER, "--parallel.dp_shard=4"]),  # 50 of w2 over 4 ranks
-    "replicated": (False, torch.float32, [*EAGER, "--parallel.dp_replicate=2", "--parallel.tp=2"]),
-    "offload": (True, torch.bfloat16, [*MESH, "--parallel.cpu_offload=true"]),
+    "uneven": (True, torch.float32, [*EAGER, "--parallel.dp_shard=4"]),  # 50 of w2 over 4 ranks
+    "replicated": (False, torch.bfloat16, [*EAGER, "--parallel.dp_replicate=2", "--parallel.tp=2"]),
 }
 
 
@@ -40,12 +37,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for name, (tied, dtype, mesh) in CASES.items():
         source = save_hf(folder / f"{name}.hf", make(tied), dtype, "20KB")
         convert(["import", str(source), str(folder / f"{name}.ours"), "--shard_gb=0.00002"])
-        init_from = folder / f"{name}.ours" if name == "checkpoint" else source
-        cases[name] = [
-            f"--config={folder / f'{name}.ours' / 'config.yaml'}",
-            f"--checkpoint.init_from={init_from}",
-            *mesh,
-        ]
+        ours = folder / f"{name}.ours"
+        init_from = ours if name == "checkpoint" else source
+        cases[name] = [f"--config={ours / 'config.yaml'}", f"--checkpoint.init_from={init_from}", *mesh]
     ranks = run_ranks(RANKS, run_cases, cases, make_tokens(VOCAB, seq_len=65))
     return {name: [rank[name] for rank in ranks] for name in CASES}
 

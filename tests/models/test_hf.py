@@ -84,21 +84,15 @@ def test_logits_and_gradients_are_those_of_transformers(
         assert (parameter.grad - gradient).norm() < 1e-5 * gradient.norm(), fqn
 
 
-def test_every_parameter_has_one_name() -> None:
+def test_every_parameter_has_one_name_and_what_is_none_is_known() -> None:
     hf = make_hf(num_hidden_layers=12)
     names = {hf_name(fqn): fqn for fqn, _ in Llama(config_from_hf(hf.config.to_dict())).named_parameters()}
     assert names.keys() == dict(hf.named_parameters()).keys()
     assert len(names) == len(list(Llama(config_from_hf(hf.config.to_dict())).named_parameters()))
     with pytest.raises(KeyError):
         hf_name("layers.0.experts.3.w1.weight")
-
-
-def test_what_is_no_parameter_is_known() -> None:
     assert is_ignored("model.layers.11.self_attn.rotary_emb.inv_freq", tied=False)
-    assert (is_ignored("lm_head.weight", tied=True), is_ignored("lm_head.weight", tied=False)) == (
-        True,
-        False,
-    )
+    assert [is_ignored("lm_head.weight", tied) for tied in (False, True)] == [False, True]
     assert not is_ignored("model.layers.0.self_attn.q_proj.bias", tied=True)
 
 
@@ -163,11 +157,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
         "=mistral .only llama.*MistralForCausalLM",
     ),
-    "qwen2": ({"model_type": "qwen2"}, "model_type=qwen2"),
     "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    "no type": ({"model_type": None}, "model_type=None .only llama"),
     "attention_bias": ({"attention_bias": True}, "attention_bias=True"),
-    "mlp_bias": ({"mlp_bias": True}, "mlp_bias=True"),
     "hidden_act": ({"hidden_act": "gelu"}, "hidden_act=gelu .only silu"),
     "attention_dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     "head_dim": ({"head_dim": 64}, "head_dim=64 .only hidden_size / num_attention_heads = 128"),
@@ -175,11 +166,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "yarn": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "rope_scaling.rope_type=yarn .only default, linear or",
-    ),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type=dynamic"),
-    "longrope": (
-        {"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}},
-        "rope_parameters.rope_type=longrope",
     ),
     "no factor": ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor, which rope_type=linear needs"),
     "a new key": (
@@ -198,15 +184,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         "rope_parameters=.*rope_scaling=.*contradict",
     ),
-    "two lengths": (
-        {"original_max_position_embeddings": 4096},
-        "original_max_position_embeddings=4096 and .*contradict",
-    ),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "partial, inside": (
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
-        "rope_scaling.partial_rotary_factor=0.5",
-    ),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8"),
     "sliding_window": ({"sliding_window": 4096}, "sliding_window=4096 .only null or absent"),
     "own code": ({"auto_map": {"AutoModel": "x.py"}}, "auto_map="),
@@ -218,13 +196,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "factor=-2.0 must be greater than 0",
     ),
     "tied, in a word": ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' .only true or false"),
-    "tied, a number": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 .only true or false"),
-    "head_dim, a mapping": ({"head_dim": {}}, "head_dim={} .only an integer from 1"),
-    "half a head": ({"num_key_value_heads": 0.5}, "num_key_value_heads=0.5 .only an integer from 1"),
-    "length, in a word": (
-        {"max_position_embeddings": "long"},
-        "max_position_embeddings='long' .only an integer from 1",
-    ),
     "too wide": ({"hidden_size": 10**30}, "hidden_size=10+ .only an integer from 1 to 16,777,216"),
     "theta, a list": ({"rope_scaling": None, "rope_theta": [1.0]}, r"rope_theta=\[1.0\] .only a number"),
     "theta, endless": ({"rope_scaling": None, "rope_theta": float("inf")}, "rope_theta=inf .only a number"),
@@ -232,12 +203,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"rope_type": "default", "rope_theta": True}},
         "rope_scaling.rope_theta=True .only a",
     ),
-    "eps, in a word": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' .only a number"),
     "eps, too long": ({"rms_norm_eps": 10**400}, "rms_norm_eps=10+ .only a number"),
-    "factor, in a word": (
-        {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
-        "rope_scaling.factor='2' .only a number",
-    ),
     "rope, a list": ({"rope_scaling": []}, r"rope_scaling=\[\] .only one mapping"),
 }
 
@@ -257,14 +223,8 @@ def test_all_problems_are_in_one_error() -> None:
 
 
 def test_neutral_values_are_no_feature() -> None:
-    neutral = {
-        "hidden_act": "swish",
-        "sliding_window": None,
-        "partial_rotary_factor": 1.0,
-        "head_dim": 128,
-        "mlp_bias": None,
-    }
-    assert config_from_hf({**LLAMA_31, **neutral}) == config_from_hf(LLAMA_31)
+    neutral = {"hidden_act": "swish", "sliding_window": None, "partial_rotary_factor": 1.0, "mlp_bias": None}
+    assert config_from_hf({**LLAMA_31, **neutral, "head_dim": 128}) == config_from_hf(LLAMA_31)
 
 
 def test_differences_are_of_the_keys_that_count() -> None:

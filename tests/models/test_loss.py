@@ -153,8 +153,7 @@ def test_loss_and_gradients_are_exact_however_the_tokens_are_cut(chunk, dtype, z
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_no_gradients_are_made_that_nobody_wants(chunk) -> None:
-    """With a frozen head, a frozen model below the head, and in an evaluation, which adds no z-loss
-    either."""
+    """With a frozen head, a frozen model below it, and in an evaluation, which adds no z-loss either."""
     head, (x, targets) = build_head(chunk, z_loss=0.1), make_batch()
     with torch.no_grad():
         assert head(x, targets).item() == pytest.approx(cross_entropy_sum(head(x), targets).item(), rel=1e-6)

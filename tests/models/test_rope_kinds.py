@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope import rope_frequencies, rope_tables
+from meshwright.models.rope import rope_frequencies
 from meshwright.models.rope_scaling import RopeScaling
 
 
@@ -32,16 +32,6 @@ def test_frequencies_are_those_of_transformers(scaling: RopeScaling, head_dim: i
     theirs, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, "cpu")
     assert factor == 1.0
     torch.testing.assert_close(rope_frequencies(head_dim, 500000.0, scaling), theirs, rtol=1e-6, atol=0)
-
-
-def test_linear_scaling_puts_the_positions_in_between() -> None:
-    """With factor 3, position 6 has the angles of position 2 without scaling."""
-    stretched, plain = (
-        rope_tables(torch.arange(12), rope_frequencies(16, 10000.0, scaling))
-        for scaling in (RopeScaling("linear", 3.0), None)
-    )
-    for ours, theirs in zip(stretched, plain, strict=True):
-        torch.testing.assert_close(ours[6], theirs[2], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

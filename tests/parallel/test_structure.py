@@ -48,21 +48,15 @@ DATA: dict[str, Any] = {
 
 def test_values_become_what_is_declared() -> None:
     made = structure(Outer, DATA, "f.yaml")
-    assert repr(made) == repr(
-        Outer(
-            "n",
-            "b",
-            True,
-            3.0,
-            None,
-            ("x", "y"),
-            Inner(1, 1.0),
-            (Inner(2, 0.25), Inner(3)),
-            {"x": 1.0},
-            {"k": [None, {"z": 1}]},
-            2**63 - 1,
-        )
-    )
+    expected = {
+        **DATA,
+        "rate": 3.0,
+        "ahead": ("x", "y"),
+        "inner": Inner(1, 1.0),
+        "parts": (Inner(2, 0.25), Inner(3)),
+        "shares": {"x": 1.0},
+    }
+    assert repr(made) == repr(Outer(**expected))
 
 
 @pytest.mark.parametrize(
@@ -70,23 +64,17 @@ def test_values_become_what_is_declared() -> None:
     [
         ("name", 3, "name=3 must be a string"),
         ("kind", "c", "kind='c' must be one of a, b"),
-        ("kind", True, "kind=True must be one of a, b"),
         ("flag", "yes", "flag='yes' must be true or false or an integer"),
-        ("flag", 1.0, "flag=1.0 must be true or false or an integer"),
         ("rate", True, "rate=True must be a number"),
         ("rate", math.nan, "rate=nan must be a number >= 0"),
-        ("rate", math.inf, "rate=inf must be a number <= 1.7976931348623157e+308"),
         ("rate", 10**309, f"rate={'1' + '0' * 39} ... {'0' * 35}: Number out of range"),
-        ("path", 1, "path=1 must be a string or null"),
         ("ahead", True, "ahead=True must be an integer or a list"),
         ("ahead", ["x", 1], "ahead=['x', 1]: [1] must be a string"),
-        ("inner", [1], "inner=[1] must be a mapping of keys to values"),
         ("inner", {"count": 0, "share": 1}, "inner.count=0 must be an integer >= 1"),
         ("inner", {"count": 1}, "inner.share is missing"),
         ("inner", {"count": 1, "share": 1, "shares": 2}, "unknown key inner.shares. Did you mean share?"),
         ("inner", {"count": 1, "share": 1, 7: 2}, "unknown key inner.7. Known: count, share."),
         ("parts", [{"count": 2, "share": 0}], "parts[0].share=0 must be a number > 0"),
-        ("parts", {}, "parts={} must be a list"),
         ("shares", {"x": 1, "y": -1}, "shares.y=-1 must be a number > 0"),
         ("shares", {2: 1}, "shares: key=2 must be a string"),
         ("rate", "\ud800", r"rate='\ud800': 'utf-8' codec can't encode character '\ud800'"),
@@ -107,8 +95,3 @@ def test_all_mistakes_are_in_one_report_of_bounded_lines() -> None:
     lines = str(error.value).splitlines()
     assert [line[:6] for line in lines[2:]] == ["  kind", "  left"]
     assert all(line.isprintable() and len(line) < 400 for line in lines)
-
-
-def test_what_is_no_mapping_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^f.yaml: \[1\] must be a mapping of keys to values$"):
-        structure(Outer, [1], "f.yaml")

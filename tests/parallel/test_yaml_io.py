@@ -9,33 +9,25 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 REFUSED = {
     "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1", "merge them"]),
-    "duplicate of equal value": ("a: 1\na: 1\n", ["line 2", "'a'", "line 1"]),
     "nested duplicate": ("a:\n  b: 1\n  c: 2\n  b: 3\n", ["line 4", "'b'", "line 2"]),
-    "duplicate in a list": ("a:\n- {b: 1}\n- {c: 1, c: 2}\n", ["line 3", "'c'"]),
-    "duplicate in flow style": ("a: {b: 1, b: 2}\n", ["line 1", "'b'"]),
     "alias": ("a: &x [1]\nb: *x\n", ["line 2", "*x", "aliases", "repeat the value"]),
-    "merge key": ("a: &x {c: 1}\nb:\n  <<: *x\n", ["line 3", "*x"]),
     "list": ("- a\n- b\n", ["mapping", "list"]),
-    "scalar": ("3\n", ["mapping", "int"]),
     "unclosed": ("a: [1\nb: 2\n", ["line 2"]),
-    "tab": ("a:\n\tb: 1\n", ["line 2"]),
     "two documents": ("a: 1\n---\nb: 2\n", ["line"]),
     "python object": ("a: !!python/name:os.system\n", ["line 1", "tags", "remove the tag"]),
     "merged mapping": ("a:\n  <<: {b: 1}\n", ["line 2", "<<"]),
-    "NUL character": ("a: \0\n", []),
     "tag that does not fit": ("a: 1\nb: !!bool x\n", ["line 2", "tags", "bool"]),
     "unfilled template": ("a: {{ b }}\n", ["line 1", "key must be a plain word"]),
-    "list as key": ("a: 1\n? [a, b]\n: 1\n", ["line 2", "key must be a plain word"]),
     "mapping that holds itself": ("a: &x {b: *x}\n", ["line 1", "aliases"]),
     "many digits": (f"a: {'9' * 100_000}\n", []),
     "deep list": (f"a:\n  {'[' * 1000}{']' * 1000}\n", ["nested too deeply"]),
-    "deep mappings": ("a: " + "{a: " * 1000, ["nested too deeply"]),
     "large": ("#" * 600_000, ["larger than", "524,288 bytes"]),
 }
-ESCAPES = {
+UNREADABLE = {
     "impossible date": "a: 2001-13-45\n",
     "parts of a float": f"a: 1{':1' * 300}.5\n",
     "UTF-16": "a: 1\n".encode("utf-16"),
+    "not UTF-8": b"a: \xff\xfe\n",
 }
 
 
@@ -47,8 +39,8 @@ def write(folder: Path, text: str | bytes) -> Path:
 
 @pytest.mark.parametrize(
     ("text", "facts"),
-    [*REFUSED.values(), *((text, []) for text in ESCAPES.values())],
-    ids=[*REFUSED, *ESCAPES],
+    [*REFUSED.values(), *((text, []) for text in UNREADABLE.values())],
+    ids=[*REFUSED, *UNREADABLE],
 )
 def test_what_hides_a_mistake_is_refused_with_file_and_line(
     text: str | bytes, facts: list[str], tmp_path: Path
@@ -75,11 +67,6 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(YamlError, match=f"{path}: not a regular file"):
             load_mapping(path)
-
-
-def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    with pytest.raises(YamlError, match=r"some\.yaml"):
-        load_mapping(write(tmp_path, b"a: \xff\xfe\n"))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# only a comment\n", "---\n"])

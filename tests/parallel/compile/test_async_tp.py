@@ -1,9 +1,9 @@
 """Async tensor parallelism: the compiled code has the fused operators, they compute the same, and the run
 reports it."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,18 +30,15 @@ TP = [
     "--metrics.tensorboard=false",
 ]
 ASYNC = [*TP, "--parallel.async_tp=true"]
-JOINED = "--parallel.fused_projections=true"
+# lines of compiled code
 GATHER = "        buf3 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf2, 2, '0')\n"
 SCATTER = "        buf9 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf8, 'sum', 2, '0')\n"
-FUSED = (
-    "        buf1 = torch.ops.symm_mem.fused_all_gather_matmul.default(buf0, [permute_13], 1, '0', "
-    "return_A=True)\n"
-)
-NO_COLLECTIVES = "async tp: NOT fused, because the compiled code has no gathers and no scatters"
+FUSED = "        buf1 = torch.ops.symm_mem.fused_all_gather_matmul.default(buf0, [permute_13], 1, '0')\n"
 NOISE = (
     "        # Original ATen: [_c10d_functional.all_gather_into_tensor]\n"
     "        assert_size_stride(buf2, (2, 8), (8, 1), 'torch.ops.symm_mem.fused_all_gather_matmul.default')\n"
 )
+NO_COLLECTIVES = "async tp: NOT fused, because the compiled code has no gathers and no scatters"
 
 
 @pytest.fixture(scope="module")
@@ -49,59 +46,30 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_text(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module")
-def plain_metrics(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Metrics of the same run without fusion."""
-    folder = tmp_path_factory.mktemp("plain")
-    result = run(2, *TINY, *data, *TP, *EAGER, f"--run.dir={folder}")
-    assert result.returncode == 0, result.stderr
-    return read_metrics(folder)
-
-
-def check_run(result: Any, folder: Path, plain_metrics: dict[int, Any], fused: str) -> None:
-    """The run succeeded, printed `fused` and no other line on async tp, and trained the same."""
-    assert result.returncode == 0, result.stderr
-    printed = " ".join(result.stdout.split())
-    assert fused in printed
-    assert printed.count("async tp:") == 1
-    assert "micro_pipeline_tp" not in result.stderr + printed
+def trained(folder: Path) -> list[float]:
+    """Losses and gradient norms of a run of three steps."""
     rows = read_metrics(folder)
-    for key in ("loss", "grad_norm"):
-        assert [rows[step][key] for step in (1, 2, 3)] == pytest.approx(
-            [plain_metrics[step][key] for step in (1, 2, 3)], rel=1e-5
-        )
-
-
-def run_async(data: list[str], folder: Path, *arguments: str) -> Any:
-    return run(
-        2,
-        *TINY,
-        *data,
-        *ASYNC,
-        *arguments,
-        f"--run.dir={folder}",
-        module="tests.support.workers.async_tp",
-        timeout_s=300,
-    )
+    return [rows[step][key] for key in ("loss", "grad_norm") for step in (1, 2, 3)]
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize(
-    ("keys", "fused"),
-    [
-        ([], "6 of 10 gathers and scatters"),
-        ([JOINED], "8 of 10 gathers and scatters"),
-    ],
-    ids=["apart", "joined"],
-)
-def test_a_compiled_run_is_fused_says_so_and_trains_the_same(
-    data, plain_metrics, keys, fused, tmp_path
-) -> None:
+def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, tmp_path) -> None:
     """A block has two gathers and two scatters in the forward and as many in the backward, the head has one
     of each. The backward's scatters follow sums unless projections are fused, and the head's are not
     fused."""
-    check_run(run_async(data, tmp_path, *keys), tmp_path, plain_metrics, f"async tp: fused {fused}")
+    plain = run(2, *TINY, *data, *TP, *EAGER, f"--run.dir={tmp_path / 'plain'}")
+    assert plain.returncode == 0, plain.stderr
+    for joined, fused in (("false", 6), ("true", 8)):
+        keys = [f"--parallel.fused_projections={joined}", f"--run.dir={tmp_path / joined}"]
+        module = "tests.support.workers.async_tp"
+        result = run(2, *TINY, *data, *ASYNC, *keys, module=module, timeout_s=300)
+        assert result.returncode == 0, result.stderr
+        printed = " ".join(result.stdout.split())
+        assert f"async tp: fused {fused} of 10 gathers and scatters" in printed
+        assert printed.count("async tp:") == 1
+        assert "micro_pipeline_tp" not in result.stderr + printed
+        assert trained(tmp_path / joined) == pytest.approx(trained(tmp_path / "plain"), rel=1e-5)
 
 
 def test_a_run_on_a_cpu_is_refused_before_anything_is_made(data, tmp_path) -> None:
@@ -119,35 +87,30 @@ def test_a_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         check_async_tp(2, "cuda", 2)
 
 
-@pytest.mark.parametrize(
-    ("tp", "gpus", "pairs", "missing"),
-    [
-        (2, 4, {(0, 1), (2, 3)}, ""),
-        (4, 4, {(0, 1), (2, 3)}, "GPU 0 of this node cannot read that of GPU 2"),
+def test_gpus_of_a_tp_group_must_reach_each_other() -> None:
+    pairs = {(0, 1), (2, 3)}
+    for tp, gpus, reachable, missing in (
+        (2, 4, pairs, ""),
+        (4, 4, pairs, "GPU 0 of this node cannot read that of GPU 2"),
         (2, 4, {(0, 1)}, "GPU 2 of this node cannot read that of GPU 3"),
-        (4, 6, {(a, b) for a in range(6) for b in range(6)}, "tp=4 does not divide its 6 processes"),
-        (8, 4, {(a, b) for a in range(4) for b in range(4)}, "tp=8 does not divide its 4 processes"),
-    ],
-)
-def test_gpus_of_a_tp_group_must_reach_each_other(
-    tp: int, gpus: int, pairs: set[tuple[int, int]], missing: str
-) -> None:
-    reason = missing_peer_access(tp, gpus, lambda a, b: (a, b) in pairs or (b, a) in pairs)
-    assert missing in reason
-    assert bool(missing) == bool(reason)
+        (4, 6, {*itertools.product(range(6), repeat=2)}, "tp=4 does not divide its 6 processes"),
+    ):
+        reason = missing_peer_access(tp, gpus, lambda a, b, of=reachable: (min(a, b), max(a, b)) in of)
+        assert missing in reason
+        assert bool(missing) == bool(reason)
 
 
-def test_calls_are_counted_and_no_comments_or_checks() -> None:
-    assert describe_fusion([FUSED + NOISE, NOISE, FUSED]) == "async tp: fused 2 of 2 gathers and scatters"
+def test_calls_are_counted_without_comments_and_checks_or_it_is_said_why_there_are_none() -> None:
     line = describe_fusion([NOISE + GATHER + SCATTER, FUSED + SCATTER])
     assert line == "async tp: fused 1 of 4 gathers and scatters"
-
-
-def test_why_nothing_is_fused_is_said() -> None:
     assert describe_fusion([NOISE]) == NO_COLLECTIVES
     line = describe_fusion([NOISE + GATHER, SCATTER])
-    assert line.startswith("async tp: NOT fused, because ")
-    for words in ("none of the 2 gathers and scatters", "TORCH_LOGS=+torch.", "parallel.compile.cache_dir"):
+    for words in (
+        "async tp: NOT fused, because ",
+        "none of the 2 gathers and scatters",
+        "TORCH_LOGS=+torch.",
+        "parallel.compile.cache_dir",
+    ):
         assert words in line
 
 

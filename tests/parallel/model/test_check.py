@@ -18,7 +18,7 @@ from meshwright.parallel.model.inputs import kind_of
 from meshwright.tools.bench.own_model.models import MADE, linears
 from tests.support.worlds import run_ranks
 
-EAGER = mw.CompileConfig(enabled=False)
+EAGER, DYNAMO = mw.CompileConfig(enabled=False), mw.CompileConfig(backend="eager")
 
 
 class CenteredNorm(nn.Module):
@@ -129,14 +129,14 @@ def compare_on_ranks() -> dict[str, Any]:
     plans = {
         "recomputed": plan_of(made, activation_checkpoint="full"),
         "selective": plan_of(made, activation_checkpoint="selective", selective_policy="matmul"),
-        "split": split(made),
+        "split": split(made, DYNAMO),
         "per head": split_wrongly(made),
     }
     found: dict[str, Any] = {name: compare(plan, *made) for name, plan in plans.items()}
     found["off"] = compare(plan_of(off), *off)
     found["bfloat16"] = dtypes_in_bfloat16(linears())
     tensor_parallel._with_bias = lambda module, y, partial=False: y  # type: ignore[assignment]
-    found["bias"] = compare(plans["split"], *made)
+    found["bias"] = compare(split(made), *made)
     return found
 
 
@@ -151,7 +151,8 @@ def test_biases_norms_of_any_formula_dicts_and_keywords_compute_the_same(
     plan: str, results: list[dict[str, Any]]
 ) -> None:
     assert results[0][plan]["differences"] == []
-    assert results[0][plan]["compared"] > 30
+    assert results[0][plan]["compared"] > (60 if plan == "split" else 30), "eager, and compiled"
+    assert results[0][plan]["graphs"] == (2 if plan == "split" else 0), "one for each kind of block"
 
 
 def test_inputs_in_another_dtype_are_cast(results: list[dict[str, Any]]) -> None:
@@ -176,14 +177,13 @@ def row_sum(outputs: Any, example: Any) -> Tensor:
     return (outputs if isinstance(outputs, Tensor) else outputs[0]).square().sum()
 
 
-def test_a_check_starts_its_own_processes_and_compiles() -> None:
+def test_a_check_starts_its_own_processes() -> None:
     made = stack()
-    report = check(made[0], split(made, mw.CompileConfig(backend="aot_eager")), made[1], row_sum)
+    report = check(made[0], split(made), made[1], row_sum)
     assert report.same, report
-    assert report.compared > 60, "eager and compiled"
+    assert report.compared > 30
     assert "the same, largest difference" in str(report)
     assert "the loss is a sum over rows" in str(report)
-    assert report.graphs == 2, "one for each kind of block"
 
 
 def test_a_linear_layer_with_a_bias_is_a_product() -> None:
@@ -206,8 +206,7 @@ def test_windows_of_two_lengths_are_two_kinds_and_numbers_of_layers_are_not() ->
 
 def test_the_cut_model_has_one_block_of_each_kind_and_another() -> None:
     made = stack(blocks=6)
-    compiled = mw.CompileConfig(backend="eager")
-    cut, blocks = cut_model(made[0], plan_of(made, compile=compiled))
+    cut, blocks = cut_model(made[0], plan_of(made, compile=DYNAMO))
     assert blocks == ("blocks.0", "blocks.1", "blocks.2")
     assert len({kind_of(cut.get_submodule(name)) for name in blocks}) == 2
     assert len(made[0].blocks) == 6, "the model itself is left alone"

@@ -74,52 +74,43 @@ def test_units_inside_blocks_and_parameters_that_stay_whole() -> None:
     assert units.unsharded == ("head.bias",)
 
 
-def _caching() -> tuple[nn.Module, Any]:
-    model, example = on_meta(hf_llama, use_cache=True)
-    return model, example
+def llama(**changes: Any) -> tuple[nn.Module, Any]:
+    return on_meta(hf_llama, **changes)
 
 
-def _checkpointing() -> tuple[nn.Module, Any]:
-    model, example = on_meta(hf_llama)
+def checkpointing() -> tuple[nn.Module, Any]:
+    model, example = llama()
     model.model.layers[0].gradient_checkpointing = True
     return model, example
 
 
-X = (torch.zeros(2, 8),)
+def positions(width: int = 8, **keys: bool) -> tuple[nn.Module, Any]:
+    return Positions(**keys), (torch.zeros(2, width),)
 
 
-@pytest.mark.parametrize(
-    ("made", "keys", "message"),
-    [
-        (_caching, {}, "set model.config.use_cache = False"),
-        (_checkpointing, {}, "the model's own gradient checkpointing is on"),
-        (lambda: (Positions(), X), {}, "positions is in no unit: it belongs to the model itself"),
-        (
-            lambda: (Positions(unused=True), X),
-            {},
-            "unused.weight is in no unit: the example never calls unused",
-        ),
-        (lambda: (nn.Linear(8, 8), X), {}, "no list of equal blocks: name them"),
-        (lambda: (Positions(), X), {"blocks": "block.*"}, "blocks='block.*' matches no module"),
-        (
-            lambda: (Positions(), (torch.zeros(2, 9),)),
-            {"unsharded": ["positions"]},
-            "does not run on the example's",
-        ),
-        (lambda: (Positions(), X), {"unsharded": ["posittions"]}, "Did you mean positions?"),
-        (
-            lambda: on_meta(hf_llama),
-            {"styles": {"model.norm": "rowwise"}},
-            "LlamaRMSNorm, and rowwise is for nn.Linear",
-        ),
-        (lambda: on_meta(hf_llama), {"styles": {"*.q_proj": "colwize"}}, "Did you mean colwise?"),
-        (lambda: on_meta(hf_llama), {"styles": {"*.q_prj": "own_colwise"}}, "matches no module"),
-    ],
-)
+def linear() -> tuple[nn.Module, Any]:
+    return nn.Linear(8, 8), (torch.zeros(2, 8),)
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: llama(use_cache=True), {}, "set model.config.use_cache = False"),
+    (checkpointing, {}, "the model's own gradient checkpointing is on"),
+    (positions, {}, "positions is in no unit: it belongs to the model itself"),
+    (lambda: positions(unused=True), {}, "unused.weight is in no unit: the example never calls unused"),
+    (linear, {}, "no list of equal blocks: name them"),
+    (positions, {"blocks": "block.*"}, "blocks='block.*' matches no module"),
+    (lambda: positions(9), {"unsharded": ["positions"]}, "does not run on the example's"),
+    (positions, {"unsharded": ["posittions"]}, "Did you mean positions?"),
+    (llama, {"styles": {"model.norm": "rowwise"}}, "LlamaRMSNorm, and rowwise is for nn.Linear"),
+    (llama, {"styles": {"*.q_proj": "colwize"}}, "Did you mean colwise?"),
+    (llama, {"styles": {"*.q_prj": "own_colwise"}}, "matches no module"),
+]
+
+
+@pytest.mark.parametrize(("made", "keys", "message"), REFUSED)
 def test_refusals_name_the_module_and_a_way_out(made: Any, keys: dict[str, Any], message: str) -> None:
-    model, example = made()
     with pytest.raises(mw.PlanError) as raised:
-        describe(model, example, **keys)
+        describe(*made(), **keys)
     assert message in str(raised.value)
 
 
@@ -134,21 +125,18 @@ def test_positions_made_from_all_tokens_forbid_sequence_parallelism() -> None:
     assert "computes positions or masks from all tokens" in mistakes[0].message
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
+def test_switches_that_the_model_does_not_have_are_refused() -> None:
+    units = describe(*MODELS["linears with dropout"]())
+    keys: dict[str, Any]
+    for keys, message in (
         ({"attention": "flash"}, "parallel.attention=flash is a switch that this model does not have"),
         ({"loss_chunk_tokens": 128}, "parallel.loss_chunk_tokens=128 is a switch"),
         ({"fused_projections": True}, "parallel.fused_projections=True is a switch"),
         ({"tp": 2}, "but this model has no tensor-parallel styles"),
-    ],
-)
-def test_switches_that_the_model_does_not_have_are_refused(keys: dict[str, Any], message: str) -> None:
-    model, example = MODELS["linears with dropout"]()
-    units = describe(model, example)
-    with pytest.raises(mw.PlanError) as raised:
-        mw.make_plan(mw.ParallelConfig(**keys), units, mw.RunShape(2, 2, 8))
-    assert message in str(raised.value)
+    ):
+        with pytest.raises(mw.PlanError) as raised:
+            mw.make_plan(mw.ParallelConfig(**keys), units, mw.RunShape(2, 2, 8))
+        assert message in str(raised.value)
 
 
 def test_a_published_split_that_is_unknown_is_refused_only_with_tp() -> None:

@@ -77,6 +77,8 @@ def check_encoder(values: dict[str, Tensor]) -> None:
     bound = (6 / (32 + 96)) ** 0.5  # xavier_uniform of nn.MultiheadAttention
     assert 0.9 * bound < attention.abs().max() <= bound
     assert not values["encoder.layers.0.self_attn.out_proj.bias"].any(), "set by the module around it"
+    blocks = [values[f"encoder.layers.{i}.linear1.weight"] for i in range(2)]
+    assert not torch.equal(*blocks), "blocks start differently"
 
 
 class Forgotten(nn.Module):

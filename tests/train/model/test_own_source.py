@@ -52,20 +52,15 @@ def test_transformers_llama_has_the_figures_of_ours() -> None:
 def test_its_blocks_multiply_and_keep_as_much_as_ours(compiled: str) -> None:
     """Under full recomputation both keep only the input of a block."""
     keys = [f"--parallel.compile.enabled={compiled}", "--parallel.activation_checkpoint=full"]
-    ours, theirs = (
-        work.modules[name]
-        for work, name in (
-            (workload(*OURS, *keys), "layers.0"),
-            (workload(*causal_lm("llama"), *keys), "model.layers.0"),
-        )
-    )
+    ours = workload(*OURS, *keys).modules["layers.0"]
+    theirs = workload(*causal_lm("llama"), *keys).modules["model.layers.0"]
     assert theirs.parameters == ours.parameters
     assert theirs.saved_bytes == ours.saved_bytes
     for phase in ("forward", "backward"):
-        flops = [
-            sum(each.flops.per_sequence for each in getattr(w, phase).operations) for w in (theirs, ours)
-        ]
-        assert flops[0] == pytest.approx(flops[1], rel=0.01), phase
+        own, other = (
+            sum(each.flops.per_sequence for each in getattr(w, phase).operations) for w in (ours, theirs)
+        )
+        assert other == pytest.approx(own, rel=0.01), phase
 
 
 def test_blocks_of_two_kinds_are_traced_twice() -> None:
@@ -103,23 +98,20 @@ def test_a_model_that_train_main_cannot_train_is_refused_in_words() -> None:
 
 def test_what_is_installed_beside_a_model_is_not_its_code(tmp_path: Path, monkeypatch: Any) -> None:
     """As the packages of a .venv in the folder of mine.py, of which some name files that do not exist."""
-    (tmp_path / "beside_a_venv.py").write_text("from torch import nn\nclass Mine(nn.Linear): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = importlib.import_module("beside_a_venv").Mine(2, 2)
-    before = code_of(mine)
-    for folder in (tmp_path / ".venv/lib/site-packages", tmp_path):
-        module = types.ModuleType(f"made_up_in_{folder.name}")
-        module.__file__ = str(folder / "nowhere.py")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    installed = tmp_path / ".venv/lib/site-packages/other.py"
+    mine, installed = tmp_path / "beside_a_venv.py", tmp_path / ".venv/lib/site-packages/other.py"
+    mine.write_text("from torch import nn\nclass Mine(nn.Linear): pass\n")
     installed.parent.mkdir(parents=True)
     installed.write_text("")
-    other = types.ModuleType("other_of_a_venv")
-    other.__file__ = str(installed)
-    monkeypatch.setitem(sys.modules, other.__name__, other)
-    assert code_of(mine) == before
-    (tmp_path / "beside_a_venv.py").write_text("changed")
-    assert code_of(mine) != before
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("beside_a_venv").Mine(2, 2)
+    before = code_of(model)
+    for number, file in enumerate((installed, installed.parent / "nowhere.py", tmp_path / "nowhere.py")):
+        module = types.ModuleType(f"other_of_a_venv_{number}")
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert code_of(model) == before
+    mine.write_text("changed")
+    assert code_of(model) != before
 
 
 def test_a_trace_is_kept_for_code_and_arguments() -> None:
