@@ -92,7 +92,7 @@ def test_models_of_others_train_the_same(keys: list[str], data: list[str], tmp_p
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["--model.factory=tests.support.factories:mixer"], "where its attention is"),
+        (["--model.factory=tests.support.factories:mixer", "--model.blocks=[12]"], "where its attention is"),
         ([*OWN, "--parallel.cp_exchange=gather"], "is for models with kernels of ours"),
     ],
 )

@@ -38,6 +38,7 @@ BAD = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_seven_kills_one_of_them_with_tensor_parallelism() -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     options = argparse.Namespace(training=4, saving=3, asynchronous="both", seed=seed, processes=2, steps=20)

@@ -55,6 +55,7 @@ def test_sigterm_to_torchrun_saves(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_worker_stops_all_and_torchrun_does_not_restart_them(rank, data, tmp_path):
     folder = tmp_path / "run"
@@ -67,6 +68,7 @@ def test_sigterm_to_one_worker_stops_all_and_torchrun_does_not_restart_them(rank
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_alone_the_exit_code_of_a_stop_in_an_evaluation_is_75(data, tmp_path):
     folder = tmp_path / "run"
     evaluation = ["--train.eval_every=5", "--train.eval_sequences=1500", "--checkpoint.every=1000"]
@@ -128,6 +130,7 @@ def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous, data, tmp_path):
     folder = tmp_path / "run"
@@ -167,6 +170,7 @@ def is_held(pid: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_a_stop_that_cannot_be_agreed_ends_after_the_grace_period(data, tmp_path):
     folder = tmp_path / "run"
     with started(2, folder, tiny(data, "--checkpoint.every=2", "--run.grace_s=2")) as launch:
