@@ -34,7 +34,6 @@ def again(restarts: int, by_torchrun: int = 0) -> RankInfo:
         (left("finished", 40, 50), 1, 50, NONE),
         (left("stopped", 40, 41), 1, 40, NONE),  # requested
         (left("failed", None, 7), 1, 0, FailedStarts(1, 7)),
-        (left("failed", 0, 7), 1, 0, FailedStarts(1, 7)),
         (left("running", 40, 41), 1, 40, FailedStarts(1, 41)),  # killed
         (left("failed", 40, 41, FailedStarts(1, 41)), 2, 40, FailedStarts(2, 41)),
         (left("failed", 40, 41, FailedStarts(2, 41)), 0, 40, NONE),  # by hand
