@@ -84,20 +84,6 @@ def whole(stores, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(5)
-def test_every_step_has_the_same_sequences_and_scores_on_another_mesh(whole, stores, tmp_path):
-    mesh = ["--parallel.tp=2", "--train.micro_batch_size=4", QUIET]
-    result = run(4, *arguments(tmp_path / "run", *mixture(stores), *sets(stores), *mesh))
-    assert result.returncode == 0, result.stderr
-    assert hashes(tmp_path / "run") == hashes(whole)
-    assert len(set(hashes(whole).values())) == STEPS
-    expected, got = read_metrics(whole), read_metrics(tmp_path / "run")
-    for step, row in expected.items():
-        for key in ("loss", "grad_norm", *(key for key in row if key.startswith("eval"))):
-            assert key not in row or got[step][key] == pytest.approx(row[key], rel=2e-5), (step, key)
-
-
 def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(whole):
     row = read_metrics(whole)[STEPS]
     assert {

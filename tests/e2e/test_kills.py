@@ -4,14 +4,11 @@ import argparse
 import dataclasses
 import json
 import os
-import random
 
 import pytest
 
-from tests.soak import safety
-from tests.soak.killed_run import Joined, Kill, Mesh, Wanted
-from tests.soak.kills import add_kills_options, deal, kills_text, make_wanted, measure_kills, summarise
-from tests.soak.program import make_parser
+from tests.soak.killed_run import Joined, Kill
+from tests.soak.kills import kills_text, measure_kills, summarise
 from tests.support.launch import EAGER, TINY, TORCHRUN_GRACE_S
 from tests.support.nested import run_nested
 
@@ -38,6 +35,7 @@ BAD = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_seven_kills_one_of_them_with_tensor_parallelism() -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     options = argparse.Namespace(training=4, saving=3, asynchronous="both", seed=seed, processes=2, steps=20)
@@ -55,64 +53,13 @@ def test_seven_kills_one_of_them_with_tensor_parallelism() -> None:
     assert len(late) <= 1, (seed, late)
 
 
-def test_every_kill_that_was_asked_for_is_dealt_once_and_what_is_wrong_is_said() -> None:
-    wanted = make_wanted(50, 50, (False, True), random.Random(0))
-    assert {
-        (way, phase): wanted.count(Wanted(phase, way))
-        for phase in ("training", "saving")
-        for way in (False, True)
-    } == {(False, "training"): 25, (True, "training"): 25, (False, "saving"): 25, (True, "saving"): 25}
-    assert {mesh.name: len(kills) for mesh, kills in deal(wanted, 2).items()} == {"FSDP": 80, "FSDP x TP": 20}
-    assert deal(wanted[:4], 2) == {Mesh("FSDP", 2): wanted[:4]}
+def test_what_a_kill_has_lost_is_said() -> None:
     right = summarise([Joined((GOOD, GOOD), 40, 0), Joined((GOOD,), 40, 0)])
     assert (right["all_right"], right["kills"], right["steps_compared"], right["in_save"]) == (True, 3, 80, 3)
     assert kills_text(right).endswith("nothing was lost")
     wrong = {fault: summarise([Joined((GOOD, kill), 40, steps)]) for fault, (kill, steps) in BAD.items()}
     assert [fault for fault, figures in wrong.items() if figures["all_right"]] == []
     assert not any(kills_text(figures).endswith("nothing was lost") for figures in wrong.values())
-
-
-def test_the_options_of_kills() -> None:
-    parser = make_parser("kills", "", "")
-    add_kills_options(parser)
-    arguments = ["--training", "3", "--saving=0", "--asynchronous=true", "--json", "--train.seq_len=64"]
-    options, overrides = parser.parse_known_args(arguments)
-    assert vars(options) == {
-        "training": 3,
-        "saving": 0,
-        "asynchronous": "true",
-        "seed": 0,
-        "processes": 2,
-        "steps": 40,
-        "json": True,
-        "record": None,
-    }
-    assert overrides == ["--train.seq_len=64"]
-
-
-def test_the_ratio_of_saves_is_taken_within_each_round_and_decides() -> None:
-    saves_s = {"ours": [1.0, 4.0], "safetensors": [1.0, 3.2], "plain": [2.0, 8.0]}
-    disk = {
-        "size_gb": 0.4,
-        "hash_gb_s": {"sha256": 1.0},
-        "save_s": saves_s,
-        "load_s": {"warm": {"plain": [1.0]}},
-        "asynchronous_s": {"stall": [0.1]},
-    }
-    stall = {
-        "size_gb": 0.03,
-        "committed_s": 0.2,
-        "step_s": {"normal": [1.0, 1.0], "saving": [1.2], "beside writing": [1.1]},
-    }
-    figures = {"processes": 2, "rounds": 2, **safety.summarise(disk, stall)}
-    assert figures["save_ratio_to"] == pytest.approx({"safetensors": 1.125, "plain": 0.5})
-    assert figures["step_ratio"] == {"saving": 1.2, "beside writing": 1.1}
-    assert safety.safety_text(figures).endswith(": within")
-    for way in ("safetensors", "plain"):
-        slow = {**disk, "save_s": {**saves_s, way: [0.5, 2.0]}}
-        assert safety.safety_text({**figures, **safety.summarise(slow, stall)}).endswith("NOT within")
-    stall["step_s"]["saving"] = [1.6]
-    assert safety.safety_text({**figures, **safety.summarise(disk, stall)}).endswith("NOT within")
 
 
 @pytest.mark.slow

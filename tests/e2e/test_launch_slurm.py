@@ -50,6 +50,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.sampled(5),
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (Debian: slurm-wlm, munge)"),
 ]
 
@@ -78,30 +79,17 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
     key = folder / "key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
-    port, port_1, port_2 = free_ports(3)
     config = folder / "slurm.conf"
-    config.write_text(
-        CONFIGURATION.format(
-            host=socket.gethostname(),
-            user=getpass.getuser(),
-            folder=folder,
-            port=port,
-            port_1=port_1,
-            port_2=port_2,
-            cores=os.cpu_count(),
-        )
-    )
+    names = {"host": socket.gethostname(), "user": getpass.getuser(), "cores": os.cpu_count()}
+    ports = dict(zip(("port", "port_1", "port_2"), free_ports(3), strict=True))
+    config.write_text(CONFIGURATION.format(folder=folder, **names, **ports))
     env = environment(PATH=PATH, SLURM_CONF=str(config), PET_NPROC_PER_NODE="1")
-    munged = [
-        "munged",
-        "--foreground",
-        "--force",
-        f"--key-file={key}",
-        f"--socket={folder}/munge",
-        f"--pid-file={folder}/munge.pid",
-        f"--log-file={folder}/munge.log",
-        f"--seed-file={folder}/munge.seed",
+    files = {"key": "key", "socket": "munge", "pid": "munge.pid", "log": "munge.log", "seed": "munge.seed"}
+    options = [
+        f"--{kind}={folder}/{name}" if kind == "socket" else f"--{kind}-file={folder}/{name}"
+        for kind, name in files.items()
     ]
+    munged = ["munged", "--foreground", "--force", *options]
     named = ["-D", "-f", str(config)]
     commands = [munged, ["slurmctld", *named], ["slurmd", *named, "-N", "n1"], ["slurmd", *named, "-N", "n2"]]
     daemons = []

@@ -19,18 +19,11 @@ from tests.support.run_faults import (
     tiny,
     torchrun,
     wait,
-    wait_for_commit,
     wait_for_step,
     workers,
 )
 
-LARGER = [
-    "--model.dim=256",
-    "--model.n_layers=4",
-    "--model.n_heads=8",
-    "--model.n_kv_heads=8",
-    "--model.ffn_dim=1024",
-]
+LARGER = ["--model.dim=256", "--model.n_layers=4", "--model.ffn_dim=1024"]
 TERM = "signal SIGTERM"
 
 
@@ -55,18 +48,19 @@ def test_sigterm_to_torchrun_saves(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_worker_stops_all_and_torchrun_does_not_restart_them(rank, data, tmp_path):
+@pytest.mark.sampled(5)
+def test_sigterm_to_one_worker_stops_all_and_torchrun_does_not_restart_them(data, tmp_path):
     folder = tmp_path / "run"
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     with torchrun(folder, options, tiny(data, "--checkpoint.every=1000")) as launch:
         wait_for_step(launch, folder, 3)
-        os.kill(workers(launch)[rank], signal.SIGTERM)
+        os.kill(workers(launch)[1], signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 0, launch.output()
     assert check_stopped(folder, TERM) >= 3
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_alone_the_exit_code_of_a_stop_in_an_evaluation_is_75(data, tmp_path):
     folder = tmp_path / "run"
     evaluation = ["--train.eval_every=5", "--train.eval_sequences=1500", "--checkpoint.every=1000"]
@@ -128,15 +122,12 @@ def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous, data, tmp_path):
     folder = tmp_path / "run"
-    saving = [
-        *LARGER,
-        "--checkpoint.every=2",
-        f"--checkpoint.asynchronous={asynchronous}",
-        "--checkpoint.keep=0",
-    ]
+    saving = [*LARGER, "--checkpoint.every=2", "--checkpoint.keep=0"]
+    saving += [f"--checkpoint.asynchronous={asynchronous}"]
     with started(2, folder, tiny(data, *saving)) as launch:
         half = hold_in_a_save(launch, folder)
         launch.send_signal(signal.SIGTERM)
@@ -164,20 +155,3 @@ def is_held(pid: int) -> bool:
         path.read_text().rpartition(")")[2].split()[0] == "T"
         for path in Path(f"/proc/{pid}/task").glob("*/stat")
     )
-
-
-@pytest.mark.slow
-def test_a_stop_that_cannot_be_agreed_ends_after_the_grace_period(data, tmp_path):
-    folder = tmp_path / "run"
-    with started(2, folder, tiny(data, "--checkpoint.every=2", "--run.grace_s=2")) as launch:
-        wait_for_commit(launch, folder, 2)
-        first, second = launch.ranks
-        second.send_signal(signal.SIGSTOP)
-        sent_s = time.monotonic()
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(LIMIT_S) == 128 + signal.SIGTERM
-        assert time.monotonic() - sent_s >= 2
-        second.kill()
-    assert "run.grace_s=2 s" in launch.output()
-    assert read_status(folder)["state"] == "stopped"
-    assert check_commits(folder) >= 2

@@ -59,6 +59,7 @@ def check(module: str, arguments: list[str], facts: tuple[str, ...], inputs: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("line", "facts"), TRAIN, ids=[line for line, _ in TRAIN])
 def test_a_wrong_input_of_a_run_is_refused_with_its_facts(
     line: str, facts: tuple[str, ...], inputs: Path, data: list[str], tmp_path: Path
@@ -70,6 +71,7 @@ def test_a_wrong_input_of_a_run_is_refused_with_its_facts(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("line", "facts"), TOOLS, ids=[line for line, _ in TOOLS])
 def test_a_wrong_input_of_a_tool_is_refused_with_its_facts(
     line: str, facts: tuple[str, ...], inputs: Path, tmp_path: Path

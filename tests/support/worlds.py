@@ -17,6 +17,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -103,6 +104,16 @@ def launcher_store(ranks: int) -> Iterator[dict[str, str]]:
         "LOCAL_WORLD_SIZE": str(ranks),
     }
     del store
+
+
+@contextmanager
+def store_of_rank_0(ranks: int) -> Iterator[dict[str, str]]:
+    """The variables by which N ranks meet if no launcher hosts the store: rank 0 does, and it ends with
+    rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
 
 
 def _wait(forks: Sequence[Fork], folder: Path, limit_s: float) -> bool:

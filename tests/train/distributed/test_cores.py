@@ -35,10 +35,8 @@ EIGHT = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
         (EIGHT, "", (1, 2, 5), 2),
         ({}, "", range(3), 3),
         (EIGHT, "max 100000", range(8), 4),
-        (EIGHT, "200000 100000", range(8), 2),
         (EIGHT, "150000 100000", range(8), 2),
         (EIGHT, "50000 100000", range(8), 1),
-        (EIGHT, "900000 100000", range(8), 4),
     ],
 )
 def test_cores_are_counted_once_and_within_a_containers_quota(siblings, quota, cpus, cores, tmp_path) -> None:
@@ -57,7 +55,7 @@ def test_threads_are_no_more_than_a_quota_and_no_more_than_there_are(monkeypatch
         assert usable_threads() == threads
 
 
-@pytest.mark.parametrize("processes", [1, 2, 64])
+@pytest.mark.parametrize("processes", [1, 64])
 def test_processes_share_the_cores_whatever_torchrun_says(
     processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,26 +70,17 @@ def test_processes_share_the_cores_whatever_torchrun_says(
 
 
 def test_one_thread_and_two_train_the_same_model(tmp_path: Path) -> None:
-    """Losses agree to 1e-5 nats over 3 steps. The tensors have more than 32,768 values, from which on torch
+    """Losses agree to 1e-5 nats over 2 steps. The tensors have more than 32,768 values, from which on torch
     uses several threads."""
-    wide = [
-        *TINY,
-        *write_text(tmp_path),
-        *EAGER,
-        "--model.dim=128",
-        "--train.seq_len=128",
-        "--train.micro_batch_size=4",
-        "--train.global_batch_size=4",
-        "--train.steps=3",
-        "--train.eval_every=0",
-        "--checkpoint.every=0",
-        "--metrics.tensorboard=false",
-    ]
+    shape = ["--model.dim=128", "--train.seq_len=128", "--train.micro_batch_size=4"]
+    short = ["--train.global_batch_size=4", "--train.steps=2", "--train.eval_every=0"]
+    quiet = ["--checkpoint.every=0", "--metrics.tensorboard=false"]
+    wide = [*TINY, *write_text(tmp_path), *EAGER, *shape, *short, *quiet]
     losses = []
     for threads in (1, 2):
         result = run(1, *wide, f"--run.threads={threads}", f"--run.dir={tmp_path / str(threads)}")
         assert result.returncode == 0, result.stderr
         assert f"{threads} CPU threads each" in result.stdout
         losses.append([row["loss"] for row in read_metrics(tmp_path / str(threads)).values()])
-    assert len(losses[0]) == 3
+    assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], abs=1e-5, rel=0)

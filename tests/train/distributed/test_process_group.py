@@ -65,6 +65,8 @@ def ended(way: str, folder: Path, patience_s: float = 0.25) -> tuple[int, str]:
     return code, (folder / "0.out").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(10)
 @pytest.mark.skipif(
     sys.version_info >= (3, 14), reason="Python 3.14 makes such a thread sleep (python/cpython#87135)"
 )
@@ -82,34 +84,28 @@ def test_our_end_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "restarts"),
+    ("variables", "restarts", "by_torchrun", "keeper"),
     [
-        ({}, 0),
-        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2),
-        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, 1),
+        ({}, 0, 0, "rank 0"),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2, 2, "rank 0"),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, 1, 0, "rank 0"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0, 0, "rank 0"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, 0, 0, "torchrun on the first node"),
     ],
 )
-def test_restarts_are_counted_wherever_they_are_made(
-    variables: dict, restarts: int, monkeypatch: pytest.MonkeyPatch
+def test_restarts_and_the_keeper_of_the_store_are_read_from_the_launcher(
+    variables: dict[str, str],
+    restarts: int,
+    by_torchrun: int,
+    keeper: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    torchrun_restarts = int(variables.get("TORCHELASTIC_RESTART_COUNT", 0))
-    assert read_rank_info() == RankInfo(0, 1, 0, 1, False, restarts, torchrun_restarts)
-
-
-@pytest.mark.parametrize(
-    ("agent_store", "keeper"), [(None, "rank 0"), ("False", "rank 0"), ("True", "torchrun on the first node")]
-)
-def test_whose_process_keeps_the_store_is_what_torchrun_says(
-    agent_store: str | None, keeper: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    if agent_store is not None:
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent_store)
-    assert read_rank_info().store_host == keeper
+    ranks = read_rank_info()
+    assert (ranks.restarts, ranks.torchrun_restarts, ranks.store_host) == (restarts, by_torchrun, keeper)
 
 
 needs_settings = pytest.mark.skipif(
@@ -150,12 +146,8 @@ def test_a_collective_waits_longer_than_any_section() -> None:
 
 
 def test_the_process_group_has_that_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     config = RunConfig(timeouts=TimeoutConfig(*[7000.0] * len(dataclasses.fields(TimeoutConfig))))
     start_process(config, RankInfo(0, 1, 0, 1, under_torchrun=True), torch.device("cpu"))

@@ -30,27 +30,13 @@ def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes
     [
         ("--optim.lr=0.5", "optim.lr is 0.001 on rank 0, 0.5 on rank 1 (1 of 2 ranks differ from rank 0)"),
         ("--parallel.plan=auto", "parallel.plan is 'manual' on rank 0, 'auto' on rank 1"),
-        ("--run.seed=7", "run.seed is 0 on rank 0, 7 on rank 1"),
-        (
-            "--parallel.param_dtype=bfloat16",
-            "parallel.param_dtype is 'float32' on rank 0, 'bfloat16' on rank 1",
-        ),
         ("--data.cache_dir={}/node", ""),
     ],
 )
 def test_another_key_on_one_rank_is_named_on_all(own: str, difference: str, tmp_path: Path) -> None:
     """Except cache folders, which may differ between nodes."""
-    arguments = [
-        *TINY,
-        *EAGER,
-        *write_text(tmp_path),
-        f"--run.dir={tmp_path / 'run'}",
-        "--optim.lr=0.001",
-        "--train.steps=1",
-        "--parallel.param_dtype=float32",
-        "--train.eval_every=0",
-        "--checkpoint.every=0",
-    ]
+    keys = ["--optim.lr=0.001", "--train.steps=1", "--train.eval_every=0", "--checkpoint.every=0"]
+    arguments = [*TINY, *EAGER, *write_text(tmp_path), f"--run.dir={tmp_path / 'run'}", *keys]
     results = run_ranks(2, start, arguments, {1: [own.format(tmp_path)]}, [2, 2])
     assert results[0] == results[1]
     assert bool(results[0]) == bool(difference)
@@ -60,13 +46,8 @@ def test_another_key_on_one_rank_is_named_on_all(own: str, difference: str, tmp_
 
 def test_nodes_of_unlike_sizes_that_make_unlike_plans_are_refused(tmp_path: Path) -> None:
     """hybrid_shard shards within a node, so the plans differ."""
-    arguments = [
-        *TINY,
-        *EAGER,
-        *write_text(tmp_path),
-        f"--run.dir={tmp_path / 'run'}",
-        "--parallel.strategy=hybrid_shard",
-    ]
+    own = [f"--run.dir={tmp_path / 'run'}", "--parallel.strategy=hybrid_shard"]
+    arguments = [*TINY, *EAGER, *write_text(tmp_path), *own]
     results = run_ranks(4, start, arguments, {}, [2, 2, 1, 1])
     assert set(results) == {results[0]}
     assert (

@@ -118,15 +118,6 @@ def test_rank_0_may_die_at_any_operation_of_two_starts(preceded: bool, join: Joi
         assert one_token([join(store, 0, 4), *ranks])
 
 
-def test_a_rank_that_comes_early_joins_the_start_of_the_next_rank_0(join: Join) -> None:
-    store = hash_store()
-    before = one_token([join(store, rank, 2) for rank in range(2)])
-    early = CountedStore(store)
-    joined = join(early, 1, 2)
-    assert early.waiting.wait(LIMIT.total_seconds())
-    assert one_token([joined, join(store, 0, 2)]) != before
-
-
 def test_dead_processes_of_an_unfinished_start_do_not_count(join: Join) -> None:
     """Ranks 1 and 2 had joined it, rank 0 waited for rank 3, then all died. The world is smaller now."""
     store = hash_store()
@@ -169,15 +160,15 @@ def test_a_rank_0_that_was_replaced_ends(join: Join) -> None:
 
 def test_missing_ranks_are_named() -> None:
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.3))
+    store.set_timeout(timedelta(seconds=0.1))
     store.set("1/fact/2", "")
     with pytest.raises(PeerLostError) as missing:
         rendezvous(store, 0, 6, "", "".join)
     with pytest.raises(PeerLostError) as waiting:
         rendezvous(store, 2, 6, "", "".join)
-    for fact in ("4 of 6 ranks", "1, 3-5", "0.3 s", "MASTER_ADDR", "same command"):
+    for fact in ("4 of 6 ranks", "1, 3-5", "0.1 s", "MASTER_ADDR", "same command"):
         assert fact in str(missing.value)
-    for fact in ("rank 0", "0.3 s", "MASTER_ADDR", "same command"):
+    for fact in ("rank 0", "0.1 s", "MASTER_ADDR", "same command"):
         assert fact in str(waiting.value)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from traceback import FrameSummary
 
@@ -41,92 +42,51 @@ def assert_in_order(text: str, *facts: str) -> None:
         end = text.index(fact, end) + len(fact)
 
 
-@pytest.mark.parametrize(
-    ("reports", "facts"),
-    [
-        (
-            ranks(WAITS, WAITS, LOADS, WAITS),
-            "rank 2 is at train/data/loader.py:61 next | ranks 0-1, 3 wait in all_reduce "
-            "(train/step.py:70 train_step)",
-        ),
-        (
-            ranks(WAITS, LOADS, LOADS, WAITS),
-            "ranks 1-2 are at train/data/loader.py:61 next | ranks 0, 3 wait in all_reduce "
-            "(train/step.py:70 train_step)",
-        ),
-        (
-            ranks(WAITS, replace(LOADS, step=119)),
-            "rank 1 is behind | in step 119 | train/data/loader.py:61 next | rank 0 waits in all_reduce "
-            "(train/step.py:70 train_step)",
-        ),
-        (
-            ranks(WAITS, replace(LOADS, section="evaluation")),
-            "rank 1 is ahead | in evaluation at step 120 | train/data/loader.py:61 next | rank 0 waits in "
-            "all_reduce (train/step.py:70 train_step)",
-        ),
-        (
-            ranks(WAITS, replace(LOADS, section="first step")),
-            "rank 1 is behind | in first step (120) | train/data/loader.py:61 next | rank 0 waits in "
-            "all_reduce (train/step.py:70 train_step)",
-        ),
-        (
-            ranks(WAITS, WAITS, WAITS, GATHERS),
-            "desynchronized | all_reduce called from train/step.py:70 train_step by ranks 0-2 | "
-            "all_gather_object called from train/metrics/collector.py:88 log by rank 3",
-        ),
-        (
-            ranks(WAITS, replace(WAITS, place="train/step.py:71 train_step")),
-            "desynchronized | all_reduce called from train/step.py:70 train_step by rank 0 | "
-            "all_reduce called from train/step.py:71 train_step by rank 1",
-        ),
-        (
-            ranks(WAITS, replace(WAITS, step=119)),
-            "desynchronized | all_reduce (train/step.py:70 train_step) | rank 1 is in step 119 | ahead",
-        ),
-        (
-            ranks(WAITS, WAITS),
-            "all 2 ranks wait in the same all_reduce (train/step.py:70 train_step) | check the network",
-        ),
-        (
-            ranks(WAITS, replace(WAITS, silent_s=42.0), LOADS),
-            "rank 1 does not answer | no heartbeat for about 42 s | process stopped or killed | host down",
-        ),
-        (
-            ranks(replace(WAITS, silent_s=42.0), replace(WAITS, silent_s=44.0), LOADS),
-            "ranks 0-1 do not answer | no heartbeat for about 42 s or more | processes stopped or killed | "
-            "host down",
-        ),
-        (ranks(WAITS, RankReport(1, "set-up", silent_s=math.inf)), "rank 1 never sent a heartbeat"),
-        (
-            ranks(RankReport(0, "ended", 119), WAITS),
-            "rank 0 has ended | others continue | the last step",
-        ),
-        (ranks(LOADS), "rank 0 is at train/data/loader.py:61 next"),
-        (ranks(WAITS), "rank 0 waits in all_reduce (train/step.py:70 train_step)"),
-        (ranks(LOADS, LOADS), "all 2 ranks are at train/data/loader.py:61 next | none is behind"),
-        (
-            ranks(LOADS, replace(LOADS, step=119)),
-            "rank 1 is behind the others | in step 119 at train/data/loader.py:61 next",
-        ),
-        (
-            ranks(LOADS, LOADS, replace(LOADS, place="train/metrics/collector.py:9 log")),
-            "rank 2 is at train/metrics/collector.py:9 log | others",
-        ),
-        (
-            ranks(LOADS, replace(LOADS, place="train/metrics/collector.py:9 log")),
-            "the ranks are at different places | none stands out",
-        ),
-        (
-            ranks(WAITS, replace(LOADS, place="", inside="threading.py:9 wait")),
-            "rank 1 is at threading.py:9 wait | rank 0 waits in all_reduce (train/step.py:70 train_step)",
-        ),
-    ],
-)
-def test_the_headline_names_who_is_to_blame_and_why(reports: list[RankReport], facts: str) -> None:
-    """The facts, separated by " | ", are all in the headline, in this order."""
-    message = diagnose(reports, FIRED)
+STEP_70, NEXT_61 = "train/step.py:70 train_step", "train/data/loader.py:61 next"
+IN_REDUCE = f"all_reduce ({STEP_70})"
+ELSEWHERE = replace(LOADS, place="train/metrics/collector.py:9 log")
+HEADLINES = {  # facts, separated by " | ", in this order
+    (WAITS, WAITS, LOADS, WAITS): f"rank 2 is at {NEXT_61} | ranks 0-1, 3 wait in {IN_REDUCE}",
+    (WAITS, LOADS, LOADS, WAITS): f"ranks 1-2 are at {NEXT_61} | ranks 0, 3 wait in {IN_REDUCE}",
+    (WAITS, replace(LOADS, step=119)): (
+        f"rank 1 is behind | in step 119 | {NEXT_61} | rank 0 waits in {IN_REDUCE}"
+    ),
+    (WAITS, replace(LOADS, section="evaluation")): "rank 1 is ahead | in evaluation at step 120",
+    (WAITS, replace(LOADS, section="first step")): "rank 1 is behind | in first step (120)",
+    (WAITS, WAITS, WAITS, GATHERS): (
+        f"desynchronized | all_reduce called from {STEP_70} by ranks 0-2 | "
+        "all_gather_object called from train/metrics/collector.py:88 log by rank 3"
+    ),
+    (WAITS, replace(WAITS, place="train/step.py:71 train_step")): (
+        f"desynchronized | all_reduce called from {STEP_70} by rank 0 | "
+        "all_reduce called from train/step.py:71 train_step by rank 1"
+    ),
+    (WAITS, replace(WAITS, step=119)): f"desynchronized | {IN_REDUCE} | rank 1 is in step 119 | ahead",
+    (WAITS, WAITS): f"all 2 ranks wait in the same {IN_REDUCE} | check the network",
+    (WAITS, replace(WAITS, silent_s=42.0), LOADS): (
+        "rank 1 does not answer | no heartbeat for about 42 s | process stopped or killed | host down"
+    ),
+    (replace(WAITS, silent_s=42.0), replace(WAITS, silent_s=44.0), LOADS): (
+        "ranks 0-1 do not answer | no heartbeat for about 42 s or more | processes stopped or killed"
+    ),
+    (WAITS, RankReport(1, "set-up", silent_s=math.inf)): "rank 1 never sent a heartbeat",
+    (RankReport(0, "ended", 119), WAITS): "rank 0 has ended | others continue | the last step",
+    (LOADS,): f"rank 0 is at {NEXT_61}",
+    (WAITS,): f"rank 0 waits in {IN_REDUCE}",
+    (LOADS, LOADS): f"all 2 ranks are at {NEXT_61} | none is behind",
+    (LOADS, replace(LOADS, step=119)): f"rank 1 is behind the others | in step 119 at {NEXT_61}",
+    (LOADS, LOADS, ELSEWHERE): "rank 2 is at train/metrics/collector.py:9 log | others",
+    (LOADS, ELSEWHERE): "the ranks are at different places | none stands out",
+    (WAITS, replace(LOADS, place="", inside="threading.py:9 wait")): "rank 1 is at threading.py:9 wait",
+}
+
+
+@pytest.mark.parametrize(("reports", "facts"), HEADLINES.items(), ids=HEADLINES.values())
+def test_the_headline_names_who_is_to_blame_and_why(reports: tuple[RankReport, ...], facts: str) -> None:
+    of_ranks = ranks(*reports)
+    message = diagnose(of_ranks, FIRED)
     assert_in_order(message.splitlines()[0], "STUCK: ", *facts.split(" | "))
-    assert diagnose(reports[::-1], FIRED) == message  # in any order of the reports
+    assert diagnose(of_ranks[::-1], FIRED) == message  # in any order of the reports
 
 
 def test_the_whole_message() -> None:
@@ -149,15 +109,14 @@ def test_the_whole_message() -> None:
     assert_in_order(timeout, "  step 120", "600 s on rank 0 of 4", "run.timeouts.step_s=600", "raise")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8, 64, 1000])
-@pytest.mark.parametrize("odd", [0, 1, 7, 999])
-def test_one_odd_rank_is_found_among_any_number(world_size: int, odd: int) -> None:
-    odd %= world_size
-    for strange in (LOADS, GATHERS, replace(WAITS, silent_s=30.0)):
-        reports = ranks(*[strange if rank == odd else WAITS for rank in range(world_size)])
+def test_one_odd_rank_is_found_among_any_number() -> None:
+    for world_size, odd, strange in product(
+        (1, 2, 8, 1000), (0, 1, 7, 999), (LOADS, GATHERS, replace(WAITS, silent_s=30.0))
+    ):
+        reports = ranks(*[strange if rank == odd % world_size else WAITS for rank in range(world_size)])
         message = diagnose(reports, FIRED)
         if world_size > 2 or strange != GATHERS:  # of two ranks in different collectives none is the odd one
-            assert message.splitlines()[1].startswith(f"  rank {odd}: "), message
+            assert message.splitlines()[1].startswith(f"  rank {odd % world_size}: "), message
         assert len(message.splitlines()) <= 6
         assert len(message) < 1500
 
@@ -172,18 +131,6 @@ def test_a_thousand_ranks_at_a_thousand_places_fit_on_a_screen() -> None:
         message = diagnose(ranks(*reports), FIRED)
         assert len(message.splitlines()) < 20
         assert len(message) < 4000
-
-
-def test_half_of_the_ranks_silent_are_one_line_and_the_others_another() -> None:
-    reports = ranks(
-        *[replace(WAITS, silent_s=60 + rank / 1000) if rank >= 500 else WAITS for rank in range(1000)]
-    )
-    head, *lines = diagnose(reports, FIRED).splitlines()
-    assert_in_order(head, "STUCK: ranks 500-999 ", "about 60 s or more")
-    assert lines[:2] == [
-        "  ranks 500-999: step 120, last heartbeat about 60 s ago",
-        "  ranks 0-499: step 120 for 600 s, in all_reduce called from train/step.py:70 train_step",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -229,44 +176,31 @@ AUTOGRAD = FrameSummary(str(TORCH / "autograd/graph.py"), 800, "_engine_run_back
 
 
 @pytest.mark.parametrize(
-    ("inner", "waits_in", "inside"),
+    ("inner", "waits_in"),
     [
+        ([FrameSummary(C10D, 3252, "all_reduce"), WRAPPER], "all_reduce"),
         (
-            [FrameSummary(C10D, 3252, "all_reduce"), WRAPPER],
-            "all_reduce",
-            "torch/distributed/distributed_c10d.py:3252 all_reduce",
-        ),
-        (
-            [
-                FrameSummary(C10D, 4000, "all_gather"),
-                WRAPPER,
-                FrameSummary(C10D, 3000, "all_gather_object"),
-                WRAPPER,
-            ],
+            [FrameSummary(C10D, 40, "all_gather"), FrameSummary(C10D, 30, "all_gather_object"), WRAPPER],
             "all_gather_object",
-            "torch/distributed/distributed_c10d.py:4000 all_gather",
         ),
         (
             [FrameSummary(C10D, 9, "all_gather_into_tensor"), WRAPPER, FSDP, AUTOGRAD],
             "all_gather_into_tensor",
-            "torch/distributed/distributed_c10d.py:9 all_gather_into_tensor",
         ),
-        (
-            [FSDP, AUTOGRAD],
-            "wait_for_unshard",
-            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:300 wait_for_unshard",
-        ),
-        ([AUTOGRAD], "", "torch/autograd/graph.py:800 _engine_run_backward"),
-        ([SAVING], "", "torch/distributed/checkpoint/filesystem.py:5 write"),
-        ([], "", ""),
+        ([FSDP, AUTOGRAD], "wait_for_unshard"),
+        ([AUTOGRAD], ""),
+        ([SAVING], ""),
+        ([], ""),
     ],
 )
-def test_the_collective_that_our_code_called_is_found(
-    inner: list[FrameSummary], waits_in: str, inside: str
-) -> None:
+def test_the_collective_that_our_code_called_is_found(inner: list[FrameSummary], waits_in: str) -> None:
     where = find_where([*inner, STEP, LOOP])
-    assert (where.place, where.waits_in, where.inside) == ("train/step.py:70 train_step", waits_in, inside)
+    assert (where.place, where.waits_in) == ("train/step.py:70 train_step", waits_in)
+    if inner:
+        file, line, name = inner[0].filename, inner[0].lineno, inner[0].name
+        assert where.inside == f"{Path(file).relative_to(TORCH.parent)}:{line} {name}"
     assert where.path == ("train/loop.py:60 train_loop", "train/step.py:70 train_step")
+    assert find_where([LOOP, *inner, STEP]).waits_in == "", "torch.distributed has called our code"
 
 
 def test_ours_is_the_package_wherever_it_lies_and_what_stands_beside_it_in_a_checkout(
@@ -283,10 +217,6 @@ def test_ours_is_the_package_wherever_it_lies_and_what_stands_beside_it_in_a_che
     monkeypatch.setattr(stack_traces, "PACKAGE", installed / "meshwright")
     assert shown(installed / "meshwright/train/step.py") == "train/step.py:7 f"
     assert shown(installed / "another/step.py") == ""
-
-
-def test_code_of_ours_that_torch_distributed_called_waits_for_nothing() -> None:
-    assert find_where([LOOP, FSDP, STEP]).waits_in == ""
 
 
 def test_a_bare_wait_is_seen_in_the_source(tmp_path: Path) -> None:

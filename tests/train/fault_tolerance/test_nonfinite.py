@@ -41,9 +41,9 @@ class Order:
         return np.stack((positions % 2, 100 + positions), axis=1)
 
 
-@pytest.fixture(params=[EAGER, ["--parallel.compile.backend=aot_eager"]], ids=["eager", "compiled"])
-def trainer(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield from build(*request.param)
+@pytest.fixture
+def compiled() -> Iterator[Any]:
+    yield from build("--parallel.compile.backend=aot_eager")
 
 
 @pytest.fixture
@@ -109,11 +109,11 @@ def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
 
 # by torch, while it compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_left_as_it_was(trainer):
-    model, units, optimizer, group = trainer
+def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_left_as_it_was(compiled):
+    model, units, optimizer, group = compiled
     batches = make_batches(2)
     train_step(model, units, optimizer, batches, 1.0, group, loss_of_llama)
-    compiled = [module._compiled_call_impl for module in model.modules()]
+    calls = [module._compiled_call_impl for module in model.modules()]
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}
     assert first_bad_value(model, units, batches, group, loss_of_llama) is None
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_l
     found = first_bad_value(model, units, batches, group, loss_of_llama)
     assert found is not None
     assert (found.what, found.micro_batch) == ("the output of layers.1.feed_forward.w1", 0)
-    assert [module._compiled_call_impl for module in model.modules()] == compiled
+    assert [module._compiled_call_impl for module in model.modules()] == calls
     assert all(p.grad is None for p in model.parameters())
     added = {name: set(vars(module)) - set(before[name]) for name, module in model.named_modules()}
     assert not any(added.values())
@@ -172,14 +172,8 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
 
 
 def test_whether_tensors_are_finite_is_told_of_every_kind():
-    finite = [
-        torch.ones(3),
-        torch.empty(0),
-        torch.tensor([1, 2]),
-        torch.ones(2, dtype=torch.bfloat16),
-        torch.tensor(3e38),
-    ]
-    assert all_finite(finite)
+    finite = [torch.ones(3), torch.empty(0), torch.tensor([1, 2]), torch.ones(2, dtype=torch.bfloat16)]
+    assert all_finite([*finite, torch.tensor(3e38)])
     assert all_finite([])
     for bad in (math.nan, math.inf, -math.inf):
         assert not all_finite([*finite, torch.tensor([1.0, bad])])
@@ -191,16 +185,11 @@ def finding(rank: int, place: int | None = None, parameters: tuple[str, ...] = (
     return NonFiniteFinding(rank, parameters, first, f"{rank} of text")
 
 
-def test_only_the_ranks_that_came_to_it_first_are_named():
+def test_only_the_ranks_that_came_to_it_first_are_named_and_of_a_thousand_a_few():
     message = describe(7, 5, [finding(0, 12), finding(1, 3), finding(2), finding(3, 3)], "0 to 7")
-    assert [line.split(":")[0] for line in message.splitlines() if line.startswith("rank")] == [
-        "rank 1",
-        "rank 3",
-    ]
+    named = [line.split(":")[0] for line in message.splitlines() if line.startswith("rank")]
+    assert named == ["rank 1", "rank 3"]
     assert "rank 1: value 3 is the first value that is not finite; its sequences: 1 of text" in message
-
-
-def test_of_a_thousand_ranks_the_message_names_a_few():
     message = describe(7, 5, [finding(rank, 1, ("w",) * 100) for rank in range(1000)], "0 to 7")
     assert len(message) < 3000
     assert "992 other ranks" in message
@@ -210,5 +199,4 @@ def test_of_a_thousand_ranks_the_message_names_a_few():
 def test_a_fault_that_no_rank_finds_again_is_called_so():
     message = describe(7, 5, [finding(rank) for rank in range(4)], "0 to 7")
     assert "not reproduced on any rank" in message
-    assert "hardware" in message
     assert "rank 0" not in message

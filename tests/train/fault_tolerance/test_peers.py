@@ -12,7 +12,7 @@ from meshwright.train.fault_tolerance.supervision import UNNAMED, supervised
 from tests.support.worlds import run_ranks
 
 MANY_S = 60
-LATE_S = 1.0  # until a hello is sent: the thread of a busy machine starts late
+LATE_S = 0.3  # until a hello is sent: the thread of a busy machine starts late
 LIMIT_S = 60.0
 
 

@@ -1,9 +1,7 @@
 """Graceful shutdown with real processes and real signals."""
 
-import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.config import RunConfig
-from meshwright.train.fault_tolerance.shutdown import (
-    REPEAT_S,
-    GracefulShutdown,
-    ShutdownRequest,
-    merge_requests,
-)
+from meshwright.train.fault_tolerance.shutdown import REPEAT_S, GracefulShutdown
 from tests.support.forks import Fork, fork
 from tests.support.workers.shutdown import Scene, play
 
@@ -262,31 +255,3 @@ def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> No
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(HUP, at_hang_up)
-
-
-def close_with_a_handler_of_c() -> None:
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
-    ctypes.pythonapi.PyOS_setsig(USR1, handler)
-    del sys.modules["_signal"]
-    import _signal  # reads the current handlers, as Python does when it starts inside another program
-
-    assert _signal.getsignal(USR1) is None
-    GracefulShutdown(RunConfig(), print, print).close()
-    print("closed")
-
-
-def test_close_leaves_out_what_only_c_code_can_set_again(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    code = fork(close_with_a_handler_of_c, output=output).wait(LIMIT_S)
-    assert (code, output.read_text()) == (0, "closed\n")
-
-
-def test_an_error_counts_before_a_wish_and_the_lowest_rank_before_others() -> None:
-    late, early, error = (
-        ShutdownRequest("run.max_hours"),
-        ShutdownRequest("signal SIGTERM"),
-        ShutdownRequest("disk full", failed=True),
-    )
-    assert merge_requests([None, None]) is None
-    assert merge_requests([None, early, late]) == early
-    assert merge_requests([early, None, error]) == ShutdownRequest("rank 2: disk full", failed=True)

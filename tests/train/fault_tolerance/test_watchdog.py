@@ -4,10 +4,8 @@ import dataclasses
 import math
 import re
 import shutil
-import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -21,7 +19,7 @@ from meshwright.train.fault_tolerance.watchdog import KEYS, Section
 from tests.support.aged_watchdog import AgedWatchdog
 from tests.support.forks import run_module
 from tests.support.launch import run
-from tests.support.worlds import LIMIT_S, Keeper, forked, launcher_store, run_ranks
+from tests.support.worlds import LIMIT_S, Keeper, forked, launcher_store, run_ranks, store_of_rank_0
 
 WORKER = "tests.support.workers.watchdog"
 AT = r"tests/support/workers/watchdog.py:\d+"
@@ -41,15 +39,6 @@ class Outcome:
         """The diagnosis, which only one rank may print."""
         (message,) = [error for error in self.errors if "STUCK" in error]
         return message
-
-
-@contextmanager
-def store_of_rank_0(ranks: int) -> Iterator[dict[str, str]]:
-    """The environment variables by which ranks meet if no launcher hosts the store."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
 
 
 @dataclass
