@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
+import random
 import re
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,13 +13,12 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
-from meshwright.parallel.planner import search as search_module
-from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import EQUAL, Cluster, SearchResult, least_memory, search
+from meshwright.parallel.planner.search import EQUAL, Candidate, Cluster, SearchResult, least_memory, search
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
@@ -73,23 +72,35 @@ def machines(gib: float = 79.1, per_node: int = 8) -> Cluster:
     return Cluster(load_hardware()["h100-sxm"], per_node, int(gib * GIB))
 
 
+FOUND: dict[str, SearchResult] = {}  # of this file's tests, which ask several times for the same
+
+
 def find(
     gpus: int, cluster: Cluster | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
 ) -> SearchResult:
     cluster = cluster or machines()
-    job = RunShape(gpus, min(gpus, cluster.gpus_per_node), TOKENS, micro, batch)
-    return search(ParallelConfig(**BF16 | keys), MODEL, job, cluster, trace)  # type: ignore[arg-type]
+    asked = repr((gpus, cluster, batch, micro, sorted(keys.items())))
+    if asked not in FOUND:
+        job = RunShape(gpus, min(gpus, cluster.gpus_per_node), TOKENS, micro, batch)
+        config = ParallelConfig(**BF16 | keys)  # type: ignore[arg-type]
+        FOUND[asked] = search(config, MODEL, job, cluster, trace)
+    return FOUND[asked]
+
+
+def tried_in(choice: SearchResult) -> list[Candidate]:
+    return [*choice.ranked, *choice.does_not_fit, *choice.pruned]
+
+
+def times_of(plan: Plan, cluster: Cluster) -> StepTimes:
+    return step_times(plan, trace(plan), cluster.hardware, cluster.gpus_per_node)
 
 
 def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -> None:
     cluster = machines()
     choice = find(8)
-    assert choice.best.memory is not None
-    assert (
-        choice.best.needed_bytes
-        == reserved_bytes(choice.best.memory, cluster.hardware)
-        <= cluster.available_bytes
-    )
+    best = choice.best
+    assert best.memory == predict_step_memory(best.plan, trace(best.plan))
+    assert best.needed_bytes == reserved_bytes(best.memory, cluster.hardware) <= cluster.available_bytes
     assert max(c.rate() for c in choice.ranked) * (1 - EQUAL) <= choice.best.rate()
     assert all(c.needed_bytes > cluster.available_bytes for c in choice.does_not_fit)
     rest = [c.rate() for c in choice.ranked[1:]]
@@ -97,35 +108,21 @@ def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -
 
 
 def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
-    """The lower bound that prunes plans is correct: timing all plans finds no better one."""
-    cluster, choice = machines(), find(16, batch=64)
-    assert choice.pruned
-    best = 0.0
-    for mode in KEPT:
-        for reshard in (True, False):
-            for tp in (1, 2, 4, 8):
-                timed = find(
-                    16,
-                    batch=64,
-                    activation_checkpoint=mode,
-                    reshard_after_forward=reshard,
-                    tp=tp,
-                    forward_prefetch=1,
-                    backward_prefetch=1,
-                ).ranked
-                best = max([best, *(c.rate() for c in timed)])
-    assert choice.best.rate() >= best * (1 - EQUAL)
-    step = simulate_step(
-        choice.best.plan, step_times(choice.best.plan, trace(choice.best.plan), cluster.hardware, 8)
-    )
-    assert step.step_s == choice.best.timeline.step_s  # type: ignore[union-attr]
+    """The lower bound that prunes plans is correct: a random part of them, timed one by one, holds no better
+    plan."""
+    choice, seed = find(16, batch=64), random.randrange(2**32)
+    print(f"seed {seed}")
+    assert len(choice.pruned) > 50
+    for pruned in random.Random(seed).sample(choice.pruned, 40):
+        timed = simulate_step(pruned.plan, times_of(pruned.plan, machines()))
+        assert pruned.lower_bound_s <= timed.step_s * (1 + 1e-9), pruned.choices
+        assert choice.best.rate() >= pruned.plan.global_batch_size / timed.step_s * (1 - EQUAL)
+    assert simulate_step(choice.best.plan, times_of(choice.best.plan, machines())) == choice.best.timeline
 
 
-@pytest.mark.parametrize(
-    "sizes", [(20, 40, 140), pytest.param((20, 30, 40, 60, 80, 140), marks=pytest.mark.slow)], ids=len
-)
-def test_more_memory_never_makes_the_choice_slower(sizes: tuple[int, ...]) -> None:
-    rates = [find(8, machines(gib)).best.rate() for gib in sizes]
+def test_more_memory_never_makes_the_choice_slower() -> None:
+    sizes = (20, 40, 140)
+    rates = [find(8, machines(gib), micro=1).best.rate() for gib in sizes]
     assert all(more >= less * (1 - EQUAL) for less, more in itertools.pairwise(rates)), rates
     assert rates[-1] > rates[0] * 1.1
 
@@ -150,8 +147,8 @@ def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
     ],
 )
 def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
-    choice = find(8, machines(500), **{key: value})
-    assert {c.choices[key] for c in (*choice.ranked, *choice.does_not_fit)} == {value}
+    choice = find(8, machines(500), micro=1, **{key: value})
+    assert {c.choices[key] for c in tried_in(choice)} == {value}
     plan = choice.best.plan
     assert getattr(plan.mesh, key, value) == value
     if key == "activation_checkpoint":  # the number of blocks is open; the fewest are the fastest
@@ -178,6 +175,12 @@ def test_micro_batches_are_reduced_once_if_the_network_is_slow_and_memory_is_fre
     assert choice.best.memory is not None
     parameters = sum(work.parameters for work in trace(choice.best.plan).modules.values())
     assert choice.best.memory.memory.grads >= 4 * parameters, "whole gradients, in float32"
+    line = reason(choice, slow_network(500), "reduce_gradients")
+    step_s, other_s, kept, free = map(float, re.findall(r" ([\d.]+)\b", line))
+    assert step_s == pytest.approx(choice.best.timeline.step_s, rel=0.01)  # type: ignore[union-attr]
+    assert step_s < other_s
+    assert kept == pytest.approx(choice.best.memory.memory.grads / GIB, abs=0.1)
+    assert free == pytest.approx(500 - choice.best.needed_bytes / GIB + kept, abs=0.2)
 
 
 def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
@@ -194,67 +197,44 @@ def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
     )
 
 
+def reasons(choice: SearchResult, cluster: Cluster) -> list[str]:
+    return give_reasons(choice, cluster, times_of(choice.best.plan, cluster))
+
+
 def reason(choice: SearchResult, cluster: Cluster, key: str) -> str:
-    plan = choice.best.plan
-    times = step_times(plan, trace(plan), cluster.hardware, cluster.gpus_per_node)
-    (line,) = [line for line in give_reasons(choice, cluster, times) if line.startswith(f"{key}=")]
+    (line,) = [line for line in reasons(choice, cluster) if line.startswith(f"{key}=")]
     return line
-
-
-def test_the_reason_compares_the_steps_and_says_what_memory_was_free() -> None:
-    cluster = slow_network(500)
-    choice = find_accumulating(cluster)
-    best = choice.best
-    assert best.memory is not None
-    assert best.timeline is not None
-    line = reason(choice, cluster, "reduce_gradients")
-    found = re.fullmatch(
-        r"reduce_gradients=last_micro_batch: reduced once a step takes ([\d.]+) s instead of ([\d.]+); whole "
-        r"gradients take ([\d.]+) GiB of the ([\d.]+) that are free",
-        line,
-    )
-    assert found, line
-    step_s, other_s, kept, free = map(float, found.groups())
-    assert step_s == pytest.approx(best.timeline.step_s, rel=0.01)
-    assert step_s < other_s
-    assert kept == pytest.approx(best.memory.memory.grads / GIB, abs=0.1)
-    assert free == pytest.approx((cluster.available_bytes - best.needed_bytes) / GIB + kept, abs=0.2)
 
 
 def test_with_one_micro_batch_there_is_nothing_to_choose() -> None:
     for choice in (find(8), find(16, batch=16, tp=1), find(8, dp_shard=1, tp=1, batch=64, micro=1)):
-        tried = [*choice.ranked, *choice.does_not_fit, *choice.pruned]
-        ways = {(c.choices["reduce_gradients"], c.choices["reshard_after_backward"]) for c in tried}
+        ways = {
+            (c.choices["reduce_gradients"], c.choices["reshard_after_backward"]) for c in tried_in(choice)
+        }
         assert ways == {("every_micro_batch", True)}
 
 
 def test_a_strategy_stays_as_it_is_and_leaves_the_rest_open() -> None:
-    choice = find(16, machines(500), strategy="hybrid_shard")
-    tried = [*choice.ranked, *choice.pruned]
+    tried = tried_in(find(16, machines(500), strategy="hybrid_shard"))
     assert {(c.plan.mesh.dp_replicate, c.plan.mesh.dp_shard * c.plan.mesh.tp) for c in tried} == {(2, 8)}
     assert {c.choices["activation_checkpoint"] for c in tried} == set(KEPT)
 
 
 def test_prefetch_and_micro_batch_can_be_fixed_too() -> None:
-    choice = find(8, micro=2, forward_prefetch=3, backward_prefetch=0)
-    assert {c.plan.micro_batch_size for c in choice.ranked} == {2}
-    assert {(u.forward_prefetch, u.backward_prefetch) for c in choice.ranked for u in c.plan.units} == {
-        (3, 0)
-    }
+    ranked = find(8, micro=2, forward_prefetch=3, backward_prefetch=0).ranked
+    assert {c.plan.micro_batch_size for c in ranked} == {2}
+    assert {(u.forward_prefetch, u.backward_prefetch) for c in ranked for u in c.plan.units} == {(3, 0)}
 
 
 def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() -> None:
-    choice = find(16, batch=32)
-    tried = [*choice.ranked, *choice.does_not_fit, *choice.pruned]
+    tried = tried_in(find(16, batch=64))
     assert {c.plan.mesh.world_size for c in tried} == {16}
-    assert {c.plan.global_batch_size for c in tried} == {32}
+    assert {c.plan.global_batch_size for c in tried} == {64}
     assert len({tuple(c.choices.items()) for c in tried}) == len(tried)
     assert {c.plan.mesh.tp for c in tried} == {1, 2, 4, 8}
-
-
-def test_tp_stays_within_a_node() -> None:
-    found = find(8, machines(500, per_node=2))
-    assert {c.plan.mesh.tp for c in (*found.ranked, *found.does_not_fit, *found.pruned)} == {1, 2}
+    assert {c.plan.mesh.tp for c in tried_in(find(8, machines(500, per_node=2), micro=1))} == {1, 2}, (
+        "tp stays within a node"
+    )
 
 
 def test_a_tie_goes_to_the_simpler_plan() -> None:
@@ -284,43 +264,30 @@ def test_none_fits() -> None:
     assert least.choices["activation_checkpoint"] == "full"
 
 
-def test_what_cannot_be_is_refused_with_the_simplest_plans_mistake() -> None:
-    with pytest.raises(PlanError, match=r"parallel\.tp=3 must divide model\.n_heads=8"):
-        find(8, tp=3)
-    with pytest.raises(PlanError, match=r"train\.global_batch_size=12 must be a multiple"):
-        find(8, batch=12, tp=1)
-
-
-def test_degrees_that_cannot_be_are_mistakes_and_no_crash() -> None:
-    for keys in (
-        {"tp": 0},
-        {"dp_replicate": 0},
-        {"dp_shard": 0},
-        {"tp": 0, "strategy": "ddp"},
-        {"dp_shard": -2},
-    ):
-        with pytest.raises(PlanError, match="must be at least 1"):
-            find(8, batch=8, **keys)
-
-
-def test_a_key_that_contradicts_the_strategy_is_refused() -> None:
-    for strategy, keys in {
-        "ddp": {"dp_shard": 4},
-        "full_shard": {"reshard_after_forward": False},
-        "hybrid_shard": {"dp_replicate": 4},
-    }.items():
-        with pytest.raises(PlanError, match=r"contradicts parallel\.strategy"):
-            find(16, strategy=strategy, **keys)  # type: ignore[arg-type]
-
-
-def test_a_selective_policy_that_is_none_is_refused() -> None:
-    with pytest.raises(PlanError, match="selective_policy=foo"):
-        find(8, selective_policy="foo")
+@pytest.mark.parametrize(
+    ("gpus", "keys", "message"),
+    [
+        (8, {"tp": 3}, r"parallel\.tp=3 must divide model\.n_heads=8"),
+        (8, {"tp": 1, "batch": 12}, r"train\.global_batch_size=12 must be a multiple"),
+        (8, {"tp": 0}, "must be at least 1"),
+        (8, {"dp_replicate": 0}, "must be at least 1"),
+        (8, {"dp_shard": -2}, "must be at least 1"),
+        (16, {"strategy": "ddp", "dp_shard": 4}, r"contradicts parallel\.strategy"),
+        (16, {"strategy": "full_shard", "reshard_after_forward": False}, r"contradicts parallel\.strategy"),
+        (16, {"strategy": "hybrid_shard", "dp_replicate": 4}, r"contradicts parallel\.strategy"),
+        (8, {"selective_policy": "foo"}, "selective_policy=foo"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_simplest_plans_mistake(
+    gpus: int, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        find(gpus, **keys)
 
 
 def test_micro_batches_are_divisors_of_a_ranks_share() -> None:
     choice = find(1, machines(5000), batch=6)
-    assert {c.plan.micro_batch_size for c in (*choice.ranked, *choice.pruned)} == {1, 2, 3, 6}
+    assert {c.plan.micro_batch_size for c in tried_in(choice)} == {1, 2, 3, 6}
     assert choice.best.plan.micro_batch_size > 1
 
 
@@ -350,24 +317,14 @@ def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
     assert min(c.needed_bytes for c in least.ranked) <= min(needed)
 
 
-@pytest.mark.parametrize("gib", [20, 24, 30, 36, 44])
+@pytest.mark.parametrize("gib", [20, 30, 44])
 @pytest.mark.parametrize("mode", ["selective", "full", "offload"])
 def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mode: str, gib: float) -> None:
     """With all other keys set, the search tries the fewest blocks that fit and all blocks, and its choice
     ties with the fastest number of blocks."""
-    cluster, closed = (
-        machines(gib),
-        {
-            "tp": 1,
-            "cp": 1,
-            "cp_exchange": "auto",
-            "dp_replicate": 1,
-            "reshard_after_forward": True,
-            "forward_prefetch": 1,
-            "backward_prefetch": 1,
-            "activation_checkpoint": mode,
-        },
-    )
+    cluster = machines(gib)
+    closed = {"tp": 1, "cp": 1, "cp_exchange": "auto", "dp_replicate": 1, "reshard_after_forward": True}
+    closed |= {"forward_prefetch": 1, "backward_prefetch": 1, "activation_checkpoint": mode}
     by_count = {
         count: find(8, cluster, micro=1, **closed, activation_checkpoint_blocks=count)
         for count in range(1, BLOCKS + 1)
@@ -437,13 +394,6 @@ def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:
         assert bool(re.search(r"^offload: .* GiB .*host memory", text, re.MULTILINE)) == offloaded
 
 
-def reasons(choice: SearchResult, cluster: Cluster) -> list[str]:
-    plan = choice.best.plan
-    return give_reasons(
-        choice, cluster, step_times(plan, trace(plan), cluster.hardware, cluster.gpus_per_node)
-    )
-
-
 def test_reasons_give_figures_that_are_true() -> None:
     cluster = machines(60)
     choice = find(8, cluster, tp=1)
@@ -469,7 +419,7 @@ def test_reasons_give_figures_that_are_true() -> None:
 def test_reasons_for_gathering_and_for_tp_are_the_blocks_own_times() -> None:
     cluster = machines(500)
     choice = find(8, cluster, tp=2, micro=1)
-    times = step_times(choice.best.plan, trace(choice.best.plan), cluster.hardware, 8)
+    times = times_of(choice.best.plan, cluster)
     unit, block = times.units["layers.3"], times.modules["layers.3"]
     text = "\n".join(reasons(choice, cluster))
     gather, forward = f"{unit.gather_s * 1e3:.1f} ms", f"{block.forward_s * 1e3:.1f} ms"
@@ -490,25 +440,3 @@ def test_one_process_has_nothing_to_say_of_communication() -> None:
     text = "\n".join(reasons(find(1, cluster, micro=1), cluster))
     assert "gather" not in text
     assert "communication" not in text.partition("\n")[2], "the first line is on memory"
-
-
-def test_memory_of_a_candidate_is_that_of_its_plan() -> None:
-    best = find(8).best
-    assert best.memory == predict_step_memory(best.plan, trace(best.plan))
-
-
-def test_no_memory_and_no_step_of_a_plan_is_predicted_twice(monkeypatch) -> None:
-    calls = Counter[str]()
-
-    def counted(function):
-        def call(plan, *others):
-            calls[f"{function.__name__} {plan}"] += 1
-            return function(plan, *others)
-
-        return call
-
-    for name in ("predict_step_memory", "simulate_step", "step_seconds"):
-        monkeypatch.setattr(search_module, name, counted(getattr(search_module, name)))
-    assert any(0 < c.choices["activation_checkpoint_blocks"] < BLOCKS for c in find(8, machines(24)).ranked)
-    assert calls
-    assert max(calls.values()) == 1

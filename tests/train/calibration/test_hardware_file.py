@@ -31,16 +31,11 @@ def test_numbers_are_read_back_as_floats(value: float) -> None:
     assert read == pytest.approx(value, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", sorted(load_hardware()))
-def test_a_written_file_says_what_it_was_given(kind: str, tmp_path: Path) -> None:
-    hardware = load_hardware()[kind]
-    path = tmp_path / f"{kind}.yaml"
+def test_a_written_file_is_read_as_it_was_given(tmp_path: Path) -> None:
+    hardware, path = load_hardware()["h100-sxm"], tmp_path / "machine.yaml"
     keys = [item.name for item in dataclasses.fields(hardware)]
-    path.write_text(
-        hardware_text(
-            "a title", {key: SourcedValue(getattr(hardware, key), f"source of {key}") for key in keys}
-        )
-    )
+    values = {key: SourcedValue(getattr(hardware, key), f"source of {key}") for key in keys}
+    path.write_text(hardware_text("a title", values))
     read = read_hardware(path)
     assert read.device_names == hardware.device_names
     assert read.node.latency_s == pytest.approx(hardware.node.latency_s)

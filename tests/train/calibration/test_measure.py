@@ -46,12 +46,9 @@ def test_the_sizes_are_those_of_the_model() -> None:
     block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
     assert scale.unit_values == block
     assert 4 * block in scale.collectives_bytes
-
-
-def test_given_keys_are_the_only_ones_measured() -> None:
-    scale = job_scale(job_of("--train.micro_batch_size=1", "--parallel.tp=1"), 2, CPU)
-    assert {tokens for tokens, _, _ in scale.products} == {32}
-    assert (32, 64, 48) not in scale.products
+    given = job_scale(job_of("--train.micro_batch_size=1", "--parallel.tp=1"), 2, CPU)
+    assert {tokens for tokens, _, _ in given.products} == {32}
+    assert (32, 64, 48) not in given.products
 
 
 def test_a_large_model_is_measured_by_parts_that_take_seconds() -> None:
@@ -63,31 +60,34 @@ def test_a_large_model_is_measured_by_parts_that_take_seconds() -> None:
 
 
 def test_another_model_or_number_of_processes_is_measured_anew() -> None:
-    paths = {
-        kept_path(job, processes, threads, CPU)
-        for job, processes, threads in (
-            (job_of(), 2, 1),
-            (job_of(), 4, 1),
-            (job_of(), 2, 2),
-            (job_of("--model.ffn_dim=128"), 2, 1),
-        )
-    }
+    wider = job_of("--model.ffn_dim=128")
+    runs = [(job_of(), 2, 1), (job_of(), 4, 1), (job_of(), 2, 2), (wider, 2, 1)]
+    paths = {kept_path(job, processes, threads, CPU) for job, processes, threads in runs}
     assert len(paths) == 4
     assert kept_path(job_of(), 2, 1, CPU) == kept_path(job_of("--optim.lr=1.0"), 2, 1, CPU)
 
 
-def measure_twice(folder: str) -> list[tuple[str, Hardware]]:
-    """Measure, and take what is kept."""
+def measure_twice(folder: str, stance: str) -> list[tuple[str, Hardware]]:
+    """Measure with tiny tensors and few repetitions, and take what is kept."""
+    measure.BUDGET_S, measure.GIVEN_BYTES, measure.ROTATED_BYTES = 1e-4, (2**14,), 2**12
     job, ranks = job_of(f"--parallel.compile.cache_dir={folder}"), read_rank_info()
-    said: list[str] = []
-    both = [measure_here(job, ranks, CPU, said.append) for _ in range(2)]
-    assert said == [f"measuring this machine with {ranks.world_size} processes, up to a minute"]
+    printed: list[str] = []
+    with torch.compiler.set_stance(stance):
+        both = [measure_here(job, ranks, CPU, printed.append) for _ in range(2)]
+    assert printed == [f"measuring this machine with {ranks.world_size} processes, up to a minute"]
     return [(measured.line, measured.hardware) for measured in both]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_processes_measure_once_and_agree(tmp_path: Path, processes: int) -> None:
-    results = run_ranks(processes, measure_twice, str(tmp_path))
+@pytest.mark.parametrize(
+    ("processes", "stance"),
+    [
+        (1, "force_eager"),
+        (2, "force_eager"),
+        pytest.param(2, "default", marks=[pytest.mark.slow, pytest.mark.sampled(5)]),
+    ],
+)
+def test_processes_measure_once_and_agree(tmp_path: Path, processes: int, stance: str) -> None:
+    results = run_ranks(processes, measure_twice, str(tmp_path), stance)
     (path,) = tmp_path.glob("hardware-*.yaml")
     kept = dataclasses.replace(read_hardware(path), name=HERE)
     for (first, measured), (second, read) in results:

@@ -52,13 +52,10 @@ def test_measured_seconds_are_used_as_they_are() -> None:
     assert collective_s("all_gather", 100_000, pair, hardware) == pytest.approx(3e-4)
     assert collective_s("all_gather", 10_000, pair, hardware) == pytest.approx(3e-5)  # between the two
     assert collective_s("all_gather", 1_000_000, pair, hardware) == pytest.approx(3e-3)  # beyond the last
+    assert seconds_at(((1000.0, 2e-4), (10_000.0, 5e-4)), 4) == 2e-4, "of tiny tensors the latency stays"
     formula = dataclasses.replace(hardware, collectives_s={})
     for op, group in (("all_reduce", pair), ("all_gather", four), ("all_gather", Group(2, 1, 1))):
         assert collective_s(op, 100_000, group, hardware) == collective_s(op, 100_000, group, formula)
-
-
-def test_a_latency_stays_for_tiny_tensors() -> None:
-    assert seconds_at(((1000.0, 2e-4), (10_000.0, 5e-4)), 4) == 2e-4
 
 
 def test_groups_are_those_that_a_mesh_can_have() -> None:
