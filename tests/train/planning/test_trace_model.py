@@ -187,6 +187,8 @@ def test_a_block_of_another_setting_is_traced_by_itself() -> None:
     assert dataclasses.astuple(kept[0]) == dataclasses.astuple(kept[2])
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_activation_checkpointing_shares_one_captured_graph(monkeypatch) -> None:
     """Except where a saved operator is decomposed, so that only torch knows which results are its own."""
     captured = list[object]()
