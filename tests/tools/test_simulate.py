@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -14,7 +12,6 @@ from meshwright.train.errors import ConfigError
 from tests.support.launch import run
 from tests.support.simulated import TINY, simulated
 
-Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]
 KINDS = ["params", "grads", "optimizer", "unsharded", "activations", "logits", "buffers"]
 DEBUG = ("--config=llama_debug", *TINY, "--train.global_batch_size=-1")
@@ -53,75 +50,50 @@ def test_people_get_the_first_collectives_or_all(capsys: Output) -> None:
     long = capsys.readouterr().out
     number = len(simulated(4, *DEBUG, "--parallel.tp=2").collectives)
     assert f"... {number - FIRST} more" in short
-    assert re.search(
-        rf"\n{number} +all_reduce +data_parallel|\n{number} +all_reduce +world|\n{number} +all_reduce +dp",
-        long,
-    )
+    assert re.search(rf"\n{number} +all_reduce ", long)
     for heading in ("rank 0 of 4", "collectives", "memory", "GiB at the peak", "tok_embeddings"):
         assert heading in short
-    assert NO_BUDGET not in short
 
 
-def test_one_process_has_no_collectives(capsys: Output) -> None:
-    main([*DEBUG, "--world-size=1"])
-    assert "no collectives" in capsys.readouterr().out
+def test_what_a_simulation_does_not_show_is_said(capsys: Output) -> None:
+    main([*DEBUG, "--world-size=1", "--parallel.activation_checkpoint=budget"])
+    shown = capsys.readouterr().out
+    assert "no collectives" in shown
+    assert NO_BUDGET in shown
+    main([*DEBUG, "--world-size=16", "--gpus-per-node=4", "--parallel.strategy=hybrid_shard"])
+    shown = capsys.readouterr().out
+    assert "dp_replicate 4 x dp_shard 4" in shown
+    assert NO_BUDGET not in shown
 
 
-def test_what_an_eager_simulation_cannot_show_is_said(capsys: Output) -> None:
-    main([*DEBUG, "--world-size=2", "--parallel.activation_checkpoint=budget"])
-    assert NO_BUDGET in capsys.readouterr().out
-
-
-def test_a_rank_outside_the_world_is_the_users_mistake() -> None:
+def test_what_cannot_be_is_refused_before_anything_is_simulated() -> None:
     with pytest.raises(ConfigError, match="--rank=4 must be less than --world-size=4"):
         main([*DEBUG, "--world-size=4", "--rank=4"])
-
-
-def test_a_plan_that_cannot_be_is_refused_before_anything_is_simulated(tool: Tool) -> None:
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match="tp=3"):
         main([*DEBUG, "--world-size=4", "--parallel.tp=3"])
-    result = tool("simulate", *DEBUG, "--world-size=4", "--parallel.tp=3")
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-
-
-def test_gpus_per_node_reach_the_strategies_that_ask(capsys: Output) -> None:
-    main([*DEBUG, "--world-size=16", "--gpus-per-node=4", "--parallel.strategy=hybrid_shard"])
-    assert "dp_replicate 4 x dp_shard 4" in capsys.readouterr().out
 
 
 def test_compare_puts_three_strategies_side_by_side(capsys: Output) -> None:
-    arguments = [*DEBUG, "--parallel.compile.enabled=false", "--gpus=16", "--gpus-per-node=4", "--compare"]
+    arguments = [*DEBUG, "--model.n_layers=1", "--gpus=16", "--gpus-per-node=4", "--compare"]
+    arguments.append("--parallel.compile.enabled=false")
     plan_main([*arguments, "--json"])
     document = json.loads(capsys.readouterr().out)
     meshes = {
         name: (side["mesh"]["dp_replicate"], side["mesh"]["dp_shard"]) for name, side in document.items()
     }
     assert meshes == {"no_shard": (16, 1), "full_shard": (1, 16), "hybrid_shard": (4, 4)}
-    unsharded = document["no_shard"]["measured"]["memory"]
+    unsharded = document["no_shard"]["measured"]
     for name, shards in (("full_shard", 16), ("hybrid_shard", 4)):
         for side in ("predicted", "measured"):
-            assert list(document[name][side]["memory"]) == KINDS
-            assert document[name][side]["memory"]["params"] == pytest.approx(
-                unsharded["params"] / shards, rel=0.1
-            )
-            assert document[name][side]["memory"]["grads"] == pytest.approx(
-                unsharded["grads"] / shards, rel=0.1
-            )
-    assert (
-        document["no_shard"]["measured"]["peak_memory_gib"]
-        > document["full_shard"]["measured"]["peak_memory_gib"]
-    )
+            memory = document[name][side]["memory"]
+            assert list(memory) == KINDS
+            for kind in ("params", "grads"):
+                assert memory[kind] == pytest.approx(unsharded["memory"][kind] / shards, rel=0.1)
+    assert unsharded["peak_memory_gib"] > document["full_shard"]["measured"]["peak_memory_gib"]
     assert {c["op"] for c in document["no_shard"]["collectives"]} == {"all_reduce"}
     plan_main(arguments)
     text = capsys.readouterr().out
-    for heading in (
-        "DDP predicted",
-        "DDP measured",
-        "FSDP measured",
-        "HSDP measured",
-        "dp_replicate 4, dp_shard 4",
-    ):
+    for heading in ("DDP predicted", "DDP measured", "FSDP measured", "dp_replicate 4, dp_shard 4"):
         assert heading in text
 
 

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.plan.__main__ import main, make_parser
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
+from tests.support.plans import check_facts
+from tests.support.tables import try_each
 
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]
@@ -26,13 +28,13 @@ EAGER = "--parallel.compile.enabled=false"  # because tracing a compiled step ta
 KINDS = ["params", "grads", "optimizer", "unsharded", "activations", "logits", "buffers"]
 
 
-@pytest.fixture
-def plan_file(tmp_path: Path, capsys: Output) -> Path:
-    """A file with the plan of the debug model on 4 processes."""
-    main([*PLAN, "--json"])
-    path = tmp_path / "a.yaml"
-    path.write_text(json.dumps(json.loads(capsys.readouterr().out)["plan"]))  # JSON is YAML
-    return path
+def small_plan(*keys: str) -> Plan:
+    return plan_run(parse_config(["--config=llama_debug", "--train.global_batch_size=-1", *keys]).job, 4)
+
+
+def write_plan(path: Path, plan: Plan) -> str:
+    path.write_text(plan_to_yaml(plan))
+    return str(path)
 
 
 def test_json_has_the_plan_and_the_memory(capsys: Output) -> None:
@@ -66,109 +68,76 @@ def test_the_verdict(capsys: Output, gpus: str, fits: bool) -> None:
     assert ("does not fit" in text and "Fits: " in text) is not fits
 
 
-def test_config_keys_win_over_the_file(capsys: Output) -> None:
-    keys = [
-        "--parallel.dp_replicate=2",
-        "--train.micro_batch_size",
-        "2",
-        "--parallel.dp_shard",
-        "-1",
-        "--parallel.activation_checkpoint=full",
-        EAGER,
-    ]
-    main(["--config", "llama_debug", "--train.global_batch_size=-1", *keys, "--gpus=8", "--json"])
-    plan = json.loads(capsys.readouterr().out)["plan"]
-    assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 4, "tp": 1, "cp": 1}
-    assert plan["micro_batch_size"] == 2
-    assert plan["units"][1]["activation_checkpoint"] == "full"
-
-
-def test_text_has_plan_and_memory(capsys: Output) -> None:
-    main(["--config", "llama_debug", "--gpus", "2", "--train.global_batch_size=-1", EAGER])
+def test_config_keys_win_over_the_file_and_people_get_a_table(capsys: Output) -> None:
+    keys = ["--parallel.dp_replicate=2", "--train.micro_batch_size", "2", "--parallel.dp_shard", "-1"]
+    main([*PLAN, EAGER, "--gpus=8", *keys, "--parallel.activation_checkpoint=full"])
     text = capsys.readouterr().out
-    assert "mesh: dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes" in text
+    check_facts(text, "dp_replicate 2 x dp_shard 4 x tp 1 = 8 processes ... micro batch 2 ...   full ")
     assert all(f"\n{kind} " in text for kind in [*KINDS, "total"])
     assert "fit" not in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (["--config=llama_8", "--gpus=8"], ConfigError, "Did you mean llama_8b.yaml"),
-        (["--config=llama_8b", "--gpus=8", "--gpu=h100"], ConfigError, "Did you mean h100-sxm"),
-        (
-            ["--config=llama_8b", "--gpus=8", "--parallel.dp_shar=4"],
-            ConfigError,
-            "Did you mean parallel.dp_shard",
-        ),
-        (["--config=llama_8b", "--gpus=8", "--parallel.dp_shard=3"], PlanError, "dp_shard=3"),
-        (["diff", "nothing.yaml", "nothing.yaml"], PlanError, "nothing.yaml"),
-    ],
-)
-def test_mistakes_are_named(arguments: list[str], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        main(arguments)
+PLAN_8B = ["--config=llama_8b", "--gpus=8"]
+WRONG: list[tuple[list[str], str]] = [
+    (["--config=llama_8", "--gpus=8"], "Did you mean llama_8b.yaml"),
+    ([*PLAN_8B, "--gpu=h100"], "Did you mean h100-sxm"),
+    ([*PLAN_8B, "--parallel.dp_shar=4"], "Did you mean parallel.dp_shard"),
+    ([*PLAN_8B, "--parallel.dp_shard=3"], "dp_shard=3"),
+    (["diff", "nothing.yaml", "nothing.yaml"], "nothing.yaml"),
+    ([], "See python -m tools.plan -h"),
+    (["--gpus=8"], "See python -m tools.plan -h"),
+    (["--config=llama_8b", "--gpus=0"], "See python -m tools.plan -h"),
+    ([*PLAN_8B, "--gpus-per-node=0"], "See python -m tools.plan -h"),
+    ([*PLAN_8B, "--gpu=h100-sxm", "--tokens=0"], "See python -m tools.plan -h"),
+    (["diff", "one.yaml"], "See python -m tools.plan -h"),
+]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        [],
-        ["--gpus=8"],
-        ["--config=llama_8b", "--gpus=0"],
-        ["--config=llama_8b", "--gpus=8", "--gpus-per-node=0"],
-        ["--config=llama_8b", "--gpus=8", "--gpu=h100-sxm", "--tokens=0"],
-        ["--config=llama_8b", "--gpus=8", "--gpu=h100-sxm", "--tokens=many"],
-        ["diff", "one.yaml"],
-    ],
-    ids=str,
-)
-def test_bad_options_are_said(bad: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"See python -m tools\.plan -h$"):
-        main(bad)
+def test_mistakes_are_named() -> None:
+    def check(arguments: list[str], facts: str) -> None:
+        with pytest.raises((ConfigError, PlanError)) as error:
+            main(arguments)
+        check_facts(str(error.value), facts)
+
+    try_each(WRONG, check)
 
 
-def test_diff_in_words(plan_file: Path, tmp_path: Path, capsys: Output) -> None:
-    main(["diff", str(plan_file), str(plan_file)])
+def test_diff_in_words(tmp_path: Path, capsys: Output) -> None:
+    one = write_plan(tmp_path / "a.yaml", small_plan())
+    main(["diff", one, one])
     assert capsys.readouterr().out == "the two plans are the same\n"
-    other = tmp_path / "b.yaml"
-    keys = [
-        "--parallel.activation_checkpoint=full",
-        "--parallel.dp_replicate=2",
-        "--parallel.compile.enabled=false",
-        "--train.micro_batch_size=2",
-    ]
-    main([*PLAN, "--json", *keys])
-    other.write_text(json.dumps(json.loads(capsys.readouterr().out)["plan"]))
-    main(["diff", str(plan_file), str(other)])
+    keys = ["--parallel.dp_replicate=2", "--parallel.compile.enabled=false", "--train.micro_batch_size=2"]
+    other = write_plan(tmp_path / "b.yaml", small_plan(*keys, "--parallel.activation_checkpoint=full"))
+    main(["diff", one, other])
     lines = capsys.readouterr().out.splitlines()
     assert "mesh: dp_shard 4 -> 2" in lines
     assert "compile: enabled true -> false" in lines
     assert "units layers.0 to layers.5 (6): activation_checkpoint none -> full" in lines
     assert "unit head: compiled true -> false" in lines
-    main(["diff", str(plan_file), str(other), "--json"])
+    main(["diff", one, other, "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["same"] is False
     assert {"where": "mesh", "key": "dp_replicate", "a": 1, "b": 2} in document["differences"]
 
 
-def test_diff_sees_units_of_one_plan_only_order_and_types(
-    plan_file: Path, tmp_path: Path, capsys: Output
-) -> None:
-    plan = load_plan(plan_file)
+def test_diff_sees_units_of_one_plan_only_order_types_and_lists() -> None:
+    plan = small_plan()
+
+    def lines(**unit_keys: Any) -> list[str]:
+        units = (*plan.units[:3], dataclasses.replace(plan.units[3], **unit_keys), *plan.units[4:])
+        return [describe_difference(d) for d in diff_plans(plan, dataclasses.replace(plan, units=units))]
+
     fewer = dataclasses.replace(plan, units=plan.units[:-3] + plan.units[-1:])
-    (tmp_path / "fewer.yaml").write_text(plan_to_yaml(fewer))
-    main(["diff", str(plan_file), str(tmp_path / "fewer.yaml")])
-    assert capsys.readouterr().out.splitlines()[1:] == ["units layers.4 to layers.5 (2): only in the first"]
+    assert [describe_difference(d) for d in diff_plans(plan, fewer)] == [
+        "units layers.4 to layers.5 (2): only in the first"
+    ]
     turned = dataclasses.replace(plan, units=plan.units[::-1])
     assert [d.key for d in diff_plans(plan, turned)] == ["order"]
-    resharded_to_one = dataclasses.replace(plan.units[0], reshard_after_forward=1)
-    typed = dataclasses.replace(plan, units=(resharded_to_one, *plan.units[1:]))
-    assert [(d.where, d.a, d.b) for d in diff_plans(plan, typed)] == [("unit tok_embeddings", True, 1)]
-
-
-def small_plan(*keys: str) -> Plan:
-    return plan_run(parse_config(["--config=llama_debug", "--train.global_batch_size=-1", *keys]).job, 4)
+    assert lines(reshard_after_forward=1) == ["unit layers.2: reshard_after_forward true -> 1"]
+    assert lines(forward_prefetch=("layers.3", "head"), backward_prefetch=()) == [
+        "unit layers.2: forward_prefetch 1 -> [layers.3, head]",
+        "unit layers.2: backward_prefetch 1 -> []",
+    ]
 
 
 DIFFERING = [
@@ -182,14 +151,6 @@ DIFFERING = [
             "plan: global_batch_size 4 -> 2",
         ],
     ),
-    (["--parallel.cpu_offload=true"], ["plan: cpu_offload false -> true"]),
-    (
-        ["--parallel.forward_prefetch=0", "--parallel.backward_prefetch=2"],
-        [
-            "units tok_embeddings to head (8): forward_prefetch 1 -> 0",
-            "units tok_embeddings to head (8): backward_prefetch 1 -> 2",
-        ],
-    ),
     (
         ["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=aten.mm/2,aten.silu"],
         [
@@ -197,18 +158,7 @@ DIFFERING = [
             "units layers.0 to layers.5 (6): saved_ops [] -> [aten.mm/2, aten.silu]",
         ],
     ),
-    (
-        ["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=0.3"],
-        [
-            "units layers.0 to layers.5 (6): activation_checkpoint none -> budget",
-            "units layers.0 to layers.5 (6): activation_budget 1.0 -> 0.3",
-        ],
-    ),
     (["--parallel.compile.cache_dir=/cache"], ["compile: cache_dir null -> /cache"]),
-    (
-        ["--parallel.param_dtype=bfloat16"],
-        ["units tok_embeddings to head (8): param_dtype float32 -> bfloat16"],
-    ),
     (
         ["--model.n_layers=7"],
         [
@@ -226,11 +176,11 @@ DIFFERING = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "lines"), DIFFERING, ids=lambda v: v[0])
-def test_diff_says_what_a_key_changes(keys: list[str], lines: list[str]) -> None:
-    assert [
-        describe_difference(difference) for difference in diff_plans(small_plan(), small_plan(*keys))
-    ] == lines
+def test_diff_says_what_a_key_changes() -> None:
+    def check(keys: list[str], lines: list[str]) -> None:
+        assert [describe_difference(each) for each in diff_plans(small_plan(), small_plan(*keys))] == lines
+
+    try_each(DIFFERING, check)
 
 
 def test_diff_goes_by_pattern_where_both_plans_split_weights() -> None:
@@ -250,16 +200,6 @@ def test_diff_goes_by_pattern_where_both_plans_split_weights() -> None:
     assert "tensor: head.loss loss -> no style" in lines
 
 
-def test_diff_shows_hand_written_prefetch_lists() -> None:
-    plan = small_plan()
-    unit = dataclasses.replace(plan.units[3], forward_prefetch=("layers.3", "head"), backward_prefetch=())
-    other = dataclasses.replace(plan, units=(*plan.units[:3], unit, *plan.units[4:]))
-    assert [describe_difference(difference) for difference in diff_plans(plan, other)] == [
-        "unit layers.2: forward_prefetch 1 -> [layers.3, head]",
-        "unit layers.2: backward_prefetch 1 -> []",
-    ]
-
-
 def altered(value: Any) -> Any:
     """Return a different value of the same type, or an equal value of another type."""
     if isinstance(value, bool):
@@ -272,84 +212,46 @@ def altered(value: Any) -> Any:
 def test_diff_misses_no_field_of_a_plan() -> None:
     """Including fields that are added later."""
     plan = small_plan("--parallel.tp=2")
-    for part in (plan.mesh, plan.tensor, plan.context, plan.compile, plan.float8, plan.units[1]):
-        for field in dataclasses.fields(part):
-            if field.name in ("styles", "modules"):
-                continue
-            changed = dataclasses.replace(part, **{field.name: altered(getattr(part, field.name))})
-            plan_key = {
-                id(plan.mesh): "mesh",
-                id(plan.tensor): "tensor",
-                id(plan.context): "context",
-                id(plan.compile): "compile",
-                id(plan.float8): "float8",
-            }.get(id(part))
-            units = (plan.units[0], changed, *plan.units[2:])
-            other = dataclasses.replace(plan, **({plan_key: changed} if plan_key else {"units": units}))
-            assert field.name in [difference.key for difference in diff_plans(plan, other)]
-    plan_keys = (
-        "micro_batch_size",
-        "accumulation",
-        "cpu_offload",
-        "storage_dtype",
-        "attention",
-        "loss_chunk_tokens",
-        "fused_projections",
-        "async_tp",
-        "modules",
-        "unsharded",
-    )
-    for key in plan_keys:
-        other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
-        assert key in [difference.key for difference in diff_plans(plan, other)]
-    assert {field.name for field in dataclasses.fields(Plan)} == {
-        "mesh",
-        "tensor",
-        "context",
-        "compile",
-        "float8",
-        "units",
-        *plan_keys,
-    }
+
+    def keys_of(**changes: Any) -> list[str]:
+        return [difference.key for difference in diff_plans(plan, dataclasses.replace(plan, **changes))]
+
+    for field in dataclasses.fields(Plan):
+        value = getattr(plan, field.name)
+        if field.name == "units":
+            parts = [("units", plan.units[1], lambda unit: (plan.units[0], unit, *plan.units[2:]))]
+        elif dataclasses.is_dataclass(value):
+            parts = [(field.name, value, lambda part: part)]
+        else:
+            assert field.name in keys_of(**{field.name: altered(value)})
+            parts = []
+        for name, part, whole in parts:
+            for inner in dataclasses.fields(part):
+                if inner.name not in ("styles", "modules"):
+                    other = dataclasses.replace(part, **{inner.name: altered(getattr(part, inner.name))})
+                    assert inner.name in keys_of(**{name: whole(other)})
 
 
 def test_strategy_and_advice_are_said(capsys: Output) -> None:
-    main([*PLAN, EAGER, "--gpus=16", "--parallel.strategy=hybrid_shard"])
+    hybrid = [*PLAN, EAGER, "--gpus=16", "--parallel.strategy=hybrid_shard"]
+    main(hybrid)
     text = capsys.readouterr().out
-    assert "mesh: dp_replicate 2 x dp_shard 8 x tp 1 = 16 processes" in text
-    assert (
-        "\nstrategy hybrid_shard: HSDP: ZeRO-3 within each node, replicated across nodes (dp_replicate 2, "
-        in text
-    )
+    check_facts(text, "dp_replicate 2 x dp_shard 8 x tp 1 = 16 processes ... \nstrategy hybrid_shard: ")
     assert "advice" not in text
-    main([*PLAN, EAGER, "--gpus=16", "--parallel.strategy=hybrid_shard", "--gpus-per-node=4"])
-    assert "mesh: dp_replicate 4 x dp_shard 4 x tp 1 = 16 processes" in capsys.readouterr().out
-    main([*PLAN, EAGER, "--parallel.dp_replicate=2"])
-    assert "\nadvice: dp_replicate=2 within a single node" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("keys", "count"), [([], 0), (["--parallel.dp_replicate=2"], 1)])
-def test_json_has_the_advice_as_a_list(keys: list[str], count: int, capsys: Output) -> None:
-    main([*PLAN, EAGER, "--json", *keys])
-    advice = json.loads(capsys.readouterr().out)["advice"]
-    assert len(advice) == count
-    assert all(isinstance(sentence, str) for sentence in advice)
+    main([*hybrid, "--gpus-per-node=4"])
+    assert "dp_replicate 4 x dp_shard 4 x tp 1 = 16 processes" in capsys.readouterr().out
+    poor = [*PLAN, EAGER, "--parallel.dp_replicate=2"]
+    main(poor)
+    assert "\nadvice: dp_replicate=2 " in capsys.readouterr().out
+    main([*poor, "--json"])
+    (sentence,) = json.loads(capsys.readouterr().out)["advice"]
+    assert sentence.startswith("dp_replicate=2 ")
 
 
 def test_a_node_has_no_more_gpus_than_the_run(capsys: Output) -> None:
     """A run on 3 GPUs has a node of 3, which tp=3 divides, not of 8, the default."""
-    main(
-        [
-            *PLAN,
-            EAGER,
-            "--gpus=3",
-            "--parallel.tp=3",
-            "--model.n_heads=6",
-            "--model.n_kv_heads=3",
-            "--model.ffn_dim=513",
-            "--train.seq_len=255",
-        ]
-    )
+    model = ["--model.n_heads=6", "--model.n_kv_heads=3", "--model.ffn_dim=513", "--train.seq_len=255"]
+    main([*PLAN, EAGER, "--gpus=3", "--parallel.tp=3", *model])
     assert "advice" not in capsys.readouterr().out
 
 
@@ -372,6 +274,7 @@ def test_a_bad_path_is_one_line(tool: Tool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_this_machine_is_measured_and_the_prediction_says_so(tool: Tool, tmp_path: Path) -> None:
     options = [
         *("--config=llama_debug", "--gpus=2", "--gpu=here", "--train.seq_len=32", "--model.dim=64"),

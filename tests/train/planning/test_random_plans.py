@@ -32,6 +32,12 @@ OF_THE_SEED = seed(os.environ["MESHWRIGHT_TESTS_SEED"])  # the tests' seed, whic
 FEW = settings(MANY, derandomize=True, database=None)  # the same examples every time
 
 
+def more(test: Any, examples: int, **inputs: st.SearchStrategy[Any]) -> Any:
+    """The slow test of other examples than the everyday test's, those of the seed."""
+    slow = OF_THE_SEED(settings(MANY, max_examples=examples)(given(**inputs)(test.hypothesis.inner_test)))
+    return pytest.mark.slow(pytest.mark.sampled(5)(slow))
+
+
 def mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Odd values only sometimes: an example with many of them would test only the first rule."""
     return st.integers(0, 49).flatmap(lambda n: odd if n == 37 else usual)
@@ -120,6 +126,7 @@ CONFIGS = st.builds(Config, model=models(), parallel=PARALLEL, train=TRAIN)
 # Mostly powers of two, which most degrees fit
 PROCESSES = mostly(st.sampled_from([1, 2, 4, 8, 16, 32, 64]), st.integers(1, 64))
 PER_NODE = st.none() | st.sampled_from([1, 4, 8])
+CONFIG_OF_A_RUN = {"config": CONFIGS, "processes": PROCESSES}
 
 
 def check_plan(config: Config, plan: Plan, processes: int, folder: Path) -> None:
@@ -166,17 +173,6 @@ def invented_workload(config: Config, plan: Plan) -> ModelWorkload:
     return ModelWorkload(modules, {}, config.train.seq_len, "head", 10)
 
 
-def any_config_is_planned_or_refused(
-    config: Config, processes: int, per_node: int | None, folder: Path
-) -> None:
-    plan = plan_or_refusal(config, processes, per_node)
-    event("refused" if isinstance(plan, str) else "planned")
-    if isinstance(plan, str):
-        assert all(line.strip() for line in plan.split("\n"))
-    else:
-        check_plan(config, plan, processes, folder)
-
-
 def plan_or_refusal(config: Config, processes: int, per_node: int | None = None) -> Plan | str:
     """The plan, or the text of a PlanError; any other error is a failure."""
     try:
@@ -185,48 +181,40 @@ def plan_or_refusal(config: Config, processes: int, per_node: int | None = None)
         return str(error)
 
 
-@settings(FEW, max_examples=250)
-@given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
+@settings(FEW, max_examples=120)
+@given(**CONFIG_OF_A_RUN, per_node=PER_NODE)
 def test_any_config_is_planned_or_refused(
     config: Config, processes: int, per_node: int | None, tmp_path: Path
 ) -> None:
-    any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
+    plan = plan_or_refusal(config, processes, per_node)
+    event("refused" if isinstance(plan, str) else "planned")
+    if isinstance(plan, str):
+        assert all(line.strip() for line in plan.split("\n"))
+    else:
+        check_plan(config, plan, processes, tmp_path)
 
 
-@pytest.mark.slow
-@OF_THE_SEED
-@settings(MANY, max_examples=500)
-@given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
-def test_many_more_configs_are_planned_or_refused(
-    config: Config, processes: int, per_node: int | None, tmp_path: Path
-) -> None:
-    any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
+test_many_more_configs_are_planned_or_refused = more(
+    test_any_config_is_planned_or_refused, 500, **CONFIG_OF_A_RUN, per_node=PER_NODE
+)
 
 
-@settings(FEW, max_examples=3)
-@given(config=CONFIGS, processes=PROCESSES)
+@settings(FEW, max_examples=2)
+@given(**CONFIG_OF_A_RUN)
 def test_the_memory_of_any_plan_can_be_predicted(config: Config, processes: int, tmp_path: Path) -> None:
-    """Traced from the model's code, eager because that is fast."""
-    any_memory_can_be_predicted(config, processes, tmp_path, enabled=False)
-
-
-@pytest.mark.slow
-@OF_THE_SEED
-@settings(MANY, max_examples=3)
-@given(config=CONFIGS, processes=PROCESSES)
-def test_the_memory_of_more_plans_can_be_predicted(config: Config, processes: int, tmp_path: Path) -> None:
-    any_memory_can_be_predicted(config, processes, tmp_path)
-
-
-def any_memory_can_be_predicted(config: Config, processes: int, folder: Path, **keys: bool) -> None:
-    """Refused examples do not count. The trace cache is the test's own folder, because a random config may
-    name any path."""
-    compiling = dataclasses.replace(config.parallel.compile, cache_dir=str(folder), **keys)
+    """Traced from the model's code, eager because that is fast. Refused examples do not count. The trace
+    cache is the test's own folder, because a random config may name any path."""
+    compiling = dataclasses.replace(config.parallel.compile, cache_dir=str(tmp_path), enabled=False)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=compiling))
     plan = plan_or_refusal(config, processes)
     assume(isinstance(plan, Plan))
     assert isinstance(plan, Plan)
     check_step_memory(predict_memory(config.job, plan))
+
+
+test_the_memory_of_more_plans_can_be_predicted = more(
+    test_the_memory_of_any_plan_can_be_predicted, 10, **CONFIG_OF_A_RUN
+)
 
 
 # Plan files with mutations
@@ -328,8 +316,13 @@ class NoAliases(yaml.SafeDumper):
         return True
 
 
-def any_plan_file_is_run_or_refused(text: str, processes: int, folder: Path) -> None:
-    path = folder / "mutated.yaml"
+MUTATED = {"text": mutated_plans(), "processes": st.sampled_from([8, 8, 8, 4])}
+
+
+@settings(FEW, max_examples=100)
+@given(**MUTATED)
+def test_any_plan_file_is_run_or_refused(text: str, processes: int, tmp_path: Path) -> None:
+    path = tmp_path / "mutated.yaml"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     config = dataclasses.replace(LEFT_OPEN, parallel=ParallelConfig(plan=str(path)))
     plan = plan_or_refusal(config, processes)
@@ -337,18 +330,7 @@ def any_plan_file_is_run_or_refused(text: str, processes: int, folder: Path) -> 
     if isinstance(plan, str):
         assert str(path) in plan
     else:
-        check_plan(config, plan, processes, folder)
+        check_plan(config, plan, processes, tmp_path)
 
 
-@settings(FEW, max_examples=150)
-@given(text=mutated_plans(), processes=st.sampled_from([8, 8, 8, 4]))
-def test_any_plan_file_is_run_or_refused(text: str, processes: int, tmp_path: Path) -> None:
-    any_plan_file_is_run_or_refused(text, processes, tmp_path)
-
-
-@pytest.mark.slow
-@OF_THE_SEED
-@settings(MANY, max_examples=300)
-@given(text=mutated_plans(), processes=st.sampled_from([8, 8, 8, 4]))
-def test_many_more_plan_files_are_run_or_refused(text: str, processes: int, tmp_path: Path) -> None:
-    any_plan_file_is_run_or_refused(text, processes, tmp_path)
+test_many_more_plan_files_are_run_or_refused = more(test_any_plan_file_is_run_or_refused, 300, **MUTATED)

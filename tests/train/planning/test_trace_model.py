@@ -62,12 +62,9 @@ def test_a_compiled_8b_block_keeps_1089_mib_of_8192_tokens() -> None:
     assert 64 < kept_mib("--parallel.activation_checkpoint=selective") < 1089
 
 
-@pytest.mark.parametrize(
-    "shares", [(0, 0.5, 1), pytest.param((0, 0.25, 0.5, 0.75, 1), marks=pytest.mark.slow)], ids=len
-)
-def test_a_smaller_budget_keeps_less(shares: tuple[float, ...]) -> None:
+def test_a_smaller_budget_keeps_less() -> None:
     budget = "--parallel.activation_checkpoint=budget"
-    kept = [kept_mib(budget, f"--parallel.activation_budget={share}") for share in shares]
+    kept = [kept_mib(budget, f"--parallel.activation_budget={share}") for share in (0, 0.5, 1)]
     assert (kept[0], kept[-1]) == (64, kept_mib())
     assert all(less < more for less, more in itertools.pairwise(kept)), kept
 
@@ -190,6 +187,8 @@ def test_a_block_of_another_setting_is_traced_by_itself() -> None:
     assert dataclasses.astuple(kept[0]) == dataclasses.astuple(kept[2])
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_activation_checkpointing_shares_one_captured_graph(monkeypatch) -> None:
     """Except where a saved operator is decomposed, so that only torch knows which results are its own."""
     captured = list[object]()
