@@ -349,27 +349,14 @@ def test_a_name_that_no_folder_can_have_is_refused(hf_dir: Path) -> None:
         find_weights("~nosuchuser/x", Config().model, None)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        [],
-        ["import", "a", "b", "--shard_gb=0"],
-        ["export", "a", "b", "--dtype=int8"],
-        ["import", "a", "b", "--dtype=float32"],
-    ],
-)
-def test_bad_options_exit_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(bad)
-    assert "error:" in capsys.readouterr().err
+def test_bad_options_exit_with_2() -> None:
+    for options in ([], ["import", "a", "b", "--shard_gb=0"], ["export", "a", "b", "--dtype=int8"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(options)
 
 
 def test_the_default_config_trains_on_sequences_that_fit(tmp_path: Path) -> None:
     long = save_hf(tmp_path / "hf", make_hf(max_position_embeddings=4096))
     main(["import", str(long), str(tmp_path / "ours")])
-    text = (tmp_path / "ours" / "config.yaml").read_text()
-    assert "seq_len" not in yaml.safe_load(text).get("train", {})
-    assert (
-        parse_config([f"--config={tmp_path / 'ours' / 'config.yaml'}"]).train.seq_len
-        == Config().train.seq_len
-    )
+    config = parse_config([f"--config={tmp_path / 'ours' / 'config.yaml'}"])
+    assert (config.model.max_seq_len, config.train.seq_len) == (4096, Config().train.seq_len)

@@ -108,20 +108,18 @@ def test_a_separator_ends_the_text_and_ids_without_text_are_never_chosen() -> No
     assert list(generate(model, [1], 5, GREEDY, 64, BYTES.info)) == []
 
 
-def test_sampling_follows_seed_temperature_and_top_k() -> None:
+def test_sampling_follows_seed_temperature_and_top_k(model: Llama) -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.tensor([choose_token(logits, Sampling(1.0, 0, 0), generator) for _ in range(4000)])
-    assert torch.allclose(drawn.bincount(minlength=4) / 4000, logits.exp(), atol=0.03)
-    halved = torch.tensor([choose_token(logits, Sampling(0.5, 2, 0), generator) for _ in range(4000)])
-    assert torch.allclose(
-        halved.bincount(minlength=4) / 4000, torch.tensor([25 / 34, 9 / 34, 0, 0]), atol=0.03
-    )
+
+    def shares(sampling: Sampling) -> list[float]:
+        drawn = torch.tensor([choose_token(logits, sampling, generator) for _ in range(2000)])
+        return (drawn.bincount(minlength=4) / 2000).tolist()
+
+    assert shares(Sampling(1.0, 0, 0)) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
+    assert shares(Sampling(0.5, 2, 0)) == pytest.approx([25 / 34, 9 / 34, 0, 0], abs=0.04)
     assert {choose_token(logits, Sampling(1.0, 1, 0), generator) for _ in range(20)} == {0}
     assert {choose_token(logits * 1e4, Sampling(1e-6, 0, 0), generator) for _ in range(20)} == {0}
-
-
-def test_the_seed_decides(model: Llama) -> None:
     texts = [bytes(generate(model, [40], 20, Sampling(1.0, 50, seed), 64, BYTES.info)) for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -154,13 +152,6 @@ def test_the_window_is_what_was_trained(tied_run: Path) -> None:
     assert (choose_window(0, config.job), choose_window(64, config.job)) == (32, 64)
     with pytest.raises(ConfigError, match="max_seq_len=64"):
         choose_window(65, config.job)
-
-
-def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--run", str(run), "--prompt", "dé", "--max_new_tokens", "0"])
-    assert capsys.readouterr().out == "dé\n"
-    main([f"--run={find_newest(run)}", "--max_new_tokens=50", "--temperature=0"])
-    assert capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_what_cannot_be_done_is_one_message(
 
 
 def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", odd_texts(12_000, seed=12, mean_bits=60))
+    source = write_jsonl(tmp_path / "a.jsonl", odd_texts(6_000, seed=12, mean_bits=60))
     tokenizer, out = train_bpe(tmp_path / "bpe"), tmp_path / "out"
     call = [str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
     results = tmp_path / ".out.partial" / "results"
