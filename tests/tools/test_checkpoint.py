@@ -18,7 +18,6 @@ from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint import compare_checkpoints, main
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.load_weights import find_newest, load_full_weights
-from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
 from meshwright.train.checkpoint.save import CheckpointSaver
@@ -29,7 +28,7 @@ from meshwright.train.errors import CheckpointError
 from tests.support.sharded import sharded_alone
 
 Tool = Callable[..., CompletedProcess[str]]
-EARLIER_RUN = Path(__file__).resolve().parents[1] / "backward_compatibility" / "run"  # four ranks' files
+Output = pytest.CaptureFixture[str]
 
 
 def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
@@ -50,17 +49,7 @@ def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
     assert seen == {name: tensor.numel() for name, tensor in whole.items()}
 
 
-def test_uneven_shards_are_in_the_fixture(sharded_run: Path) -> None:
-    rows = []
-    for path in find_newest(sharded_run).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            rows.append(file.get_slice("model.tok_embeddings.weight").get_shape()[0])
-    assert sorted(rows) == [132, 133]
-
-
-def test_consolidate_writes_the_models_own_names(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_consolidate_writes_the_models_own_names(run: Path, tmp_path: Path, capsys: Output) -> None:
     main(["consolidate", str(run), str(tmp_path / "new" / "folder")])
     target = tmp_path / "new" / "folder" / "model.safetensors"
     assert str(target) in capsys.readouterr().out
@@ -83,9 +72,6 @@ def test_consolidate_overwrites_only_by_force(tied_run: Path, tmp_path: Path) ->
     assert target.read_text() == "precious"
     main(["consolidate", str(tied_run), str(target), "--force"])
     assert "tok_embeddings.weight" in load_file(target)
-
-
-def test_consolidate_says_where_it_cannot_write(tied_run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write"):
         main(["consolidate", str(tied_run), str(tmp_path / "file" / "out")])
@@ -103,41 +89,33 @@ def test_a_checkpoint_can_be_named_directly(tied_run: Path) -> None:
     assert not torch.equal(early["tok_embeddings.weight"], late["tok_embeddings.weight"])
 
 
-def test_ls_lists_oldest_first(sharded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_oldest_first(sharded_run: Path, tmp_path: Path, capsys: Output) -> None:
     main(["ls", str(sharded_run), "--json"])
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["samples"], row["processes"]) for row in rows] == [(1, 4, 2), (2, 8, 2)]
-    assert all(row["size_bytes"] > 100_000 and 0 <= row["age_s"] < 600 for row in rows)
+    assert all(row["size_bytes"] > 100_000 and row["age_s"] >= 0 for row in rows)
     main(["ls", str(sharded_run / "checkpoints")])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "samples", "processes", "size", "GiB", "age", "path"]
-    assert lines[2].startswith("2 ")
-
-
-def test_ls_shows_the_others_where_one_is_damaged(
-    tied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = Path(shutil.copytree(tied_run, tmp_path / "run"))
-    (copy / "checkpoints" / "step-00000001" / "manifest.json").write_text('{"step": 1, "sam')
-    main(["ls", str(copy), "--json"])
-    damaged, whole = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert damaged["step"] == 1
-    assert damaged["samples"] is None
-    assert "manifest.json is damaged" in damaged["problem"]
-    assert whole["samples"] == 8
-    (copy / "checkpoints" / "step-00000001" / "manifest.json").unlink()
-    main(["ls", str(copy)])
-    problem = capsys.readouterr().out
-    assert "step-00000001 is not a checkpoint" in problem
-    assert "manifest.json" in problem
-
-
-def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, _, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["step", "samples", "processes", "size", "GiB", "age", "path"]
+    assert last.startswith("2 ")
     main(["ls", str(tmp_path)])
     assert "no committed checkpoint" in capsys.readouterr().out
 
 
-def test_show_gives_whole_shapes_and_totals(sharded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_the_others_where_one_is_damaged(tied_run: Path, tmp_path: Path, capsys: Output) -> None:
+    copy = Path(shutil.copytree(tied_run, tmp_path / "run"))
+    manifest = copy / "checkpoints" / "step-00000001" / "manifest.json"
+    manifest.write_text('{"step": 1, "sam')
+    main(["ls", str(copy), "--json"])
+    damaged, whole = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (damaged["step"], damaged["samples"], whole["samples"]) == (1, None, 8)
+    assert "manifest.json is damaged" in damaged["problem"]
+    manifest.unlink()
+    main(["ls", str(copy)])
+    assert "step-00000001 is not a checkpoint" in capsys.readouterr().out
+
+
+def test_show_gives_whole_shapes_and_totals(sharded_run: Path, capsys: Output) -> None:
     main(["show", str(sharded_run), "--json"])
     shown = json.loads(capsys.readouterr().out)
     tensors = {tensor["name"]: tensor for tensor in shown["tensors"]}
@@ -157,36 +135,6 @@ def damaged_copy(run: Path, folder: Path, change: Callable[[Path], object]) -> P
     return copy
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda folder: (folder / "rank-00001.safetensors").unlink(), r"rank-00001\.safetensors is missing"),
-        (
-            lambda folder: os.truncate(folder / "rank-00000.safetensors", 1000),
-            r"rank-00000\.safetensors has 1000 of \d+ bytes",
-        ),
-        (lambda folder: (folder / "config.yaml").unlink(), r"config\.yaml is missing"),
-        (lambda folder: (folder / "more").write_text(""), "more is not in the manifest"),
-    ],
-    ids=["lost", "cut", "config", "more"],
-)
-def test_damage_is_noticed_by_all(
-    change: Callable[[Path], object], message: str, sharded_run: Path, tmp_path: Path
-) -> None:
-    copy = damaged_copy(sharded_run, tmp_path, change)
-    for arguments in (
-        ["verify", str(copy)],
-        ["verify", str(tmp_path / "run")],
-        ["diff", str(sharded_run), str(copy)],
-        ["consolidate", str(copy), str(tmp_path / "out")],
-    ):
-        with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: {message}"):
-            main(arguments)
-    with pytest.raises(CheckpointError, match=message):
-        load_full_weights(copy)
-    assert not (tmp_path / "out").exists()
-
-
 def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> None:
     """Even if the manifest was changed to fit it."""
 
@@ -198,17 +146,14 @@ def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> 
         (folder / "manifest.json").write_text(manifest_to_text(dataclasses.replace(manifest, files=files)))
 
     copy = damaged_copy(sharded_run, tmp_path, change)
-    with pytest.raises(
-        CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"
-    ):
+    message = r"model of its config\.yaml: layers\.2\..* is missing, not of shape"
+    with pytest.raises(CheckpointError, match=message):
         load_full_weights(copy)
-    with pytest.raises(
-        CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"
-    ):
+    with pytest.raises(CheckpointError, match=message):
         convert(["export", str(copy), str(tmp_path / "hf")])
 
 
-def test_verify_says_what_it_has_read(sharded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_what_it_has_read(sharded_run: Path, capsys: Output) -> None:
     main(["verify", str(sharded_run), "--json"])
     verified = json.loads(capsys.readouterr().out)
     paths = [sharded_run / "checkpoints" / name for name in ("step-00000001", "step-00000002")]
@@ -220,9 +165,7 @@ def test_verify_says_what_it_has_read(sharded_run: Path, capsys: pytest.CaptureF
     assert f"{paths[1]}: every byte matches the manifest" in capsys.readouterr().out
 
 
-def test_diff_tells_what_training_has_changed(
-    sharded_run: Path, tied_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_tells_what_training_has_changed(sharded_run: Path, tied_run: Path, capsys: Output) -> None:
     first, second = (sharded_run / "checkpoints" / name for name in ("step-00000001", "step-00000002"))
     main(["diff", str(sharded_run), str(second)])
     assert "tensors are equal" in capsys.readouterr().out
@@ -246,13 +189,6 @@ def test_diff_tells_what_training_has_changed(
     assert "+  tie_embeddings: true" in output
     assert "model.head.output.weight" in output
     assert "missing" in output
-
-
-def test_diff_reads_the_headers_of_a_checkpoint_without_mesh_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    old, opened, really = find_newest(EARLIER_RUN), list[Path](), reader._read_header
-    monkeypatch.setattr(reader, "_read_header", lambda file: opened.append(file) or really(file))
-    assert compare_checkpoints(old, old).compared > 20
-    assert sorted(opened) == sorted([*old.glob("*.safetensors")] * 2)
 
 
 def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, tmp_path: Path) -> None:
@@ -287,14 +223,6 @@ def test_verify_and_diff_as_commands(tool: Tool, tied_run: Path, tmp_path: Path)
     first = tied_run / "checkpoints" / "step-00000001"
     done = tool("checkpoint", "diff", str(first), str(tied_run))
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_help_names_everything(tool: Tool) -> None:
-    done = tool("checkpoint", "-h")
-    assert (done.returncode, done.stderr) == (0, "")
-    for command in ("ls", "verify", "show", "diff", "consolidate"):
-        assert command in done.stdout
-    assert {"--json", "CHECKPOINT", "OTHER"} <= {*tool("checkpoint", "diff", "-h").stdout.split()}
 
 
 def test_a_bad_path_is_one_line(tool: Tool, tmp_path: Path) -> None:

@@ -3,12 +3,10 @@ folder is left."""
 
 import dataclasses
 import json
-import os
 import re
 import resource
 import shutil
 import signal
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from meshwright.models.hf import config_from_hf
 from meshwright.tools.checkpoint import consolidate
@@ -51,6 +47,8 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 def load_hf(folder: Path) -> Any:
     """Load a folder with transformers, without missing or unexpected weights."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -70,9 +68,9 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_hf(tmp_path_factory.mktemp("hf") / "model", make_hf(rope="llama3"))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tied", "dtype", "sharded"), [(False, torch.float32, False), (True, torch.bfloat16, True)]
+)
 def test_in_and_out_again_is_bitwise_the_same(
     tied: bool, dtype: torch.dtype, sharded: bool, tmp_path: Path
 ) -> None:
@@ -88,8 +86,7 @@ def test_in_and_out_again_is_bitwise_the_same(
 
 
 @pytest.mark.parametrize(
-    ("tied", "ratio", "rope", "head_dim"),
-    [(False, 1, "default", 12), (True, 4, "llama3", 8), (False, 2, "linear", 8)],
+    ("tied", "ratio", "rope", "head_dim"), [(False, 1, "linear", 12), (True, 4, "llama3", 8)]
 )
 def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
     tied: bool, ratio: int, rope: str, head_dim: int, tmp_path: Path
@@ -109,12 +106,8 @@ def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
         ours = tokens[:, :8]
         for _ in range(20):
             ours = torch.cat([ours, model(ours)[:, -1:].argmax(-1)], 1)
-        texts = [
-            each.generate(tokens[:, :8], max_new_tokens=20, do_sample=False, pad_token_id=0)
-            for each in (hf, back)
-        ]
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(ours, texts[1])
+        text = back.generate(tokens[:, :8], max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert torch.equal(ours, text)
 
 
 def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path) -> None:
@@ -145,13 +138,13 @@ def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (None, None)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_another_dtype_is_the_rounded_weights(dtype: str, hf_dir: Path, tmp_path: Path) -> None:
+def test_another_dtype_is_the_rounded_weights(hf_dir: Path, tmp_path: Path) -> None:
     main(["import", str(hf_dir), str(tmp_path / "ours")])
-    main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), f"--dtype={dtype}"])
-    rounded = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_all(hf_dir).items()}
-    check_same(read_all(tmp_path / "back"), rounded)
-    assert load_hf(tmp_path / "back").dtype == getattr(torch, dtype)
+    for dtype in ("bfloat16", "float16"):
+        back = tmp_path / dtype
+        main(["export", str(tmp_path / "ours"), str(back), f"--dtype={dtype}"])
+        check_same(read_all(back), {n: t.to(getattr(torch, dtype)) for n, t in read_all(hf_dir).items()})
+        assert json.loads((back / "config.json").read_text())["dtype"] == dtype
 
 
 def test_a_value_too_large_for_float16_is_refused(hf_dir: Path, tmp_path: Path) -> None:
@@ -207,31 +200,24 @@ def test_old_tables_and_equal_copies_are_left_out(tmp_path: Path) -> None:
     check_same(read_all(tmp_path / "back"), tensors)
 
 
-def test_files_are_as_few_as_the_limit_allows(tmp_path: Path) -> None:
-    """And never more than one file's tensors are in memory."""
-    sizes, alive, most = {"a": 400, "b": 400, "c": 900, "d": 400, "e": 400, "f": 400}, [], []
+def test_files_are_as_few_as_the_limit_allows_and_written_one_after_another(tmp_path: Path) -> None:
+    sizes, written = {"a": 400, "b": 400, "c": 900, "d": 400, "e": 400, "f": 400}, list[int]()
 
     def read(name: str) -> torch.Tensor:
-        most.append(len(list(tmp_path.glob("*"))))
-        alive.append(name)
-        return torch.full((sizes[name] // 4,), float(len(alive)))
+        written.append(len(list(tmp_path.iterdir())))
+        return torch.full((sizes[name] // 4,), float(ord(name)))
 
     places = write_files(tmp_path, sizes, read, 800)
-    assert places == {
-        "a": "model-00001-of-00004.safetensors",
-        "b": "model-00001-of-00004.safetensors",
-        "c": "model-00002-of-00004.safetensors",
-        "d": "model-00003-of-00004.safetensors",
-        "e": "model-00003-of-00004.safetensors",
-        "f": "model-00004-of-00004.safetensors",
+    files = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 3, "f": 4}
+    assert places == {name: f"model-0000{number}-of-00004.safetensors" for name, number in files.items()}
+    assert written == [0, 0, 1, 2, 2, 3], "a file is written before the next one's tensors are read"
+    assert {name: tensor[0].item() for name, tensor in read_all(tmp_path).items()} == {
+        n: ord(n) for n in sizes
     }
-    assert alive == list(sizes)
-    assert most == [0, 0, 1, 2, 2, 3], "a file is written before the next one's tensors are read"
-    with safe_open(tmp_path / places["e"], framework="pt") as opened:
-        assert sorted(opened.keys()) == ["d", "e"]
-        assert opened.get_tensor("e").eq(5).all()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see a process's memory")
 def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
     """Import and export a model of 88 MB in files of 10 MB: the process never grows by half of it."""
@@ -289,16 +275,12 @@ def test_a_failure_leaves_what_was_there(hf_dir: Path, tmp_path: Path) -> None:
     main(["import", str(hf_dir), str(tmp_path / "ours"), SMALL_FILES])
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "mine").write_text("x")
-    (tmp_path / "closed").mkdir(mode=0o500)
-    if not os.access(tmp_path / "closed", os.W_OK):  # root may write anywhere
-        with pytest.raises(CheckpointError, match=r"cannot write .*closed/new"):
-            main(["export", str(tmp_path / "ours"), str(tmp_path / "closed" / "new")])
     last = sorted((tmp_path / "ours").glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"ours is damaged: model-.*bytes"):
         main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--force"])
     assert (tmp_path / "back" / "mine").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "closed", "ours"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "ours"]
 
 
 def test_a_full_disk_leaves_nothing_behind(hf_dir: Path, tmp_path: Path) -> None:
@@ -332,31 +314,26 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     assert "model_type=qwen2 (only llama); attention_bias=True" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but the files contain 21 tensors"),
+def test_a_config_that_cannot_be_is_refused_before_a_block_is_built(hf_dir: Path, tmp_path: Path) -> None:
+    """A billion blocks would take hours."""
+    ours = config_from_hf(json.loads((hf_dir / "config.json").read_text()))
+    source = copy_of(hf_dir, tmp_path / "hf")
+    for key, value, message in (
+        ("num_hidden_layers", "10000000", "num_hidden_layers=10,000,000, but the files contain 21 tensors"),
         (
-            {"num_hidden_layers": 10**9},
+            "num_hidden_layers",
+            "1000000000",
             "num_hidden_layers=1000000000 (only an integer from 1 to 16,777,216)",
         ),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (only true or false)"),
-        ({"deep": None}, "cannot be read (nested too deeply)"),
-    ],
-)
-def test_a_config_that_cannot_be_is_refused_at_once(
-    change: dict[str, Any], message: str, hf_dir: Path, tmp_path: Path
-) -> None:
-    """Without building a billion blocks first, which would take hours."""
-    source = copy_of(hf_dir, tmp_path / "hf")
-    text = json.dumps(json.loads((source / "config.json").read_text()) | change)
-    (source / "config.json").write_text(text.replace('"deep": null', '"deep": ' + "[" * 10**5 + "]" * 10**5))
-    start_s = time.monotonic()
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        main(["import", str(source), str(tmp_path / "ours")])
-    assert time.monotonic() - start_s < 20
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        find_weights(str(source), config_from_hf(json.loads((hf_dir / "config.json").read_text())), None)
+        ("tie_word_embeddings", '"false"', "tie_word_embeddings='false' (only true or false)"),
+        ("deep", "[" * 10**5 + "]" * 10**5, "cannot be read (nested too deeply)"),
+    ):
+        config = json.loads((hf_dir / "config.json").read_text()) | {key: None}
+        (source / "config.json").write_text(json.dumps(config).replace(f'"{key}": null', f'"{key}": {value}'))
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            main(["import", str(source), str(tmp_path / "ours")])
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            find_weights(str(source), ours, None)
     assert not (tmp_path / "ours").exists()
 
 
@@ -372,39 +349,14 @@ def test_a_name_that_no_folder_can_have_is_refused(hf_dir: Path) -> None:
         find_weights("~nosuchuser/x", Config().model, None)
 
 
-def test_help_says_what_it_does(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
-    done = tool("convert_hf", "-h")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "import HF_DIR OUT" in done.stdout
-    assert "export CHECKPOINT HF_DIR" in done.stdout
-    for command, option in (("import", "--shard_gb GB"), ("export", "--dtype {float32,bfloat16,float16}")):
-        with pytest.raises(SystemExit, match="0"):
-            main([command, "-h"])
-        assert option in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        [],
-        ["import"],
-        ["import", "a", "b", "--shard_gb=0"],
-        ["export", "a", "b", "--dtype=int8"],
-        ["import", "a", "b", "--dtype=float32"],
-    ],
-)
-def test_bad_options_leave_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(bad)
-    assert "error:" in capsys.readouterr().err
+def test_bad_options_exit_with_2() -> None:
+    for options in ([], ["import", "a", "b", "--shard_gb=0"], ["export", "a", "b", "--dtype=int8"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(options)
 
 
 def test_the_default_config_trains_on_sequences_that_fit(tmp_path: Path) -> None:
     long = save_hf(tmp_path / "hf", make_hf(max_position_embeddings=4096))
     main(["import", str(long), str(tmp_path / "ours")])
-    text = (tmp_path / "ours" / "config.yaml").read_text()
-    assert "seq_len" not in yaml.safe_load(text).get("train", {})
-    assert (
-        parse_config([f"--config={tmp_path / 'ours' / 'config.yaml'}"]).train.seq_len
-        == Config().train.seq_len
-    )
+    config = parse_config([f"--config={tmp_path / 'ours' / 'config.yaml'}"])
+    assert (config.model.max_seq_len, config.train.seq_len) == (4096, Config().train.seq_len)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 from meshwright.tools.eval import RESET_KEYS, EvalTarget, find_target, make_parser
 from meshwright.tools.generate import load_model
@@ -59,6 +58,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loss_of_transformers(hf_dir: Path) -> tuple[float, int]:
     """Mean loss over the packed stream of the documents, and the number of tokens, by transformers."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     tokenizer = JsonTokenizer(hf_dir)
     ids = tokenizer.encode([text.encode() for text in TEXTS if text])
     stream = torch.tensor([i for document in ids for i in (0, *document.tolist(), 1)])
@@ -70,17 +71,11 @@ def loss_of_transformers(hf_dir: Path) -> tuple[float, int]:
     return nats / (len(stream) - 1), len(stream) - 1
 
 
-@pytest.mark.parametrize(("made", "processes"), [("sharded_run", 1), ("tied_run", 2)])
-def test_the_score_of_a_checkpoint_is_its_runs_own(
-    made: str, processes: int, request: pytest.FixtureRequest
-) -> None:
-    """Runs of two processes and of one, with another number in the evaluation; the limit is the run's
-    train.eval_sequences."""
-    run = request.getfixturevalue(made)
-    figures = evaluate(run, "--sequences=8", "--micro_batch_size=3", processes=processes)
-    row = read_metrics(run)[2]
+def test_the_score_of_a_checkpoint_is_its_runs_own_also_on_more_processes(tied_run: Path) -> None:
+    """The limit is the run's train.eval_sequences."""
+    figures = evaluate(tied_run, "--sequences=8", "--micro_batch_size=3", processes=2)
+    row, score = read_metrics(tied_run)[2], figures["sets"]["held_out"]
     assert list(figures["sets"]) == ["held_out"]
-    score = figures["sets"]["held_out"]
     assert score["loss"] == pytest.approx(row["eval_loss"], rel=1e-6)
     assert score["bits_per_byte"] == pytest.approx(row["eval/held_out/bits_per_byte"], rel=1e-6)
     assert figures["model"].endswith("step-00000002")
@@ -105,15 +100,8 @@ def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(
     hf_dir: Path, records: Path, tmp_path: Path
 ) -> None:
     loss, tokens = loss_of_transformers(hf_dir)
-    figures = evaluate(
-        hf_dir,
-        f"--data={records}",
-        f"--seq_len={SEQ_LEN}",
-        "--micro_batch_size=4",
-        *EAGER,
-        f"--data.cache_dir={tmp_path}",
-        processes=2,
-    )
+    sizes = [f"--seq_len={SEQ_LEN}", "--micro_batch_size=4"]
+    figures = evaluate(hf_dir, f"--data={records}", *sizes, *EAGER, f"--data.cache_dir={tmp_path}")
     assert (figures["seq_len"], list(figures["sets"])) == (SEQ_LEN, [str(records)])
     score = figures["sets"][str(records)]
     assert score["tokens"] == tokens
@@ -133,14 +121,8 @@ def test_bits_per_byte_by_hand(tied_run: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = [model(stream[None, first : min(first + 16, 59)])[0] for first in range(0, 59, 16)]
     nats = F.cross_entropy(torch.cat(logits), stream[1:]).item()
-    done = launch(
-        1,
-        str(checkpoint),
-        f"--data={source}",
-        "--seq_len=16",
-        f"--data.cache_dir={tmp_path}",
-        module="tools.eval",
-    )
+    data = [f"--data={source}", "--seq_len=16", f"--data.cache_dir={tmp_path}"]
+    done = launch(1, str(checkpoint), *data, module="tools.eval")
     assert done.returncode == 0, done.stderr
     head, row = done.stdout.splitlines()
     assert head.split() == ["set", "loss", "(nats/token)", "perplexity", "bits/byte", "tokens"]
@@ -161,39 +143,37 @@ def store_run(tmp_path_factory: pytest.TempPathFactory, hf_dir: Path, records: P
         f"--data.validation={{more: {folder / 'more'}}}",
         f"--data.cache_dir={folder / 'cache'}",
     ]
-    done = launch(
-        1,
-        *TINY,
-        *data,
-        f"--run.dir={folder / 'run'}",
-        "--model.vocab_size=640",
-        "--train.steps=2",
-        "--train.eval_every=2",
-        "--train.eval_sequences=0",
-        "--checkpoint.every=2",
-        *EAGER,
-        "--parallel.compile.backend=aot_eager",
-        "--parallel.activation_checkpoint=full",
-        "--train.freeze=[layers.0.*]",
-    )
+    training = ["--train.steps=2", "--train.eval_every=2", "--train.eval_sequences=0", "--checkpoint.every=2"]
+    plan = ["--parallel.activation_checkpoint=full", "--train.freeze=[layers.0.*]"]
+    run = [f"--run.dir={folder / 'run'}", "--model.vocab_size=640"]
+    done = launch(1, *TINY, *EAGER, *data, *training, *plan, *run)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 
 
-def test_every_set_of_a_run_compiled_and_other_data_with_its_tokenizer(store_run: Path, hf_dir: Path) -> None:
+def test_every_set_of_a_run_and_other_data_with_its_tokenizer(store_run: Path) -> None:
     row = read_metrics(store_run)[2]
-    sets = evaluate(store_run, "--parallel.compile.enabled=true")["sets"]
+    sets = evaluate(store_run)["sets"]
     assert list(sets) == ["held_out", "more"]
     for name, score in sets.items():
         for figure in ("loss", "perplexity", "bits_per_byte"):
             assert score[figure] == pytest.approx(row[f"eval/{name}/{figure}"], rel=1e-5)
-    store, extra = str(store_run.parent / "store"), str(store_run.parent / "extra.jsonl")
-    of_store = evaluate(store_run, f"--data={store}", *EAGER)["sets"]
+    extra = str(store_run.parent / "extra.jsonl")
+    of_extra = evaluate(store_run, f"--data={extra}")["sets"]
+    assert of_extra[extra] == pytest.approx(sets["more"], rel=1e-5), "without BOS, like the run's data"
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(5)
+def test_a_compiled_evaluation_and_one_of_a_store_are_the_same(store_run: Path) -> None:
+    sets = evaluate(store_run)["sets"]
+    compiled = evaluate(store_run, "--parallel.compile.enabled=true", "--parallel.compile.backend=aot_eager")[
+        "sets"
+    ]
+    assert compiled["more"] == pytest.approx(sets["more"], rel=1e-5)
+    store = str(store_run.parent / "store")
+    of_store = evaluate(store_run, f"--data={store}")["sets"]
     assert of_store[store] == pytest.approx(sets["held_out"], rel=1e-5), "its held-out documents"
-    of_extra = evaluate(store_run, f"--data={extra}", *EAGER)["sets"]
-    assert of_extra[extra] == pytest.approx(sets["more"], rel=1e-5), (
-        "all of it, without BOS like the run's data"
-    )
 
 
 def test_what_cannot_be_evaluated_is_said(
@@ -224,18 +204,3 @@ def test_a_mistake_is_one_line(tied_run: Path, tmp_path: Path) -> None:
     done = launch(1, str(tied_run), f"--data={tmp_path / 'gone'}", module="tools.eval")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("DataError: data.source=")
-
-
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        make_parser().parse_args(["-h"])
-    output = capsys.readouterr().out
-    for option in (
-        "CHECKPOINT_OR_RUN_OR_HF_DIR",
-        "--data SOURCE",
-        "--tokenizer",
-        "--sequences N",
-        "--seq_len T",
-        "--json",
-    ):
-        assert option in output

@@ -22,7 +22,6 @@ from meshwright.tools.generate import (
     load_model,
     main,
     make_context,
-    make_parser,
     stream_text,
 )
 from meshwright.tools.load_weights import checkpoint_config, find_newest
@@ -30,6 +29,7 @@ from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.loader import BatchShape
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from meshwright.train.errors import CheckpointError, ConfigError, DataError
@@ -37,7 +37,6 @@ from meshwright.train.evaluation import set_batches
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
-from tests.support.nested import run_nested
 from tests.support.texts import train_bpe, write_jsonl
 
 Tool = Callable[..., CompletedProcess[str]]
@@ -109,20 +108,18 @@ def test_a_separator_ends_the_text_and_ids_without_text_are_never_chosen() -> No
     assert list(generate(model, [1], 5, GREEDY, 64, BYTES.info)) == []
 
 
-def test_sampling_follows_seed_temperature_and_top_k() -> None:
+def test_sampling_follows_seed_temperature_and_top_k(model: Llama) -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.tensor([choose_token(logits, Sampling(1.0, 0, 0), generator) for _ in range(4000)])
-    assert torch.allclose(drawn.bincount(minlength=4) / 4000, logits.exp(), atol=0.03)
-    halved = torch.tensor([choose_token(logits, Sampling(0.5, 2, 0), generator) for _ in range(4000)])
-    assert torch.allclose(
-        halved.bincount(minlength=4) / 4000, torch.tensor([25 / 34, 9 / 34, 0, 0]), atol=0.03
-    )
+
+    def shares(sampling: Sampling) -> list[float]:
+        drawn = torch.tensor([choose_token(logits, sampling, generator) for _ in range(2000)])
+        return (drawn.bincount(minlength=4) / 2000).tolist()
+
+    assert shares(Sampling(1.0, 0, 0)) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
+    assert shares(Sampling(0.5, 2, 0)) == pytest.approx([25 / 34, 9 / 34, 0, 0], abs=0.04)
     assert {choose_token(logits, Sampling(1.0, 1, 0), generator) for _ in range(20)} == {0}
     assert {choose_token(logits * 1e4, Sampling(1e-6, 0, 0), generator) for _ in range(20)} == {0}
-
-
-def test_the_seed_decides(model: Llama) -> None:
     texts = [bytes(generate(model, [40], 20, Sampling(1.0, 50, seed), 64, BYTES.info)) for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -157,43 +154,17 @@ def test_the_window_is_what_was_trained(tied_run: Path) -> None:
         choose_window(65, config.job)
 
 
-def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--run", str(run), "--prompt", "dé", "--max_new_tokens", "0"])
-    assert capsys.readouterr().out == "dé\n"
-    main([f"--run={find_newest(run)}", "--max_new_tokens=50", "--temperature=0"])
-    assert capsys.readouterr().out
-
-
 @pytest.fixture(scope="module")
 def bpe_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on prepared data with a small vocabulary and BOS; the data is in `store` in the same folder."""
     folder = tmp_path_factory.mktemp("bpe_run")
     source = write_jsonl(folder / "text.jsonl", ["漢字 the quick brown é 😀 fox " * 8] * 40)
-    made = run_nested(
-        "tools.prepare_data",
-        str(source),
-        str(folder / "store"),
-        f"--tokenizer={train_bpe(folder / 'bpe')}",
-        "--workers=1",
-    )
-    assert made.returncode == 0, made.stderr
-    places = [
-        f"--data.source={folder / 'store'}",
-        f"--data.cache_dir={folder / 'cache'}",
-        f"--run.dir={folder / 'run'}",
-    ]
-    done = launch(
-        1,
-        *TINY,
-        *EAGER,
-        *places,
-        "--model.vocab_size=640",
-        "--train.steps=30",
-        "--checkpoint.every=30",
-        "--train.global_batch_size=2",
-        "--optim.lr=2e-2",
-        "--metrics.every=10",
-    )
+    tokenizer = train_bpe(folder / "bpe")
+    prepare(str(source), str(tokenizer), "auto", "auto", folder / "store", PrepareSettings())
+    data = [f"--data.source={folder / 'store'}", f"--data.cache_dir={folder / 'cache'}"]
+    run = [f"--run.dir={folder / 'run'}", "--model.vocab_size=640", "--checkpoint.every=30"]
+    training = ["--train.steps=30", "--train.global_batch_size=2", "--optim.lr=2e-2", "--metrics.every=10"]
+    done = launch(1, *TINY, *EAGER, *data, *run, *training)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 
@@ -257,18 +228,10 @@ def test_as_a_command(tool: Tool, sharded_run: Path) -> None:
     assert len(done.stdout) > len("def é\n")
 
 
-def test_help_names_every_option(tool: Tool) -> None:
-    done = tool("generate", "-h")
-    assert (done.returncode, done.stderr) == (0, "")
-    for action in make_parser()._actions:
-        assert all(option in done.stdout for option in action.option_strings)
-        assert action.help
-
-
 @pytest.mark.parametrize(
     "bad", [[], ["--run=x", "--temperature=-1"], ["--run=x", "--top_k=-1"], ["--run=x", "--max_new_tokens=x"]]
 )
-def test_bad_options_leave_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_exit_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(bad)
     assert "error:" in capsys.readouterr().err

@@ -12,8 +12,7 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.speed.cpu import VARIABLES, share_of_allowed
 from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, step_products
-from meshwright.tools.bench.speed.peers import OURS, Contender, Figures, make_ratios, parse_peers, run_rounds
-from meshwright.tools.processes import BenchError
+from meshwright.tools.bench.speed.peers import OURS, Contender, parse_peers, run_rounds
 from tests.support.launch import EAGER, TINY, write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, together="bench-cpu")]
@@ -75,32 +74,3 @@ def test_rounds_are_interleaved_and_caches_shared_as_requested(tmp_path: Path) -
         assert len({line[1] for line in lines if line[1:] and line[1] != inherited}) == folders
         assert [list(r) for r in rounds] == [[OURS, "a", "b"]] * 2
         assert rounds[0]["a"] == {"tokens_per_s_per_rank": 500, "peak_memory_gib": 1, "startup_s": 4}
-
-
-def test_ratios_are_within_rounds() -> None:
-    def scaled(by: float) -> Figures:
-        return {name: value * by for name, value in FIGURES.items()}
-
-    rounds = [{OURS: scaled(drift), "a": scaled(drift * 2), "b": scaled(drift / 2)} for drift in (1, 10, 3)]
-    ratios = make_ratios(rounds)
-    assert ratios == {figure: {"a": pytest.approx(0.5), "b": pytest.approx(2)} for figure in FIGURES}
-
-
-def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_ours() -> None:
-    calls = []
-
-    def fails_at_second(cache: dict[str, str]) -> Figures:
-        calls.append(1)
-        if len(calls) == 2:
-            raise BenchError("no")
-        return FIGURES
-
-    rounds, left_out = run_rounds(
-        [Contender(OURS, lambda cache: FIGURES), Contender("a", fails_at_second)], 3, "keep"
-    )
-    assert [set(r) for r in rounds] == [{OURS}] * 3
-    assert left_out == {"a": "no"}
-    assert len(calls) == 2
-    calls.clear()
-    with pytest.raises(BenchError):
-        run_rounds([Contender(OURS, fails_at_second)], 3, "keep")

@@ -1,20 +1,10 @@
 """The planner's memory predictions compared with the real code on fake tensors: a few small plans of the
 benchmark's kind, within its targets."""
 
-import argparse
-from pathlib import Path
 
 import pytest
 
-from meshwright.tools.bench.planner import memory
-from meshwright.tools.bench.planner.memory import (
-    EXACT_ERROR,
-    MEAN_ERROR,
-    PlanCase,
-    compare_case,
-    compare_memory,
-    read_cases,
-)
+from meshwright.tools.bench.planner.memory import EXACT_ERROR, MEAN_ERROR, PlanCase, compare_case, read_cases
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 
@@ -55,17 +45,3 @@ def test_the_benchmark_compares_plans_of_all_sizes_that_can_be_made() -> None:
         plan = plan_run(parse_config(case.arguments).job, case.ranks, 8)
         assert not plan.compile.enabled, "simulations run without compilation"
     assert {case.config for case in cases} == {"llama_8b", "llama_70b", "llama_405b"}
-
-
-def test_the_benchmark_reports_every_row_and_its_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans, case = tmp_path / "plans.csv", CASES[4]
-    plans.write_text(f"# one plan\nconfig,ranks,keys\n{case.config},{case.ranks},{case.keys}\n")
-    monkeypatch.setattr(memory, "PLANS", plans)
-    figures = compare_memory(argparse.Namespace(), ["--model.n_layers=1"]).figures
-    (row,) = figures["rows"]
-    assert row["keys"] == case.keys
-    assert row["predicted_peak_gib"] == pytest.approx(row["simulated_peak_gib"], rel=MEAN_ERROR)
-    assert figures["mean_error"] == figures["worst_error"] == abs(row["peak_error"])
-    assert figures["within"] is True

@@ -3,13 +3,10 @@
 recorded/ has 17 calls of a step of llama_debug on two GPUs, as the fake GPU and torch's profiler wrote them.
 """
 
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from meshwright.tools.dryrun.operators import moved_bytes
 from meshwright.tools.dryrun.report import DryRun, read_dry_run
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -57,49 +54,3 @@ def test_each_kernel_has_the_bytes_of_its_tensors_or_none(run: DryRun) -> None:
     unknown = {kernel.name for kernel in run.kernels if kernel.bytes is None}
     assert unknown == {"embedding_backward_feature_kernel", "lpnorm_cleanup"}
     assert sum(kernel.share or 0 for kernel in run.kernels) == pytest.approx(1)
-
-
-Operand = tuple[Any, ...]
-
-
-def tensor(shape: list[int], strides: list[int] | None = None, place: int = 1) -> Operand:
-    """A float32 tensor of an execution trace: value, shape, strides and type."""
-    whole = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-    value = [place, place, 0, math.prod(shape), 4, "cuda:0"]
-    return value, shape, whole if strides is None else strides, "Tensor(float)"
-
-
-def operator(schema: str, inputs: list[Operand], outputs: list[Operand]) -> dict[str, Any]:
-    def columns(rows: list[Operand]) -> dict[str, Any]:
-        return {
-            name: [row[at] for row in rows]
-            for at, name in enumerate(("values", "shapes", "strides", "types"))
-        }
-
-    return {
-        "name": schema.split("(")[0].partition(".")[0],
-        "inputs": columns(inputs),
-        "outputs": columns(outputs),
-        "attrs": [{"name": "op_schema", "value": schema}],
-    }
-
-
-A, B = tensor([10]), tensor([10], place=2)
-SCALAR = (1, [], [], "Int")
-
-
-@pytest.mark.parametrize(
-    ("schema", "inputs", "outputs", "elements"),
-    [
-        ("aten::add.Tensor(Tensor self, Tensor other) -> Tensor", [A, B], [tensor([10], place=3)], 30),
-        ("aten::add_.Tensor(Tensor(a!) self, Tensor other) -> Tensor(a!)", [A, B], [A], 30),
-        ("aten::copy_(Tensor(a!) self, Tensor src, bool b=False) -> Tensor(a!)", [A, B, SCALAR], [A], 20),
-        ("aten::f.out(Tensor self, int[2] d=[0, 1], *, Tensor(a!) out) -> ()", [A, SCALAR, B], [], 20),
-        ("ours::write(Tensor(a0!) x, Tensor y) -> ()", [A, tensor([5, 10], [0, 1], 2)], [], 30),
-        ("aten::index_select(Tensor self, int d, Tensor i) -> Tensor", [A, SCALAR, B], [], None),
-    ],
-)
-def test_bytes_follow_from_what_an_operator_reads_and_writes(
-    schema: str, inputs: list[Operand], outputs: list[Operand], elements: int | None
-) -> None:
-    assert moved_bytes(operator(schema, inputs, outputs)) == (elements and elements * 4)

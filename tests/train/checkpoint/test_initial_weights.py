@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from meshwright.models.hf import config_from_hf
@@ -18,9 +17,7 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.tools.convert_hf import main as convert
 from meshwright.train.checkpoint.huggingface import INDEX, open_folder
-from meshwright.train.checkpoint.initial_weights import describe_start, find_weights, load_weights
-from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
-from meshwright.train.checkpoint.verify import hash_file
+from meshwright.train.checkpoint.initial_weights import describe_start, find_weights
 from meshwright.train.errors import CheckpointError, ConfigError
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, read_metrics, run, write_text
@@ -79,13 +76,6 @@ def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> N
     assert describe_start(None, None) == []
     (line,) = describe_start("x", tmp_path)
     assert f"is not read, because the run resumes from {tmp_path}" in line
-
-
-def test_the_names_are_those_in_the_files(hf_dir: Path) -> None:
-    weights = find_weights(str(hf_dir), config_of(hf_dir), None)
-    assert weights
-    assert set(weights.names.values()) == load_file(hf_dir / "model.safetensors").keys()
-    assert weights.files == (hf_dir / "model.safetensors",)
 
 
 OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
@@ -211,43 +201,6 @@ def test_files_that_the_index_does_not_name_are_left_alone(
     weights = find_weights(str(folder), config_of(hf_dir), None)
     assert weights
     assert len(weights.files) > 3
-
-
-def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, ours: Path, tmp_path: Path) -> None:
-    model = config_of(hf_dir)
-    for name in ("config", "damaged", "names"):
-        shutil.copytree(ours, tmp_path / name)
-    (tmp_path / "config" / "config.yaml").unlink()
-    cut_short(tmp_path / "damaged")
-    file = tmp_path / "names" / "model.safetensors"
-    weights = load_file(file)
-    # of the same length, so the header too
-    weights["model.head.norm.other"] = weights.pop("model.head.norm.weight")
-    save_file(weights, file)
-    manifest = read_manifest(tmp_path / "names")
-    tensors = {
-        name.replace("norm.weight", "norm.other") if "head" in name else name: t
-        for name, t in manifest.tensors.items()
-    }
-    again = dataclasses.replace(
-        manifest, files={**manifest.files, file.name: hash_file(file)}, tensors=tensors
-    )
-    (tmp_path / "names" / "manifest.json").write_text(manifest_to_text(again))
-    for name, message in {
-        "config": "is damaged: config.yaml is missing",
-        "names": "missing: model.head.norm.weight. unexpected: model.head.norm.other",
-    }.items():
-        with pytest.raises(CheckpointError, match=message):
-            find_weights(str(tmp_path / name), model, None)
-    # only its config has been hashed so far
-    weights = find_weights(str(tmp_path / "damaged"), model, None)
-    assert weights
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(CheckpointError, match=r"is damaged: model\.safetensors has \d+ of \d+ bytes"):
-            load_weights(weights, torch.nn.Linear(1, 1))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(

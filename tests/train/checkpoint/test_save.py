@@ -5,18 +5,21 @@ import math
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright.train.main
 from meshwright.train.checkpoint import commit as commit_module
 from meshwright.train.checkpoint import save as save_module
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.manifest import MANIFEST, TrainPosition
 from meshwright.train.checkpoint.verify import verify_alone
 from tests.support.checkpoint_saves import (
     KILLS,
@@ -101,6 +104,28 @@ def test_what_is_not_finite_is_never_committed(
     error = trainer.save(tmp_path, 1, asynchronous=asynchronous).error
     assert error.startswith("model.weight is not finite on rank 0")
     assert names(tmp_path) == []
+
+
+def test_a_save_beside_training_contains_the_values_of_its_step(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step changes the weights before anything is written."""
+    changed, begin_save = threading.Event(), save_module.begin_save
+
+    def begin(*arguments: Any) -> Path:
+        assert changed.wait(LIMIT_S)
+        return begin_save(*arguments)
+
+    monkeypatch.setattr(save_module, "begin_save", begin)
+    saver, weight = trainer.saver(tmp_path, asynchronous=True), trainer.own_weight
+    before = weight.clone()
+    saver.save(TrainPosition(1))
+    weight.zero_()
+    changed.set()
+    saver.wait()
+    (checkpoint,) = list_checkpoints(tmp_path)
+    load_checkpoint(checkpoint, verify_alone(checkpoint), trainer.model, trainer.optimizer)
+    assert torch.equal(weight, before)
 
 
 def test_everything_is_on_the_disk_before_it_counts(

@@ -138,23 +138,6 @@ def test_tensorboard_reads_every_row_at_once_and_hides_steps_that_a_resumed_run_
     assert (note.step, note.tensor_proto.string_val) == (4, [b"seen again"])
 
 
-def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    board = TensorBoardWriter(tmp_path, WriteErrors(warnings.append), RunSummary(), 0)
-    board.add(0, {"loss": 1.0}, {})
-    (file,) = tmp_path.iterdir()
-    with full_at(file.stat().st_size + 800):
-        for step in range(1, 40):
-            board.add(step, {"loss": 1.0, "lr": 2.0}, {})
-        written = board_steps(tmp_path, "loss")
-        assert 0 < len(written) < 40
-        assert written == list(range(len(written)))
-    assert len(warnings) == 1
-    board.add(40, {"loss": 1.0}, {})
-    assert board_steps(tmp_path, "loss") == list(range(41))
-    board.close()
-
-
 def write_until_killed(folder: Path) -> None:
     """Write rows of all kinds, and after each step its number to stdout."""
     errors = WriteErrors(print)

@@ -24,7 +24,7 @@ from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.metrics.run_summary import describe_run, first_keys, hparams_of
-from meshwright.train.metrics.tensorboard import CHARTS, COMPARED, TAGS, RunSummary, scalars_of, tag_of
+from meshwright.train.metrics.tensorboard import CHARTS, COMPARED, TAGS, RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
@@ -90,18 +90,6 @@ def board_of(folder: Path, shown: RunSummary, steps: range, loss: float = 1.0) -
 def with_lr(lr: float) -> RunSummary:
     values = {"optim.lr": lr, "parallel.plan": "manual", "data.packing": True, "train.steps": 10.0}
     return RunSummary({"config": "a: 1"}, {}, values, frozenset({"optim.lr"}))
-
-
-def test_what_is_predicted_stands_beside_what_is_measured_and_every_figure_has_a_group() -> None:
-    tags = [tag_of(name) for name in TAGS]
-    assert len(set(tags)) == len(tags)
-    assert all(len(tag.split("/")) == 2 for tag in tags)
-    assert tag_of("predicted_peak_memory_gib") == "memory/peak_gib_predicted"
-    assert tag_of("eval/held_out/loss") == "eval/held_out/loss"
-    assert (tag_of("epoch/wiki"), tag_of("sequences/wiki")) == ("data/epoch/wiki", "data/sequences/wiki")
-    assert tag_of("something_new") == "other/something_new"
-    row = {"step": 3, "loss": 2.0, "data_hash": "ab", "recompiles": 0, "unit_grad_norms": {"layers.0": 1.5}}
-    assert scalars_of(row) == {"loss/train": 2.0, "speed/recompiles": 0, "gradient_norm/layers.0": 1.5}
 
 
 def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path) -> None:
