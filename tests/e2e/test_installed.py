@@ -43,7 +43,13 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.sampled(5, day=day)])
+        for kind, day in {"wheel": 4, "editable": 1}.items()
+    ],
+)
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The Python of an environment in which only meshwright is installed, from a copy of the checkout; its
     dependencies are those of the tests' environment."""
@@ -58,7 +64,6 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return executable
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("names", PROJECTS.values(), ids=PROJECTS)
 def test_both_sides_imports_work_in_both_orders(python: str, names: tuple[str, ...], tmp_path: Path) -> None:
     theirs = "import importlib\n"
@@ -71,14 +76,12 @@ def test_both_sides_imports_work_in_both_orders(python: str, names: tuple[str, .
     run([python, "-c", theirs + OURS], tmp_path)
 
 
-@pytest.mark.slow
 def test_nothing_else_is_installed(python: str, tmp_path: Path) -> None:
     names = ("models", "parallel", "train", "tools", "configs", "tests")
     code = f"import importlib.util as u; print([name for name in {names} if u.find_spec(name)])"
     assert run([python, "-c", code], tmp_path) == "[]\n"
 
 
-@pytest.mark.slow
 def test_a_run_from_any_folder_is_that_of_the_checkout(python: str, tmp_path: Path) -> None:
     checkout = run([sys.executable, "-m", "train.main", *RUN, "--print_config"], ROOT)
     assert run([python, "-m", "meshwright.train.main", *RUN, "--print_config"], tmp_path) == checkout

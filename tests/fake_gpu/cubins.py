@@ -57,10 +57,5 @@ def read_cubin(path: Path) -> Cubin:
     )
 
 
-def disassemble(path: Path) -> str:
-    """Return the kernel's machine code as text (SASS)."""
-    return _run("nvdisasm", "-c", str(path))
-
-
 def _run(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout

@@ -11,11 +11,9 @@ from types import ModuleType
 import torch
 import triton
 
-from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.cli import format_table
 from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
-from tests.fake_gpu.cubins import disassemble, read_cubin
-from tests.fake_gpu.instruction_bound import CLOCK, bound_of
+from tests.fake_gpu.cubins import read_cubin
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
 
 ROOT = Path(__file__).parents[2]
@@ -28,22 +26,17 @@ VOCABULARY = 128_256  # as in Llama 3
 SLICES = 9
 DESCRIPTION = (
     "Compile the project's Triton kernels for sm_90 (H100) and print for each: registers and spilled bytes "
-    "of a thread, resident warps of a multiprocessor (64 at most), and instructions of the main loop per "
-    "element, on the shortest path through it (for AdamW: entire rows are sharded). The last column is the "
-    f"time to issue them at {CLOCK / 1e9:g} GHz, divided by the time to move the element's bytes at the rate "
-    "that the planner assumes. It is a lower bound: above 1 a kernel cannot reach the memory's rate, below 1 "
-    "it may. Nothing is run, so this predicts no time. All figures depend on the version of Triton, which is "
-    "printed too. This needs no GPU."
+    "of a thread, and resident warps of a multiprocessor (64 at most). They depend on the version of Triton, "
+    "which is printed too. Nothing is run, and no GPU is needed."
 )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel compiled for some dtypes, and the bytes that it moves per element."""
+    """A kernel compiled for some dtypes."""
 
     name: str
     dtypes: str
-    element_bytes: int
     launch: Launch
 
 
@@ -51,13 +44,12 @@ def compile_kernels(cache: Path) -> Iterator[Compiled]:
     """Compile all kernels of the project for all dtypes."""
     adamw, loss = load_copy(ADAMW), load_copy(LOSS)
     for parameter, moment in PAIRS:
-        moved_bytes = 3 * parameter.itemsize + 4 * moment.itemsize
         launch = compile_adamw(cache, adamw, parameter, moment)
-        yield Compiled("AdamW", f"{short(parameter)}, moments {short(moment)}", moved_bytes, launch)
+        yield Compiled("AdamW", f"{short(parameter)}, moments {short(moment)}", launch)
     for dtype in DTYPES:
         read, write = compile_loss(cache, loss, dtype)
-        yield Compiled("cross entropy, read", short(dtype), dtype.itemsize, read)
-        yield Compiled("cross entropy, write", short(dtype), 2 * dtype.itemsize, write)
+        yield Compiled("cross entropy, read", short(dtype), read)
+        yield Compiled("cross entropy, write", short(dtype), write)
 
 
 def compile_adamw(cache: Path, kernels: ModuleType, parameter: torch.dtype, moment: torch.dtype) -> Launch:
@@ -85,20 +77,10 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def memory_bytes_per_s() -> float:
-    """Return the rate of an H100's memory that the planner assumes."""
-    hardware = load_hardware()["h100-sxm"]
-    return hardware.memory_gb_s * 1e9 * hardware.optimizer_efficiency
-
-
 def to_row(compiled: Compiled) -> list[str]:
-    cubin, bound = read_cubin(compiled.launch.cubin), bound_of(disassemble(compiled.launch.cubin))
-    resources = [cubin.registers, cubin.spilled_bytes, cubin.resident_warps]
-    figures = [
-        bound.instructions_per_element(compiled.element_bytes),
-        bound.share_of_memory_time(memory_bytes_per_s()),
-    ]
-    return [compiled.name, compiled.dtypes, *map(str, resources), f"{figures[0]:.0f}", f"{figures[1]:.2f}"]
+    cubin = read_cubin(compiled.launch.cubin)
+    resources = (cubin.registers, cubin.spilled_bytes, cubin.resident_warps)
+    return [compiled.name, compiled.dtypes, *map(str, resources)]
 
 
 def main() -> None:
@@ -106,10 +88,10 @@ def main() -> None:
     argparse.ArgumentParser(
         prog="python -m tests.fake_gpu.kernel_table", description=DESCRIPTION
     ).parse_args()
-    head = ["kernel", "dtypes", "registers", "spilled bytes", "warps", "instructions", "compute / memory"]
+    head = ["kernel", "dtypes", "registers", "spilled bytes", "warps"]
     with tempfile.TemporaryDirectory() as cache:
         rows = [to_row(compiled) for compiled in compile_kernels(Path(cache))]
-    print(f"Triton {triton.__version__}, sm_90; lower bounds, nothing was run\n{format_table(head, rows)}")
+    print(f"Triton {triton.__version__}, sm_90; nothing was run\n{format_table(head, rows)}")
 
 
 if __name__ == "__main__":

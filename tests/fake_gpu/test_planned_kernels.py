@@ -11,7 +11,13 @@ pytestmark = pytest.mark.slow
 PLANS = {plan.name: plan for plan in read_plans()}
 
 
-@pytest.mark.parametrize("name", ["1b", "fsdp-8", "70b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.sampled(5, day=day))
+        for name, day in {"1b": 2, "fsdp-8": 3, "70b": 4}.items()
+    ],
+)
 def test_the_bytes_of_every_phase_are_those_of_inductors_kernels(fake_gpu: FakeGpu, name: str) -> None:
     plan = dataclasses.replace(PLANS[name], arguments=(*PLANS[name].arguments, "--model.n_layers=1"))
     kernels = compare_dry_run(fake_gpu, plan).kernels

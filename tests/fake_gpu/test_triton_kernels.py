@@ -4,7 +4,6 @@ executed on the CPU.
 Tested with Triton 3.6.0, 3.7.1 (the version of torch 2.13's GPU builds), 3.8.0 and 3.9.0.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,13 +18,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton, which is for Linux only")
 
 from triton import knobs
-from triton.runtime.driver import driver
 
 from meshwright.models.kernels.cross_entropy import plain_losses, plain_rows
 from meshwright.train.optim import adamw_kernel
 from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
-from tests.fake_gpu.cubins import TOOLS, disassemble, read_cubin
-from tests.fake_gpu.instruction_bound import bound_of
+from tests.fake_gpu.cubins import TOOLS, read_cubin
 from tests.fake_gpu.kernel_table import (
     ADAMW,
     LOSS,
@@ -35,7 +32,6 @@ from tests.fake_gpu.kernel_table import (
     Compiled,
     compile_adamw,
     compile_kernels,
-    memory_bytes_per_s,
 )
 from tests.fake_gpu.ptx import AccessError, execute, fused_multiply_add, parse, to_bfloat16
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
@@ -118,10 +114,6 @@ def too_much(name: str, launch: Launch) -> list[str]:
     return [*spilled, f"{cubin.registers} registers"] if cubin.registers > REGISTERS[name] else spilled
 
 
-def share_of_memory_time(launch: Launch) -> float:
-    return bound_of(disassemble(launch.cubin)).share_of_memory_time(memory_bytes_per_s())
-
-
 def inexact(launch: Launch) -> set[str]:
     """Return opcodes with a float type, except those that are rounded correctly."""
     opcodes = {instruction.opcode for instruction in parse(launch.ptx.read_text()).instructions}
@@ -134,45 +126,15 @@ def test_no_kernel_spills_or_takes_too_many_registers(compiled: dict[str, Compil
     assert {title: resources for title, resources in excess.items() if resources} == {}
 
 
-def test_adamw_in_bfloat16_can_be_issued_within_the_time_that_the_planner_assumes(
-    compiled: dict[str, Compiled],
-) -> None:
-    """The lower bound is 0.90 of the memory time with Triton 3.9.0, 0.89 with 3.7.1."""
-    assert 0.5 < share_of_memory_time(compiled["AdamW, bfloat16, moments bfloat16"].launch) < 1
-
-
 def test_adamw_has_only_correctly_rounded_float_operations(compiled: dict[str, Compiled]) -> None:
     launches = [kernel.launch for kernel in compiled.values() if kernel.name == "AdamW"]
     assert [inexact(launch) for launch in launches] == [set()] * len(PAIRS)
-
-
-def test_adamw_as_it_was_takes_all_registers_and_cannot_reach_the_memorys_rate(
-    cache: Path, tmp_path: Path
-) -> None:
-    """An earlier version of the kernel spilled 600 bytes and took at least 1.31 of the memory time with
-    Triton 3.9.0, 16 bytes and 1.12 with 3.7.1."""
-    block, division = (
-        (("BLOCK = 512", "BLOCK = 2048"), ("BLOCKS = 32", "BLOCKS = 8")),
-        ("if gap != 0:", "if True:"),
-    )
-    launch = compile_adamw(cache, changed(tmp_path, ADAMW, *block, division), BF16, BF16)
-    # with Triton 3.8.0: 192 registers without spills
-    assert re.search(r"(192|255) registers", ", ".join(too_much("AdamW", launch)))
-    assert share_of_memory_time(launch) > 1
 
 
 def test_spilled_registers_are_noticed(cache: Path, tmp_path: Path) -> None:
     limited = changed(tmp_path, ADAMW, ("num_warps=4,", "num_warps=4, maxnreg=32,"))
     (found,) = too_much("AdamW", compile_adamw(cache, limited, F32, F32))
     assert re.fullmatch(r"\d+ spilled bytes", found)
-
-
-def test_triton_is_as_before_afterwards(tmp_path: Path) -> None:
-    before = driver._active, os.environ.get("TRITON_CACHE_DIR")
-    with offline_triton(tmp_path):
-        assert driver._active is not before[0]
-        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
-    assert (driver._active, os.environ.get("TRITON_CACHE_DIR")) == before
 
 
 # AdamW, executed
@@ -227,23 +189,12 @@ def test_adamw_does_what_its_reference_does_to_the_bit(
     assert executed(load_copy(ADAMW), launches, *dtypes) == []
 
 
-@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-def test_a_skipped_step_changes_no_bit(
-    dtypes: tuple[torch.dtype, torch.dtype], launches: list[Launch]
-) -> None:
-    slices, before = make_slices(*dtypes), make_slices(*dtypes)
+def test_a_skipped_step_changes_no_bit(launches: list[Launch]) -> None:
+    slices, before = make_slices(BF16, F32), make_slices(BF16, F32)
     load_copy(ADAMW).update(slices, make_step(skip=1.0))
     execute(launches[0], tensors_of(slices))
     for tensor, old in zip(tensors_of(slices), tensors_of(before), strict=True):
         assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
-
-
-def test_fused_operations_are_seen_in_the_opcodes_and_in_the_result(
-    tmp_path: Path, launches: list[Launch]
-) -> None:
-    fused = changed(tmp_path, ADAMW, ("enable_fp_fusion=False", "enable_fp_fusion=True"))
-    assert executed(fused, launches, F32, F32) != []
-    assert "fma.rn.f32" in inexact(launches[0])
 
 
 # Cross entropy, executed
@@ -257,9 +208,8 @@ def make_rows(rows: int, vocabulary: int, dtype: torch.dtype, between: int = 0) 
     return logits, torch.tensor([-7, vocabulary - 1, vocabulary])[:rows]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "vocabulary", "between"), [(2, VOCABULARY, 0), (3, VOCABULARY // 16 + 1, 3)]
+    ("rows", "vocabulary", "between", "dtype"), [(2, VOCABULARY, 0, BF16), (3, VOCABULARY // 16 + 1, 3, F32)]
 )
 def test_cross_entropy_does_what_its_reference_does(
     rows: int, vocabulary: int, between: int, dtype: torch.dtype, launches: list[Launch]
@@ -321,16 +271,9 @@ def test_gradients_are_multiplied_in_place_unless_the_factor_is_1(
 
 
 MASKS = {
-    "AdamW's table": (
-        ADAMW,
-        "table + numbers * COLUMNS, mask=numbers < slices, other=0x7FFFFFFF",
-        "table + numbers * COLUMNS",
-    ),
-    "AdamW loads": (ADAMW, "exp_avgs + offset, mask=inside, other=0.0", "exp_avgs + offset"),
     "AdamW stores": (ADAMW, "PARAMETER), mask=inside", "PARAMETER)"),
     "the loss loads": (LOSS, 'logits + columns, mask=columns < v, other=-float("inf")', "logits + columns"),
     "the loss stores": (LOSS, "logits.dtype.element_ty), mask=columns < v", "logits.dtype.element_ty)"),
-    "the loss loads a target": (LOSS, "logits + target, mask=is_local, other=0.0", "logits + target"),
 }
 
 
@@ -352,47 +295,20 @@ def test_a_missing_mask_is_noticed(name: str, tmp_path: Path, launches: list[Lau
 # The interpreter
 
 
-def run_ptx(folder: Path, *lines: str) -> None:
-    """Execute a kernel with two warps."""
-    kernel = (
-        ".visible .entry kernel(",
-        ")",
-        ".reqntid 64",
-        "{",
-        ".reg .pred %p<2>;",
-        ".reg .b32 %r<3>;",
-        *lines,
-        "ret;",
-        "}",
-    )
-    (folder / "kernel.ptx").write_text("\n".join(kernel))
-    execute(Launch("kernel", (1, 1, 1), 2, 16, (), folder / "kernel.ptx", folder / "kernel.cubin"))
-
-
 def test_an_instruction_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    run_ptx(tmp_path, "mov.b32 %r1, 0f3F800000;", "add.rn.f32 %r2, %r1, %r1;")
-    for line in (
-        "tanh.approx.f32 %r2, %r1;",
-        "add.ftz.f32 %r2, %r1, %r1;",
-        "setp.gt.f32 %p1, %r1, %r1;",
-        "neg.f64 %r2, %r1;",
-        "cvt.rni.s32.f32 %r2, %r1;",
-        "ld.global.nc.b32 %r2, [%r1];",
-        "shfl.sync.up.b32 %r2, %r1, 1, 31, -1;",
-        "redux.sync.max.s32 %r2, %r1, -1;",
-        "shl.b32 %r2, %r1, 32;",
-    ):
-        with pytest.raises(NotImplementedError, match=re.escape(line)):
-            run_ptx(tmp_path, "mov.b32 %r1, 0f3F800000;", line)
-
-
-@pytest.mark.parametrize("threads", [32, 16])
-def test_threads_that_must_meet_and_do_not_are_reported(threads: int, tmp_path: Path) -> None:
-    diverge = ("mov.u32 %r1, %tid.x;", f"setp.lt.s32 %p1, %r1, {threads};", "@%p1 bra $around;")
-    shuffle = "shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;"
-    run_ptx(tmp_path, *diverge, "add.s32 %r2, %r1, 1;", "$around:", shuffle, "bar.sync 0;")
-    with pytest.raises(RuntimeError, match=f"only some of {64 if threads == 32 else 32} threads"):
-        run_ptx(tmp_path, *diverge, "bar.sync 0;" if threads == 32 else shuffle, "$around:")
+    for opcode in ("tanh.approx.f32", "add.ftz.f32", "ld.global.nc.b32"):
+        lines = (
+            ".visible .entry k(",
+            ")",
+            ".reqntid 32",
+            "{",
+            ".reg .b32 %r<3>;",
+            f"{opcode} %r2, %r1;",
+            "}",
+        )
+        (tmp_path / "k.ptx").write_text("\n".join(lines))
+        with pytest.raises(NotImplementedError, match=opcode):
+            execute(Launch("k", (1, 1, 1), 1, 16, (), tmp_path / "k.ptx", tmp_path / "k.cubin"))
 
 
 def test_a_fused_operation_is_rounded_once() -> None:

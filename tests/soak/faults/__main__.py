@@ -26,6 +26,8 @@ from tests.soak.faults.trial import try_tests
 FAULTS = (*MENDED, *BROKEN)
 RECORD = Path(__file__).parent / "records" / "after.json"
 EVERYDAY = ("-m", "not slow and not sampled")
+FAULT_S = 240.0  # after which no test of a fault is started
+TEST_S = 120.0  # a test that takes longer hangs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,21 +78,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--only", nargs="+", metavar="NAME", help="only these faults")
     run.add_argument("--again", choices=("survived", "all"), help="try the survived faults again, or all")
-    run.add_argument("--most", type=int, default=40, metavar="N", help="files that import it (default 40)")
-    run.add_argument(
-        "--fault_s",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="seconds after which no test of a fault is started (default 120)",
-    )
-    run.add_argument(
-        "--test_s",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="a test that takes longer hangs (default 120)",
-    )
     return parser
 
 
@@ -161,16 +148,16 @@ class Run:
     def _outcome(self, root: Path, fault: Fault, place: Place) -> Outcome:
         """Put the fault in, run the tests that may catch it, and remove it."""
         last = self._known.faults.get(fault.name)
-        groups = order_tests(fault, place.path, last.test if last else "", self._options.most)
+        groups = order_tests(fault, place.path, last.test if last else "")
         start_s, ran, printed, failed = time.monotonic(), 0, "", ("", "")
-        until_s = start_s + self._options.fault_s
+        until_s = start_s + FAULT_S
         with put_in(root, fault, place, _undo(root)):
             for tests in groups:
                 tests = [test for test in tests if (root / test.partition("::")[0]).exists()]
                 if not tests or time.monotonic() > until_s:
                     continue
                 options = ("-x", *self._pytest_options)
-                trial = try_tests(root, tests, until_s, self._options.test_s, *options)
+                trial = try_tests(root, tests, until_s, TEST_S, *options)
                 ran, printed = ran + trial.began, trial.printed
                 if trial.failed:
                     failed = list(trial.failed.items())[-1]
@@ -181,7 +168,7 @@ class Run:
         return Outcome(bool(failed[0]), *failed, seconds, ran, self._record.commit)
 
     def _run_without_fault(self, root: Path, tests: Sequence[str]) -> None:
-        trial = try_tests(root, tests, float("inf"), self._options.test_s)
+        trial = try_tests(root, tests, float("inf"), TEST_S)
         if not trial.began:
             raise FaultError(f"the tests that caught faults could not be run without any: {trial.printed}")
         with self._lock:

@@ -7,10 +7,12 @@ from tests.soak.faults.fault import Fault
 from tests.soak.faults.source import ROOT
 from tests.support.changed import distance
 
+MOST = 40  # files
 
-def order_tests(fault: Fault, product: Path, caught_last: str, most: int) -> Iterator[list[str]]:
+
+def order_tests(fault: Fault, product: Path, caught_last: str) -> Iterator[list[str]]:
     """Yield groups of tests to try: the test that caught the fault last; all its cases; the files about the
-    fault; and the files that import the faulty file, the nearest first, at most `most`."""
+    fault; and the files that import the faulty file, the nearest first, at most MOST."""
     test = caught_last.partition("[")[0]
     if caught_last:
         yield [caught_last]
@@ -23,4 +25,4 @@ def order_tests(fault: Fault, product: Path, caught_last: str, most: int) -> Ite
     yield about
     imports = {name: distance(path, frozenset({ROOT / product})) for name, path in files.items()}
     near = sorted((steps, name) for name, steps in imports.items() if steps is not None)
-    yield [name for _, name in near if name not in about][:most]
+    yield [name for _, name in near if name not in about][:MOST]
