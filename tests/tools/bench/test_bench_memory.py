@@ -1,7 +1,6 @@
 """The planner's memory predictions compared with the real code on fake tensors: a few small plans of the
 benchmark's kind, within its targets."""
 
-
 import pytest
 
 from meshwright.tools.bench.planner.memory import EXACT_ERROR, MEAN_ERROR, PlanCase, compare_case, read_cases
