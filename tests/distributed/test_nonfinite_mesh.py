@@ -1,7 +1,9 @@
 """Steps that are not finite on one rank: all ranks skip and count them, and too many end the run with a
 cause."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,30 +15,32 @@ from tests.distributed.faulty_training import FAULTY_STEP, STEPS, Case, train_al
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks
 
-ONE_SKIP = "--train.max_skipped_steps=1"
+ONE_SKIP, TP = "--train.max_skipped_steps=1", "--parallel.tp=2"
 FROZEN = "--train.freeze=[tok_embeddings.*,layers.0.*]"
-# Case -> injected fault and arguments, by number of ranks.
-CASES = {
-    2: {
-        "inf_loss": ("inf_loss", EAGER),
-        "huge_gradient": ("huge_gradient", EAGER),
-        "nan_parameter": ("nan_parameter", EAGER),
-        "accumulated": ("nan_output", [*EAGER, "--train.micro_batch_size=1"]),
-        "offloaded": ("nan_output", [*EAGER, "--parallel.cpu_offload=true", FROZEN]),
-        "compiled": ("nan_parameter", ["--parallel.compile.backend=aot_eager"]),
-        "nan_once": ("nan_once", EAGER),
-        "no budget": ("nan_once", [*EAGER, "--train.max_skipped_steps=0"]),
-    },
-    4: {
-        "fsdp x tp": ("nan_output", [*EAGER, "--parallel.tp=2"]),
-        "fsdp x tp, backward": (
-            "inf_gradient",
-            [*EAGER, "--parallel.tp=2", "--parallel.activation_checkpoint=full"],
-        ),
-    },
+# Of each world: the number of ranks, and the fault and arguments of each case.
+WORLDS = {
+    "fsdp": (
+        2,
+        {
+            "inf_loss": ("inf_loss", EAGER),
+            "huge_gradient": ("huge_gradient", EAGER),
+            "nan_parameter": ("nan_parameter", EAGER),
+            "accumulated": ("nan_output", [*EAGER, "--train.micro_batch_size=1"]),
+            "offloaded": ("nan_output", [*EAGER, "--parallel.cpu_offload=true", FROZEN]),
+            "nan_once": ("nan_once", EAGER),
+            "no budget": ("nan_once", [*EAGER, "--train.max_skipped_steps=0"]),
+        },
+    ),
+    "fsdp x tp": (
+        4,
+        {
+            "forward": ("nan_output", [*EAGER, TP]),
+            "backward": ("inf_gradient", [*EAGER, TP, "--parallel.activation_checkpoint=full"]),
+        },
+    ),
+    "compiled": (2, {"compiled": ("nan_parameter", ["--parallel.compile.backend=aot_eager"])}),
 }
-FAULT = {name: fault for cases in CASES.values() for name, (fault, _) in cases.items()}
-ENDED = [name for name, fault in FAULT.items() if fault != "nan_once"]
+FAULT = {name: fault for _, cases in WORLDS.values() for name, (fault, _) in cases.items()}
 MESSAGES = {
     "nan_output": "rank 1: the output of layers.1 is the first value that is not finite",
     "inf_gradient": "rank 1: the gradient of the input of layers.1 is the first value that is not finite",
@@ -55,21 +59,33 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def seen(text: list[str]) -> Seen:
-    """Every rank's results of every case."""
-    results: Seen = {}
-    for ranks, cases in CASES.items():
-        of_ranks = run_ranks(
-            ranks,
-            train_all,
-            {name: Case([*TINY, *text, ONE_SKIP, *keys], fault) for name, (fault, keys) in cases.items()},
-        )
-        results |= {name: [rank[name] for rank in of_ranks] for name in cases}
+def on_world(text: list[str]) -> Callable[[str], Seen]:
+    """A function from a world's name to every rank's results of its cases, computed once."""
+
+    @functools.cache
+    def results(world: str) -> Seen:
+        ranks, cases = WORLDS[world]
+        arguments = {
+            name: Case([*TINY, *text, ONE_SKIP, *keys], fault) for name, (fault, keys) in cases.items()
+        }
+        of_ranks = run_ranks(ranks, train_all, arguments)
+        return {name: [rank[name] for rank in of_ranks] for name in cases}
+
     return results
+
+
+@pytest.fixture(params=list(WORLDS))
+def seen(request: pytest.FixtureRequest, on_world: Callable[[str], Seen]) -> Seen:
+    return on_world(request.param)
 
 
 def skips(of_rank: dict[str, Any]) -> list[float]:
     return [skipped for _loss, _norm, skipped, _changed in of_rank["steps"]]
+
+
+def ended(seen: Seen) -> list[str]:
+    """The cases in which too many steps were skipped."""
+    return [name for name in seen if FAULT[name] != "nan_once"]
 
 
 def test_all_ranks_skip_the_same_steps_change_no_bit_in_them_and_train_in_the_others(seen: Seen) -> None:
@@ -82,7 +98,7 @@ def test_all_ranks_skip_the_same_steps_change_no_bit_in_them_and_train_in_the_ot
 
 
 def test_a_run_stops_on_all_ranks_at_the_step_after_the_last_that_may_be_skipped(seen: Seen) -> None:
-    for name in ENDED:
+    for name in ended(seen):
         for rank in seen[name]:
             assert skips(rank) == [0, 1, 1], name
             assert rank["lines"] == [WARNING], name
@@ -92,21 +108,23 @@ def test_a_run_stops_on_all_ranks_at_the_step_after_the_last_that_may_be_skipped
             assert (rank["gradients_left"], rank["hooks_left"]) == (0, 0), name
 
 
-@pytest.mark.parametrize("name", ENDED)
-def test_the_message_names_the_rank_and_the_module(name: str, seen: Seen) -> None:
-    error, damaged = seen[name][0]["error"], FAULT[name] == "nan_parameter"
-    assert MESSAGES[FAULT[name]] in error
-    for rank in ("rank 0", "rank 2", "rank 3"):
-        assert rank not in error or damaged, "the message must name only the faulty rank"
-    assert error.count("has parameters") == damaged
-    if damaged:
-        assert "the output of layers.1.attention.wq is the first value" in error, (
-            "the message must name where the value enters the step"
-        )
+def test_the_message_names_the_rank_and_the_module(seen: Seen) -> None:
+    for name in ended(seen):
+        error, damaged = seen[name][0]["error"], FAULT[name] == "nan_parameter"
+        assert MESSAGES[FAULT[name]] in error, name
+        for rank in ("rank 0", "rank 2", "rank 3"):
+            assert rank not in error or damaged, f"{name}: the message must name only the faulty rank"
+        assert error.count("has parameters") == damaged, name
+        if damaged:
+            assert "the output of layers.1.attention.wq is the first value" in error, (
+                "the message must name where the value enters the step"
+            )
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("accumulated", 1), ("fsdp x tp", 2), ("fsdp x tp, backward", 2)]
+    ("seen", "name", "count"),
+    [("fsdp", "accumulated", 1), ("fsdp x tp", "forward", 2), ("fsdp x tp", "backward", 2)],
+    indirect=["seen"],
 )
 def test_the_sequences_that_are_named_are_those_the_rank_saw(
     name: str, count: int, seen: Seen, text: list[str]
@@ -121,12 +139,14 @@ def test_the_sequences_that_are_named_are_those_the_rank_saw(
     assert tokens.tolist() == seen[name][1]["tokens"][:count]
 
 
+@pytest.mark.parametrize("seen", ["fsdp"], indirect=True)
 def test_a_fault_that_does_not_come_again_costs_one_step_of_the_budget(seen: Seen) -> None:
     for rank in seen["nan_once"]:
         assert skips(rank) == [0, 1] + [0] * (STEPS - 2)
         assert (rank["lines"], rank["error"], rank["skipped"]) == ([WARNING], None, 1)
 
 
+@pytest.mark.parametrize("seen", ["fsdp"], indirect=True)
 def test_without_a_budget_the_first_stops_the_run_and_what_is_not_found_again_is_called_so(
     seen: Seen,
 ) -> None:
