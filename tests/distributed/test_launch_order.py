@@ -28,7 +28,7 @@ CASES = {
         ["--parallel.tp=2", "--parallel.forward_prefetch=2", "--parallel.backward_prefetch=2"],
     ),
 }
-SLOW = ("no-prefetch",)
+SLOW = {"no-prefetch": [pytest.mark.slow, pytest.mark.sampled(10)]}
 EMBEDDING = "tok_embeddings"
 LABEL = re.compile(r"FSDP::(all_gather|all_gather_copy_out|post_backward_reduce) \(([\w.]+)")
 EVENTS = {
@@ -40,9 +40,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 Event = tuple[str, str]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=SLOW.get(case, ())) for case in CASES])
 def test_real_processes_launch_in_the_order_of_the_simulated_step(case: str) -> None:
     processes, keys = CASES[case]
     arguments = [*TINY, *EAGER, *keys]
