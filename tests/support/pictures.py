@@ -3,19 +3,23 @@
 import re
 from collections.abc import Sequence
 from itertools import combinations
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.text import Text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.text import Text
 
 
-def texts_of(figure: Figure) -> list[Text]:
+def texts_of(figure: "Figure") -> "list[Text]":
     """All visible texts, tick labels included."""
+    from matplotlib.text import Text
+
     figure.draw_without_rendering()
     texts = figure.findobj(
         lambda artist: isinstance(artist, Text) and artist.get_visible() and bool(artist.get_text())
@@ -24,7 +28,7 @@ def texts_of(figure: Figure) -> list[Text]:
     return [text for text in texts if text not in hidden]  # type: ignore[misc]
 
 
-def _hidden(axis: object) -> Sequence[Text]:
+def _hidden(axis: object) -> "Sequence[Text]":
     """The labels of ticks beyond the limits, which matplotlib keeps and does not draw."""
     low, high = sorted(axis.get_view_interval())  # type: ignore[attr-defined]
     tolerance = 1e-9 * (high - low)
@@ -38,11 +42,11 @@ def _hidden(axis: object) -> Sequence[Text]:
     ]
 
 
-def figure_texts(figure: Figure) -> list[str]:
+def figure_texts(figure: "Figure") -> list[str]:
     return [text.get_text() for text in texts_of(figure)]
 
 
-def assert_readable(figure: Figure, smallest: float = 8.9) -> None:
+def assert_readable(figure: "Figure", smallest: float = 8.9) -> None:
     """Assert that no text is cut off by the figure's edge, overlaps another text, or is too small."""
     boxes = [(text.get_text(), text.get_window_extent(), text) for text in texts_of(figure)]
     for content, box, text in boxes:
@@ -56,12 +60,14 @@ def assert_readable(figure: Figure, smallest: float = 8.9) -> None:
         assert apart, f"{first!r} overlaps {second!r}"
 
 
-def lines_of(axes: Axes, color: str) -> list[Line2D]:
+def lines_of(axes: "Axes", color: str) -> "list[Line2D]":
     """The lines of a color that have at least one point."""
+    from matplotlib.colors import to_hex
+
     return [line for line in axes.lines if to_hex(line.get_color()) == color and len(line.get_xdata())]  # type: ignore[arg-type]
 
 
-def spans_of(axes: Axes, color: str) -> list[tuple[float, float]]:
+def spans_of(axes: "Axes", color: str) -> list[tuple[float, float]]:
     """Start and end of bars that are drawn as one line with gaps."""
     return [
         (start, end)

@@ -1,18 +1,14 @@
 """The attention and loss kernels of a plan: which are refused, the default on each device, and their time and
 memory in the planner."""
 
-import dataclasses
-
 import pytest
 import torch
-from torch import Tensor
 
 from meshwright.models.attention import KERNELS
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.operators import custom_op_body
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
-from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.planner.cost_model import step_times, with_kernel
 from meshwright.parallel.planner.hardware import load_hardware, share_at
 from meshwright.parallel.planner.memory_model import predict_step_memory
@@ -82,45 +78,27 @@ def test_wrong_keys_are_refused_with_a_way_out(keys, parts) -> None:
     assert all(part in message for part in parts), message
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(kernel, device_type, apart) -> None:
-    config = parse_config(
-        [
-            f"--parallel.attention={kernel}",
-            f"--data.document_mask={str(apart).lower()}",
-            "--parallel.param_dtype=bfloat16",
-        ]
-    )
-    plan = plan_run(config.job, 1)
-    able = {
-        (False, "cpu"): {"cpu", "math", "flash"},
-        (False, "cuda"): {"math", "flash", "efficient", "cudnn"},
-        (True, "cpu"): {"cpu"},
-        (True, "cuda"): {"flex"},
-    }[apart, device_type]
-    if kernel in able:
-        check_attention(config.job, plan, device_type)
-    else:
-        with pytest.raises(
-            PlanError,
-            match=rf"parallel.attention={kernel} .* a {device_type} device.* use auto",
-        ):
+ABLE = {  # kernels by documents kept apart, device and dtype
+    (False, "cpu", "bfloat16"): {"cpu", "math", "flash"},
+    (False, "cuda", "bfloat16"): {"math", "flash", "efficient", "cudnn"},
+    (True, "cpu", "bfloat16"): {"cpu"},
+    (True, "cuda", "bfloat16"): {"flex"},
+    (False, "cuda", "float32"): {"math", "efficient"},
+}
+
+
+@pytest.mark.parametrize(("apart", "device_type", "dtype"), ABLE)
+def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(apart, device_type, dtype) -> None:
+    for kernel in KERNELS:
+        keys = [f"--parallel.attention={kernel}", f"--data.document_mask={str(apart).lower()}"]
+        config = parse_config([*keys, f"--parallel.param_dtype={dtype}"])
+        plan = plan_run(config.job, 1)
+        if kernel in ABLE[apart, device_type, dtype]:
             check_attention(config.job, plan, device_type)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_float32_takes_the_kernels_that_can_do_it(kernel) -> None:
-    config = parse_config([f"--parallel.attention={kernel}"])
-    plan = plan_run(config.job, 1)
-    if kernel in ("math", "efficient"):
-        check_attention(config.job, plan, "cuda")
-    else:
-        with pytest.raises(
-            PlanError, match=r"a cuda device in float32 without .*: use auto, or math, efficient"
-        ):
-            check_attention(config.job, plan, "cuda")
+        else:
+            message = rf"parallel.attention={kernel} .* a {device_type} device.* use auto"
+            with pytest.raises(PlanError, match=message):
+                check_attention(config.job, plan, device_type)
 
 
 def test_auto_in_float32_is_a_kernel_that_runs_on_every_gpu() -> None:
@@ -175,12 +153,6 @@ def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_c
     assert plan_run(parse_config(["--parallel.attention=math"]).job, 2, 2, "cudnn").attention == "math"
 
 
-def test_kernels_come_back_from_a_plan_file(tmp_path) -> None:
-    plan = dataclasses.replace(plan_of(), attention="flash", loss_chunk_tokens=4096, storage_dtype="bfloat16")
-    (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
-    assert load_plan(tmp_path / "plan.yaml") == plan
-
-
 def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     """8,192 tokens, vocabulary of 128,256: at most 1.2 GiB more than the gradients that every head needs."""
     gradients = 128_256 * 4096 * 2 + 8192 * 4096 * 2
@@ -205,7 +177,7 @@ def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     assert fullest(chunked.forward, 2) - fullest(chunked.forward, 1) < 0.3 * GIB
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.sampled(4)]), 2])
 def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
     """Compare the eager code on fake tensors with the planner's prediction."""
     arguments = [*LLAMA_8B, *NARROW, f"--parallel.tp={tp}", "--parallel.compile.enabled=false"]
@@ -214,11 +186,8 @@ def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
     # in a separate process, because tensors that pytest keeps alive would count
     (predicted,) = run_ranks(1, predict_peak_bytes, arguments)
     assert predicted == pytest.approx(simulation.peak_bytes, rel=0.005)
-    forward = [
-        c
-        for c in simulation.collectives
-        if (c.unit, c.axis, c.phase, c.op) == ("head", "tp", "forward", "all_reduce")
-    ]
+    of_head = [c for c in simulation.collectives if (c.unit, c.axis) == ("head", "tp")]
+    forward = [c for c in of_head if (c.phase, c.op) == ("forward", "all_reduce")]
     assert [c.bytes for c in forward] == [2048 * 4, 2 * 2048 * 4] * 4 * (tp == 2)
 
 
@@ -234,22 +203,3 @@ def test_attention_takes_its_kernels_time() -> None:
     rate = hardware.peak_tflops["bfloat16"] * 1e12 * share_at(hardware.attention_forward["bfloat16"], 8192)
     attention_s = 8192**2 * 4096 * 2 / rate
     assert seconds["flash"] - seconds["cudnn"] == pytest.approx(attention_s * (1 / share - 1), rel=0.05)
-
-
-def test_an_operator_is_opened_if_it_is_made_of_others() -> None:
-    @torch.library.custom_op("meshwright_test::twice", mutates_args=())
-    def twice(x: Tensor) -> Tensor:
-        return x + x
-
-    @torch.library.custom_op("meshwright_test::twice_kernel", mutates_args=())
-    def kernel(x: Tensor) -> Tensor:
-        return x + x
-
-    assert custom_op_body(torch.ops.meshwright_test.twice.default)(torch.ones(1)) == 2
-    for kernel_op in (
-        torch.ops.meshwright_test.twice_kernel.default,
-        torch.ops.meshwright.cpu_causal_attention.default,
-        torch.ops.aten.add.Tensor,
-        torch.ops.prims.add.default,
-    ):
-        assert custom_op_body(kernel_op) is None

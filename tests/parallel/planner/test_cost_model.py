@@ -79,89 +79,55 @@ def work_of(
 # Operations
 
 
-@pytest.mark.parametrize(("gflop", "share"), [(0.5, 0.5), (1, 0.5), (10, 0.75), (100, 1.0), (1000, 1.0)])
-def test_a_product_runs_at_the_share_of_its_size(gflop: float, share: float) -> None:
-    seconds = operation_s(operation("matmul", flops=gflop * GB), 1, MACHINE)
-    assert seconds == pytest.approx(gflop * GB / (100e12 * share) + 1e-6)
+SHARE_BY_GFLOP = {0.5: 0.5, 1: 0.5, 10: 0.75, 100: 1.0, 1000: 1.0}
 
 
-def test_a_product_that_moves_much_is_bound_by_memory() -> None:
-    assert operation_s(operation("matmul", flops=GB, moved=5 * GB), 1, MACHINE) == pytest.approx(
-        5 / 500 + 1e-6
-    )
-
-
-def test_the_micro_batch_decides_the_size_and_so_the_share() -> None:
-    product = operation("matmul", flops=10 * GB)
-    assert operation_s(product, 10, MACHINE) - 1e-6 == pytest.approx(100 * GB / 100e12)
-
-
-def test_attention_backward_has_a_rate_of_its_own() -> None:
-    forward = operation("attention", "_scaled_dot_product_flash_attention", 50e12)
-    backward = operation("attention", "_scaled_dot_product_flash_attention_backward", 50e12)
-    assert operation_s(forward, 1, MACHINE) == pytest.approx(1.0, rel=1e-5)
-    assert operation_s(backward, 1, MACHINE) == pytest.approx(2.0, rel=1e-5)
-
-
-def test_other_operations_take_their_traffic() -> None:
-    assert operation_s(operation("memory", "add", moved=500 * GB), 2, MACHINE) == pytest.approx(2.0, rel=1e-5)
+@pytest.mark.parametrize(
+    ("work", "micro_batch", "seconds"),
+    [
+        # a product runs at the share of its size
+        *((operation("matmul", flops=n * GB), 1, n * GB / 100e12 / s) for n, s in SHARE_BY_GFLOP.items()),
+        # ... which the micro batch decides
+        (operation("matmul", flops=10 * GB), 10, 100 * GB / 100e12),
+        # one that moves much is bound by memory
+        (operation("matmul", flops=GB, moved=5 * GB), 1, 5 / 500),
+        # attention's backward has a rate of its own
+        (operation("attention", "_scaled_dot_product_flash_attention", 50e12), 1, 1.0),
+        (operation("attention", "_scaled_dot_product_flash_attention_backward", 50e12), 1, 2.0),
+        # other operations take their traffic
+        (operation("memory", "add", moved=500 * GB), 2, 2.0),
+    ],
+)
+def test_an_operation_takes_its_work_by_its_rate(work: Operation, micro_batch: int, seconds: float) -> None:
+    assert operation_s(work, micro_batch, MACHINE) == pytest.approx(seconds + 1e-6)
 
 
 # Groups
 
 
-def test_tp_stays_in_its_node_and_the_other_axes_leave_it() -> None:
-    groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=4, tp=8), 8)
-    assert groups == {
-        "tp": Group(8, 8, 1),
-        "cp": Group(1, 1, 8),
-        "dp_shard": Group(4, 1, 8),
-        "dp_replicate": Group(2, 1, 8),
-    }
-
-
-def test_cp_is_between_tp_and_dp_shard_and_shards_with_it() -> None:
-    groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=4, tp=2, cp=4), 8)
-    assert groups == {
-        "tp": Group(2, 2, 4),
-        "cp": Group(4, 4, 2),
-        "dp_shard": Group(16, 4, 2),
-        "dp_replicate": Group(2, 1, 8),
-    }
-
-
-def test_a_node_holds_part_of_a_strided_group() -> None:
-    groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=16, tp=2), 8)
-    assert groups["tp"] == Group(2, 2, 4)
-    # one group has ranks 0, 2, 4, 6 of each node, the other one the odd ranks
-    assert groups["dp_shard"] == Group(16, 4, 2)
-    assert groups["dp_shard"].nodes == 4
-    assert groups["dp_replicate"] == Group(2, 1, 8)
-
-
-def test_a_run_smaller_than_a_node_has_no_network() -> None:
-    assert axis_groups(MeshPlan(1, 3, 1), 8)["dp_shard"] == Group(3, 3, 1)
-    axes = ("tp", "cp", "dp_shard", "dp_replicate")
-    assert axis_groups(MeshPlan(1, 1, 1), 8) == dict.fromkeys(axes, Group(1, 1, 1))
+@pytest.mark.parametrize(
+    ("mesh", "tp", "cp", "dp_shard", "dp_replicate"),
+    [
+        # tp stays in its node and the other axes leave it
+        (MeshPlan(2, 4, 8), Group(8, 8, 1), Group(1, 1, 8), Group(4, 1, 8), Group(2, 1, 8)),
+        # cp is between tp and dp_shard and shards with it
+        (MeshPlan(2, 4, 2, 4), Group(2, 2, 4), Group(4, 4, 2), Group(16, 4, 2), Group(2, 1, 8)),
+        # a node holds part of a strided group: ranks 0, 2, 4, 6 of each node, or the odd ones
+        (MeshPlan(2, 16, 2), Group(2, 2, 4), Group(1, 1, 8), Group(16, 4, 2), Group(2, 1, 8)),
+        # a run smaller than a node has no network
+        (MeshPlan(1, 1, 1), Group(1, 1, 1), Group(1, 1, 1), Group(1, 1, 1), Group(1, 1, 1)),
+        (MeshPlan(1, 3, 1), Group(1, 1, 3), Group(1, 1, 3), Group(3, 3, 1), Group(1, 1, 3)),
+    ],
+)
+def test_groups_of_a_mesh(mesh: MeshPlan, tp: Group, cp: Group, dp_shard: Group, dp_replicate: Group) -> None:
+    expected = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+    assert axis_groups(mesh, 8) == expected
 
 
 def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
     assert strided_group(12, 1, 8, 24) == Group(12, 4, 2)
     assert strided_group(12, 1, 8, 12) == Group(12, 4, 1), "there is no other ring to share the network with"
     assert strided_group(3, 1, 8, 24).nodes == 3
-
-
-@pytest.mark.parametrize(
-    "mesh", [MeshPlan(2, 4, 8), MeshPlan(4, 8, 2), MeshPlan(1, 64, 1), MeshPlan(8, 1, 8)]
-)
-def test_groups_are_those_of_the_ranks(mesh: MeshPlan) -> None:
-    per_node = 8
-    strides = {"tp": 1, "cp": mesh.tp, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
-    for axis, group in axis_groups(mesh, per_node).items():
-        size = getattr(mesh, axis)
-        in_first_node = [rank for rank in range(0, size * strides[axis], strides[axis]) if rank < per_node]
-        assert (group.size, group.per_node) == (size, len(in_first_node))
-        assert group.sharing * group.per_node == per_node
 
 
 # Collectives
@@ -189,9 +155,9 @@ def test_in_an_all_to_all_every_rank_sends_its_parts_itself() -> None:
 
 
 def test_groups_of_a_node_share_its_network() -> None:
-    alone = collective_s("all_gather", 8 * GB, Group(8, 1, 1), MACHINE)
-    assert alone == pytest.approx(7 / 10 + 7e-3)
-    assert collective_s("all_gather", 8 * GB, Group(8, 1, 8), MACHINE) == pytest.approx(8 * 7 / 10 + 7e-3)
+    for sharing in (1, 8):
+        seconds = collective_s("all_gather", 8 * GB, Group(8, 1, sharing), MACHINE)
+        assert seconds == pytest.approx(sharing * 7 / 10 + 7e-3)
 
 
 def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link() -> None:
@@ -235,10 +201,7 @@ def test_a_unit_is_gathered_copied_and_reduced() -> None:
     assert unit.copy_in_s == pytest.approx(BLOCK * (2 + 4) / 500e9)
     assert unit.scatter_s == pytest.approx(collective_s("reduce_scatter", BLOCK * 4, group, MACHINE))
     assert unit.all_reduce_s == 0
-
-
-def test_the_last_unit_stays_gathered_and_is_not_gathered_again() -> None:
-    assert step_times(plan_of(8), work_of([]), MACHINE, 8).units["head"].regather_s == 0
+    assert step_times(plan, work_of([]), MACHINE, 8).units["head"].regather_s == 0, "it stays gathered"
 
 
 def test_resharding_to_a_smaller_group_gathers_again_over_it() -> None:
@@ -255,12 +218,6 @@ def test_hybrid_sharding_reduces_shards_over_the_replicas() -> None:
         collective_s("all_reduce", BLOCK * 4 / 8, Group(2, 1, 8), MACHINE)
     )
     assert unit.scatter_s == pytest.approx(collective_s("reduce_scatter", BLOCK * 4, Group(8, 8, 1), MACHINE))
-
-
-def test_one_rank_casts_and_copies_but_sends_nothing() -> None:
-    unit = step_times(plan_of(1, param_dtype="bfloat16"), work_of([]), MACHINE, 8).units["layers.0"]
-    assert (unit.gather_s, unit.regather_s, unit.scatter_s, unit.all_reduce_s) == (0, 0, 0, 0)
-    assert unit.copy_out_s == pytest.approx(BLOCK * (2 * 2 + 4 + 2) / 500e9)
 
 
 def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
@@ -282,18 +239,11 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
     ],
 )
 def test_the_optimizer_passes_over_this_ranks_shards(stored: str, moment: int, moved: int) -> None:
-    parameters, plan = (
-        EMBEDDING + 4 * BLOCK + HEAD,
-        plan_of(8, dp_shard=4, tp=2, param_dtype="bfloat16", storage_dtype=stored),
-    )
-    work, frozen = (
-        dataclasses.replace(work_of([], None, **trained), moment_bytes=moment)
-        for trained in ({}, {"embed": 0.0})
-    )
-    assert step_times(plan, work, MACHINE, 8).optimizer_s == pytest.approx(parameters / 4 * moved / 500e9)
-    assert step_times(plan, frozen, MACHINE, 8).optimizer_s == pytest.approx(
-        (parameters - EMBEDDING) / 4 * moved / 500e9
-    )
+    parameters = EMBEDDING + 4 * BLOCK + HEAD
+    plan = plan_of(8, dp_shard=4, tp=2, param_dtype="bfloat16", storage_dtype=stored)
+    for frozen, trained in (({}, parameters), ({"embed": 0.0}, parameters - EMBEDDING)):
+        work = dataclasses.replace(work_of([], None, **frozen), moment_bytes=moment)
+        assert step_times(plan, work, MACHINE, 8).optimizer_s == pytest.approx(trained / 4 * moved / 500e9)
 
 
 def test_shards_in_bfloat16_are_read_in_half_the_time_where_they_are_gathered() -> None:
@@ -343,24 +293,18 @@ def float8_work() -> ModelWorkload:
 
 
 def test_float8_is_for_the_products_of_the_blocks_that_are_in_it() -> None:
-    times = step_times(plan_of(8), float8_work(), MACHINE, 8).modules
-    assert times["head"].forward_s == pytest.approx(1e-3 + 1e-6)
-    assert times["layers.0"].forward_s == pytest.approx(0.5e-3 + (1 + 3) / 500 + 3e-6)
-
-
-def test_weights_that_are_gathered_in_float8_are_not_cast() -> None:
     plan = plan_of(8)
     gathered = dataclasses.replace(plan, float8=dataclasses.replace(plan.float8, all_gather=True))
-    times = step_times(gathered, float8_work(), MACHINE, 8).modules
-    assert times["layers.0"].forward_s == pytest.approx(0.5e-3 + 1 / 500 + 2e-6)
-
-
-def test_a_device_without_float8_emulates_it() -> None:
-    without = dataclasses.replace(
-        MACHINE, matmul={d: rates for d, rates in MACHINE.matmul.items() if d != "float8"}
-    )
-    slower = step_times(plan_of(8), float8_work(), without, 8).modules["layers.0"].forward_s
-    assert slower == pytest.approx(1e-3 + (1 + 3) / 500 + 3e-6)
+    rates = {dtype: rate for dtype, rate in MACHINE.matmul.items() if dtype != "float8"}
+    without = dataclasses.replace(MACHINE, matmul=rates)
+    for case, machine, seconds in (
+        (plan, MACHINE, 0.5e-3 + (1 + 3) / 500 + 3e-6),
+        (gathered, MACHINE, 0.5e-3 + 1 / 500 + 2e-6),  # weights gathered in float8 are not cast
+        (plan, without, 1e-3 + (1 + 3) / 500 + 3e-6),  # emulated
+    ):
+        times = step_times(case, float8_work(), machine, 8).modules
+        assert times["layers.0"].forward_s == pytest.approx(seconds)
+        assert times["head"].forward_s == pytest.approx(1e-3 + 1e-6)
 
 
 def attention_s(name: str, length: int, head_dim: int, hardware: Hardware) -> float:

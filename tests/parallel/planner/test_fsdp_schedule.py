@@ -39,14 +39,8 @@ def test_without_collectives_a_step_is_computing_alone():
 def test_one_unit_ahead_hides_all_but_the_first_gather_and_the_last_reduction():
     plan = three_units()
     step = simulate_step(plan, simple(plan))
-    assert bars(step, "compute") == [
-        ("e", 2, 5),
-        ("0", 5, 8),
-        ("h", 8, 11),
-        ("h", 11, 16),
-        ("0", 16, 21),
-        ("e", 21, 26),
-    ]
+    assert bars(step, "compute", "forward") == [("e", 2, 5), ("0", 5, 8), ("h", 8, 11)]
+    assert bars(step, "compute", "backward") == [("h", 11, 16), ("0", 16, 21), ("e", 21, 26)]
     # h's forward starts the all-gather of 0 for the backward. 0 starts the all-gather of e, which is queued
     # after h's reduce-scatter.
     assert bars(step, "all_gather") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6), ("0", 8, 10), ("e", 18, 20)]
@@ -71,18 +65,15 @@ def test_a_backward_without_prefetching_gathers_only_after_the_reduction_before(
 
 def test_a_forward_gathers_the_next_unit_ahead_even_if_not_told():
     """The host launches ahead of the device, and the all-gather stream does not wait for compute."""
-    prefetching, not_prefetching = three_units(1), three_units(0)
-    expected = [("e", 0, 2), ("0", 2, 4), ("h", 4, 6)]
-    for plan in (prefetching, not_prefetching):
-        assert bars(simulate_step(plan, simple(plan)), "all_gather", "forward") == expected
+    for ahead in (1, 0):
+        step = simulate_step(plan := three_units(ahead), simple(plan))
+        assert bars(step, "all_gather", "forward") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6)]
 
 
 def test_two_units_ahead_hide_a_long_gather_in_the_forward():
     plans = [plan_of(model=make_model(2), forward_prefetch=ahead) for ahead in (1, 2)]
-    long: dict[str, Any] = {
-        "other_units": {"head": {"gather_s": 9}},
-        "other_modules": {"embed": {"forward_s": 10}},
-    }
+    long: dict[str, Any] = {"other_units": {"head": {"gather_s": 9}}}
+    long |= {"other_modules": {"embed": {"forward_s": 10}}}
     depth_1, depth_2 = (simulate_step(plan, times_of(plan, gather_s=2, forward=3, **long)) for plan in plans)
     # One unit ahead: 1 starts h's all-gather. There are two buffers, so it waits for the copy-out of 0.
     assert bars(depth_1, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 12, 21)]
@@ -98,11 +89,8 @@ def test_two_units_ahead_gather_before_a_long_reduction_in_the_backward():
         simulate_step(plan, times_of(plan, gather_s=2, scatter_s=2, forward=3, backward=5, **long))
         for plan in plans
     )
-    assert (
-        bars(depth_1, "compute", "backward")[:2]
-        == bars(depth_2, "compute", "backward")[:2]
-        == [("h", 17, 22), ("2", 22, 27)]
-    )
+    for depth in (depth_1, depth_2):
+        assert bars(depth, "compute", "backward")[:2] == [("h", 17, 22), ("2", 22, 27)]
     # 2's gradients are copied into the buffer only after h's reduce-scatter has released it.
     assert bars(depth_1, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 42, 44)]
     assert bars(depth_2, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 16, 18)]
@@ -130,14 +118,8 @@ def test_a_smaller_group_gathers_on_a_communicator_of_its_own_and_shares_the_lin
 def test_a_reduction_waits_for_the_one_before():
     plan = three_units()
     step = simulate_step(plan, times_of(plan, forward=1, backward=5, scatter_s=8, copy_in_s=1))
-    assert bars(step, "compute", "backward") == [
-        ("h", 3, 8),
-        ("h", 8, 9),
-        ("0", 9, 14),
-        ("0", 17, 18),
-        ("e", 18, 23),
-        ("e", 26, 27),
-    ]
+    computing = [("h", 3, 8), ("h", 8, 9), ("0", 9, 14), ("0", 17, 18), ("e", 18, 23), ("e", 26, 27)]
+    assert bars(step, "compute", "backward") == computing
     assert bars(step, "reduce_scatter") == [("h", 9, 17), ("0", 18, 26), ("e", 27, 35)]
     assert exposed_by_unit(step) == {"head": 3, "layers.0": 3, "embed": 8}
 
@@ -214,17 +196,7 @@ def test_joined_blocks_are_gathered_as_one():
 def test_tied_embeddings_are_gathered_first_and_reduced_last():
     plan = plan_of(model=TIED)
     step = simulate_step(plan, simple(plan))
-    assert [unit for unit, _, _ in bars(step, "all_gather")] == [
-        "e+h",
-        "0",
-        "1",
-        "2",
-        "3",
-        "3",
-        "2",
-        "1",
-        "0",
-    ]
+    assert [unit for unit, _, _ in bars(step, "all_gather")] == ["e+h", *"01233210"]
     assert [unit for unit, _, _ in bars(step, "reduce_scatter")] == ["3", "2", "1", "0", "e+h"]
 
 

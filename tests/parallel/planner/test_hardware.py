@@ -14,8 +14,8 @@ from meshwright.parallel.planner.hardware import (
 )
 from meshwright.parallel.yaml_io import YamlError
 
+CURVE = "[[1, 0.5], [100, 0.8]]"  # of matmul.float32
 FILES = sorted(HARDWARE_FOLDER.glob("*.yaml"))
-GPUS = [path for path in FILES if not load_hardware()[path.stem].cores]
 
 
 def test_every_file_is_a_kind() -> None:
@@ -40,18 +40,11 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert kind.network.gb_s < kind.node.gb_s * 8
     assert 0 < kind.node.latency_s < 1e-3
     assert 0 < kind.network.latency_s < 1e-3
-    assert kind.cores or kind.node.latency_s <= kind.network.latency_s, (
-        "of a CPU only the node is measured, not the network"
-    )
-
-
-@pytest.mark.parametrize("path", GPUS, ids=lambda path: path.stem)
-def test_a_gpu_has_a_gpus_numbers(path: Path) -> None:
-    kind = load_hardware()[path.stem]
-    assert kind.overlaps
-    assert 100 < kind.peak_tflops["bfloat16"] < 10_000
-    assert 1000 < kind.memory_gb_s < 10_000
-    assert kind.node.gb_s > 50
+    if not kind.cores:  # of a CPU the network is not measured
+        assert kind.node.latency_s <= kind.network.latency_s
+        assert kind.overlaps
+        assert 1000 < kind.memory_gb_s < 10_000
+        assert kind.node.gb_s > 50
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -64,11 +57,6 @@ def test_every_number_has_its_source_in_a_comment(path: Path) -> None:
 def test_a_known_device_is_found_by_the_name_torch_gives_it() -> None:
     for kind in load_hardware().values():
         assert [find_hardware(name) for name in kind.device_names] == [kind] * len(kind.device_names)
-
-
-def test_no_device_is_two_kinds() -> None:
-    names = [name for kind in load_hardware().values() for name in kind.device_names]
-    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
@@ -100,46 +88,18 @@ def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
     [
         ("memory_gb_s:", "memory_gbs:", "unknown key memory_gbs. Did you mean memory_gb_s?"),
         ("slowdown: 0.16", "", "slowdown is missing"),
-        (
-            "memory_gib: 79.1",
-            "memory_gib: 79.1 GiB",
-            "memory_gib='79.1 GiB' must be a number",
-        ),
+        ("memory_gib: 79.1", "memory_gib: 79.1 GiB", "memory_gib='79.1 GiB' must be a number"),
         ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s=0 must be a number > 0"),
-        ("operation_s: 2.0e-6", "operation_s: -1", "operation_s=-1 must be a number >= 0"),
         ("operation_s: 2.0e-6", "operation_s: .nan", "operation_s=nan must be a number >= 0"),
-        ("overlaps: true", "overlaps: 1", "overlaps=1 must be true or false"),
-        ("cores: 0", "cores: 1.5", "cores=1.5 must be an integer"),
-        ("fitted: [network_slowdown]", "fitted: matmul", "fitted='matmul' must be a list"),
         ("  gb_s: 450.0", "  gbs: 450.0", "node.gb_s is missing"),
-        ("  gb_s: 450.0", "  gb_s: 0", "node.gb_s=0 must be a number > 0"),
-        (
-            "reduce_scatter: 0.8",
-            "reduce_scatter: 0",
-            "node.efficiency.reduce_scatter=0 must be a number > 0",
-        ),
+        ("reduce_scatter: 0.8", "reduce_scatter: 0", "node.efficiency.reduce_scatter=0 must be a number > 0"),
         ("all_reduce: 0.8", "broadcast: 0.8", "unknown key node.efficiency.broadcast"),
-        (
-            "[[1, 0.5], [100, 0.8]]",
-            "[[100, 0.5], [1, 0.8]]",
-            "matmul.float32: sizes must be in ascending order: [100.0, 1.0]",
-        ),
-        (
-            "[[1, 0.5], [100, 0.8]]",
-            "[[1, 0.5], [1, 0.8]]",
-            "matmul.float32: sizes must be in ascending order: [1.0, 1.0]",
-        ),
-        ("[[1, 0.5], [100, 0.8]]", "[[0, 0.5]]", "matmul.float32=[[0, 0.5]]: [0][0] must be a number > 0"),
-        ("[[1, 0.5], [100, 0.8]]", "[]", "matmul.float32=[] must be a list of length >= 1"),
-        ("overlaps: true", 'overlaps: true\n"1": 2', "unknown key 1. Known: name, device_names"),
-        ("[[1, 0.5], [100, 0.8]]", "[0.5, 0.8]", "matmul.float32=[0.5, 0.8]: [0] must be a list"),
+        (CURVE, "[[100, 0.5], [1, 0.8]]", "matmul.float32: sizes must be in ascending order: [100.0, 1.0]"),
+        (CURVE, "[[0, 0.5]]", "matmul.float32=[[0, 0.5]]: [0][0] must be a number > 0"),
+        (CURVE, "[]", "matmul.float32=[] must be a list of length >= 1"),
+        (CURVE, "[0.5, 0.8]", "matmul.float32=[0.5, 0.8]: [0] must be a list"),
         ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no key float8"),
-        (
-            "  bfloat16: [[512, 0.191]",
-            "  float16: [[512, 0.191]",
-            "attention_backward.bfloat16 is missing",
-        ),
-        ("host: {operator_s:", "host: {operators_s:", "unknown key host.operators_s"),
+        ("  bfloat16: [[512, 0.191]", "  float16: [[512, 0.191]", "attention_backward.bfloat16 is missing"),
         ("memory_efficiency: {float32: 0.9,", "memory_efficiency: {", "memory_efficiency.float32 is missing"),
     ],
 )

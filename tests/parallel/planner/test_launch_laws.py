@@ -1,4 +1,4 @@
-"""The simulated streams compared with the launch order of FSDP2's real hooks, and invariants of any plan."""
+"""Laws that hold for the simulated streams of any plan and any times."""
 
 import dataclasses
 import itertools
@@ -9,68 +9,12 @@ import pytest
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
 from meshwright.parallel.planner.fsdp_schedule import launch_tasks, simulate_step, start_ahead
-from meshwright.parallel.planner.stream_simulator import Task, find_waits, run_tasks
+from meshwright.parallel.planner.stream_simulator import find_waits, run_tasks
 from meshwright.parallel.planner.timeline import LANES, Timeline
-from meshwright.parallel.simulate.collectives import Collective
-from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import change, make_model, plan_of
-from tests.support.simulated import TINY, describe_collective, simulated
-
-FOUR_MICRO_BATCHES = ("--train.micro_batch_size=1", "--train.global_batch_size=16")
-LAST, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard_after_backward=false"
-AXES = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "arguments"),
-    [
-        (4, ()),
-        (4, ("--parallel.forward_prefetch=0", "--parallel.backward_prefetch=0")),
-        (4, ("--parallel.forward_prefetch=2", "--parallel.backward_prefetch=3", "--parallel.tp=2")),
-        (4, ("--parallel.reshard_after_forward=false", "--parallel.forward_prefetch=3")),
-        (4, ("--parallel.reshard_after_forward=2",)),
-        (4, ("--model.tie_embeddings=true", "--parallel.backward_prefetch=2")),
-        (4, ("--parallel.unit_min_params=20000",)),
-        (4, ("--parallel.dp_replicate=2", "--train.global_batch_size=12")),
-        (4, ("--parallel.strategy=ddp", "--train.global_batch_size=8")),
-        (8, ("--parallel.dp_replicate=2", "--parallel.tp=2", "--parallel.backward_prefetch=0")),
-        (4, (*FOUR_MICRO_BATCHES, LAST)),
-        (4, (*FOUR_MICRO_BATCHES, KEPT)),
-        (4, (*FOUR_MICRO_BATCHES, LAST, KEPT, "--parallel.reshard_after_forward=false")),
-        (4, (*FOUR_MICRO_BATCHES, LAST, KEPT, "--parallel.reshard_after_forward=2")),
-        (4, (*FOUR_MICRO_BATCHES, LAST, KEPT, "--parallel.dp_replicate=2", "--parallel.forward_prefetch=2")),
-        (4, (*FOUR_MICRO_BATCHES, KEPT, "--model.tie_embeddings=true", "--parallel.backward_prefetch=2")),
-    ],
-)
-def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arguments):
-    plan = plan_run(parse_config([*TINY, *arguments]).job, world_size)
-    gathers, scatters = (1.0, 1.0) if plan.mesh.dp_shard > 1 else (0.0, 0.0)
-    tp = 1.0 if plan.mesh.tp > 1 else 0.0
-    unit = UnitTimes(gathers, gathers, 1.0, 1.0, scatters, 1.0 if plan.mesh.dp_replicate > 1 else 0.0)
-    module = ModuleTimes(1.0, tp, 1.0, tp)
-    times = StepTimes(
-        dict.fromkeys((u.name for u in plan.units), unit),
-        dict.fromkeys(plan.modules, module),
-        0,
-        True,
-        dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0),
-    )
-    tasks = launch_tasks(plan, times, start_ahead(plan))
-    assert describe_collective(map(_collective, _launched(tasks))) == describe_collective(
-        simulated(world_size, *TINY, *arguments).collectives
-    )
-
-
-def _launched(tasks: list[Task]) -> list[Task]:
-    return [task for task in tasks if task.lane != "compute"]
-
-
-def _collective(task: Task) -> Collective:
-    return Collective(task.lane, AXES[task.lane], task.unit, task.phase, 0)
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_laws_of_any_step(seed):
     rng = random.Random(seed)
     plan, times = random_step(rng)
@@ -101,7 +45,7 @@ def _check_no_overlap(step: Timeline, lanes: set[str]) -> None:
         assert after.start_s >= before.end_s - 1e-9, (before, after)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
     plan, times = random_step(random.Random(1000 + seed))
     step = simulate_step(plan, times)
@@ -125,7 +69,7 @@ def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
     assert exposed_s == pytest.approx(step.exposed_s, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(15))
 def test_a_step_is_bounded_by_what_it_must_do(seed):
     plan, times = random_step(random.Random(2000 + seed))
     tasks = launch_tasks(plan, times, start_ahead(plan))

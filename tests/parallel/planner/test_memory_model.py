@@ -9,7 +9,7 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory, StepMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
-from meshwright.parallel.planner import allocator, memory_model, module_tensors
+from meshwright.parallel.planner import allocator, memory_model
 from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
@@ -48,6 +48,12 @@ def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head:
         "head": module(HEAD, head, 310, (per_sequence(330, fixed=dtype_bytes * HEAD),), 4),
     }
     return ModelWorkload(modules, {}, 5, "head", TABLES)
+
+
+def with_module(work: ModelWorkload, name: str = "head", **changes: Any) -> ModelWorkload:
+    """Return the workload with another head, or other module."""
+    changed = dataclasses.replace(work.modules[name], **changes)
+    return dataclasses.replace(work, modules={**work.modules, name: changed})
 
 
 def make(world_size: int, micro: int = 1, n_blocks: int = 2, global_batch: int = -1, **keys: Any) -> Plan:
@@ -143,11 +149,8 @@ def test_storage_in_bfloat16_halves_shards_and_gradients_and_moments_have_a_dtyp
 def test_a_reduction_in_float32_is_cast_to_storage_in_bfloat16() -> None:
     """Live are the reduction's buffer, its result of half the size, the result in bfloat16, and the gradient
     of the only weight."""
-    work = make_work(dtype_bytes=2)
-    head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
-    memory = predict(
-        2, work=dataclasses.replace(work, modules={**work.modules, "head": head}), **STORED
-    ).memory
+    work = with_module(make_work(dtype_bytes=2), weights=((1000, 1),))
+    memory = predict(2, work=work, **STORED).memory
     assert memory.buffers == TABLES + 4000 + 2000 + 1000 + 2000
 
 
@@ -166,20 +169,18 @@ def test_replicas_sums_stay_until_the_backward_ends_where_gradients_are_stored_i
     assert predict(2, strategy="ddp", work=make_work()).at_peak.buffers == TABLES + 3 * 3200
 
 
-@pytest.mark.parametrize(("shards", "per_rank"), [(1, 2600), (2, 1300), (4, 650), (8, 325)])
-def test_shards_divide_parameters_gradients_and_optimizer(shards: int, per_rank: int) -> None:
-    memory = predict(shards).memory
-    assert (memory.params, memory.grads, memory.optimizer) == (4 * per_rank, 4 * per_rank, 8 * per_rank)
+def test_shards_divide_parameters_gradients_and_optimizer_and_replicas_nothing() -> None:
+    for shards, per_rank in ((1, 2600), (2, 1300), (4, 650), (8, 325)):
+        memory = predict(shards).memory
+        assert (memory.params, memory.grads, memory.optimizer) == (4 * per_rank, 4 * per_rank, 8 * per_rank)
+    assert predict(8, dp_replicate=4) == predict(2)
 
 
 def test_rows_are_dealt_out_whole_and_padded() -> None:
     """A head with 3 rows of 300 and 100 rows of 1, on 8 ranks: each has 1 row of 300 and 13 rows of 1; those
     of the last ranks are padding."""
-    work = make_work()
-    head = dataclasses.replace(work.modules["head"], weights=((3, 300), (100, 1)))
-    memory = predict(
-        8, work=dataclasses.replace(work, modules={**work.modules, "head": head}), forward_prefetch=0
-    ).memory
+    work = with_module(make_work(), weights=((3, 300), (100, 1)))
+    memory = predict(8, work=work, forward_prefetch=0).memory
     assert memory.params == memory.grads == 4 * (100 + 2 * 50 + 313)
     assert memory.unsharded == 2 * 4 * 8 * 313, "the head and its buffer, padded"
     assert memory.buffers == TABLES + 4000 + 4 * 8 * 313, (
@@ -190,24 +191,16 @@ def test_rows_are_dealt_out_whole_and_padded() -> None:
 def test_the_last_weights_gradient_lives_until_the_reduction_is_done() -> None:
     """On two ranks: the reduction's buffer, its result of half the size, and 900 of 1000 values, to which
     torch's loop holds a reference."""
-    work = make_work()
-    head = dataclasses.replace(work.modules["head"], weights=((100, 1), (10, 90)))
-    memory = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head})).memory
+    memory = predict(2, work=with_module(make_work(), weights=((100, 1), (10, 90)))).memory
     assert memory.buffers == TABLES + 4000 + 2000 + 3600
 
 
 def test_a_reduction_in_bfloat16_is_cast_at_its_end() -> None:
     """Live are the reduction's buffer, its result of half the size, the result in float32, and the gradient
     of the only weight."""
-    work = make_work(dtype_bytes=2)
-    head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
-    work = dataclasses.replace(work, modules={**work.modules, "head": head})
+    work = with_module(make_work(dtype_bytes=2), weights=((1000, 1),))
     memory = predict(2, work=work, param_dtype="bfloat16", reduce_dtype="bfloat16").memory
     assert memory.buffers == TABLES + 2000 + 1000 + 2000 + 2000
-
-
-def test_replication_divides_nothing() -> None:
-    assert predict(8, dp_replicate=4) == predict(2)
 
 
 def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
@@ -264,21 +257,13 @@ def test_offloaded_parameters_gradients_and_moments_are_not_on_the_device() -> N
     assert offloaded.at_peak == IN_THE_HEADS_BACKWARD
 
 
-@pytest.mark.parametrize(
-    ("ahead", "gathered"),
-    [
-        # The head with its buffer; prefetching does not change that.
-        (0, 4000 + 4000),
-        # The embedding with its buffer, and the buffers of one or two blocks.
-        (1, 3200 + 3200 + 1600),
-        (2, 3200 + 3200 + 2 * 1600),
-    ],
-)
-def test_prefetching_further_fills_more_buffers_at_once(ahead: int, gathered: int) -> None:
-    assert predict(2, forward_prefetch=ahead, backward_prefetch=ahead).memory.unsharded == gathered
+def test_prefetching_further_fills_more_buffers_at_once() -> None:
+    def unsharded(ahead: int) -> int:
+        return predict(2, forward_prefetch=ahead, backward_prefetch=ahead).memory.unsharded
 
-
-def test_a_list_fills_buffers_of_what_it_names() -> None:
+    assert unsharded(0) == 4000 + 4000, "the head with its buffer; prefetching does not change that"
+    assert unsharded(1) == 3200 + 3200 + 1600, "the embedding with its buffer, and that of a block"
+    assert unsharded(2) == 3200 + 3200 + 2 * 1600
     plan = change(make(2, forward_prefetch=0, backward_prefetch=0), 0, forward_prefetch=("layers.1", "head"))
     assert predict_step_memory(plan, make_work()).memory.unsharded == 3200 + 3200 + 1600 + 4000
 
@@ -286,19 +271,14 @@ def test_a_list_fills_buffers_of_what_it_names() -> None:
 def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
     """With a very small head the maximum is while the embedding is copied out: the embedding and its buffer,
     without prefetched units."""
-    work = make_work(head=0)
-    head = dataclasses.replace(work.modules["head"], parameters=4)
-    work = dataclasses.replace(work, modules={**work.modules, "head": head})
+    work = with_module(make_work(head=0), parameters=4)
     step = predict(2, work=work, forward_prefetch=0, backward_prefetch=0)
     assert step.memory.unsharded == 3200 + 3200
 
 
-def test_units_that_are_not_resharded_stay_gathered() -> None:
-    """In the head's forward all units are gathered, and the head's buffer is live."""
+def test_resharding_decides_what_is_gathered_in_the_heads_forward() -> None:
+    """Beside the head and its buffer: all units, or a half of each."""
     assert predict(2, reshard_after_forward=False).memory.unsharded == 3200 + 1600 + 1600 + 4000 + 4000
-
-
-def test_resharding_to_pairs_keeps_a_half_of_each_unit_until_the_backward() -> None:
     assert predict(8, reshard_after_forward=2).memory.unsharded == (3200 + 1600 + 1600) // 2 + 4000 + 4000
 
 
@@ -325,11 +305,8 @@ def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None
     modules = {"embed": 0, "layers.0": BLOCK, "head": HEAD}
     model = ModelUnits(modules, [("layers.0",), ("embed", "head")], frozenset(), frozenset())
     plan = make_plan(ParallelConfig(), model, RunShape(2, 8, 5, 1))
-    work = make_work(n_blocks=1)
-    embed = dataclasses.replace(work.modules["embed"], parameters=0)
-    memory = predict_step_memory(
-        plan, dataclasses.replace(work, modules={**work.modules, "embed": embed})
-    ).memory
+    work = with_module(make_work(n_blocks=1), "embed", parameters=0)
+    memory = predict_step_memory(plan, work).memory
     assert memory.params == (200 + 500) * 4
     # The head's gradient and that of the embedding are live; the block's reduction still has its buffer.
     assert memory.buffers == TABLES + 4000 + 3200 + 1600
@@ -388,63 +365,53 @@ def test_casts_of_sums_over_replicas_are_on_the_all_reduce_stream() -> None:
     assert SHARDS // 2 < alone["reduce_scatter"] < SHARDS
 
 
+EVERY_SCHEDULE: list[dict[str, Any]] = [
+    {},
+    {"forward_prefetch": 2, "backward_prefetch": 3},
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": 2},
+    {"cpu_offload": True},
+    {"dp_replicate": 2, "global_batch": 24},
+    {"global_batch": 36, "reduce_gradients": "last_micro_batch"},
+    {"global_batch": 36, "reshard_after_backward": False},
+    {"global_batch": 36, **SAVING, "reshard_after_forward": False},
+    {"dp_replicate": 2, **STORED},
+    {"activation_checkpoint": "offload"},
+    {"strategy": "ddp"},
+    STORED,
+]
+
+
 @pytest.mark.usefixtures("exact_pools")
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"reshard_after_forward": False},
-        {"reshard_after_forward": 2},
-        {"cpu_offload": True},
-        {"dp_replicate": 2, "global_batch": 24},
-        {"global_batch": 36, "reduce_gradients": "last_micro_batch"},
-        {"global_batch": 36, "reshard_after_backward": False},
-        {"global_batch": 36, **SAVING, "reshard_after_forward": False},
-        {"activation_checkpoint": "offload"},
-        {"strategy": "ddp"},
-        STORED,
-    ],
-    ids=str,
-)
-def test_the_pools_hold_the_peak_and_at_most_what_is_live_at_any_time(keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize("keys", EVERY_SCHEDULE, ids=str)
+def test_the_least_the_peak_and_the_pools_are_in_this_order(keys: dict[str, Any]) -> None:
+    """The pools hold the peak, and at most what is live at any time."""
     work = make_work(dtype_bytes=2 if "storage_dtype" in keys else 4)
-    memory = predict(4, 3, work=work, **keys)
-    assert memory.peak_bytes <= memory.pool_bytes < 1.6 * memory.memory.total
+    for micro in (1, 3, 9):
+        plan = make(4, micro, **{k: v * micro // 3 if k == "global_batch" else v for k, v in keys.items()})
+        least = least_bytes(plan, work) + whole_gradient_bytes(plan, work)
+        memory = predict_step_memory(plan, work)
+        assert 0 < least <= memory.peak_bytes <= memory.pool_bytes
+        assert micro != 3 or memory.pool_bytes < 1.6 * memory.memory.total
 
 
 @pytest.mark.usefixtures("exact_pools")
 @pytest.mark.parametrize(
     "keys",
-    [
-        {},
-        {"forward_prefetch": 2, "backward_prefetch": 3},
-        {"reshard_after_forward": False},
-        {"reshard_after_forward": 2},
-        {"cpu_offload": True},
-        {"dp_replicate": 2, "global_batch": 24},
-        {"global_batch": 36, "reduce_gradients": "last_micro_batch"},
-        {"global_batch": 36, "reshard_after_backward": False},
-        {"global_batch": 36, **SAVING, "reshard_after_forward": False},
-        {"dp_replicate": 2, **STORED},
-        {"activation_checkpoint": "offload"},
-        {"activation_checkpoint": "full", "activation_checkpoint_blocks": 20},
-        {"strategy": "ddp"},
-    ],
+    [*EVERY_SCHEDULE, {"activation_checkpoint": "full", "activation_checkpoint_blocks": 20}],
     ids=str,
 )
-def test_the_pools_of_40_equal_blocks_are_those_of_all_their_tensors(
-    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only those of blocks at both ends of the row are logged one by one."""
+def test_40_blocks_that_are_one_object_need_what_40_equal_ones_do(keys: dict[str, Any]) -> None:
+    """The planner predicts repeated blocks in total instead of one by one."""
     work = make_work(n_blocks=40, dtype_bytes=2 if "storage_dtype" in keys else 4)
-    alike = {f"layers.{i}": work.modules["layers.0"] for i in range(40)}
-    work = dataclasses.replace(work, modules={**work.modules, **alike})
-    predicted = predict(4, 3, n_blocks=40, work=work, **keys)
-    monkeypatch.setattr(module_tensors, "EDGE", 40)
-    every_tensor = predict(4, 3, n_blocks=40, work=work, **keys)
-    assert predicted.memory == every_tensor.memory
-    for stream, size in every_tensor.pools.items():
-        assert predicted.pools[stream] == pytest.approx(size, rel=0.02), stream
+    same = {f"layers.{i}": work.modules["layers.0"] for i in range(40)}
+    in_total, one_by_one = (
+        predict(4, 3, n_blocks=40, work=each, **keys)
+        for each in (dataclasses.replace(work, modules={**work.modules, **same}), work)
+    )
+    assert (in_total.memory, in_total.at_peak) == (one_by_one.memory, one_by_one.at_peak)
+    for stream, size in one_by_one.pools.items():
+        assert in_total.pools[stream] == pytest.approx(size, rel=0.02), stream
 
 
 def test_what_is_reserved_is_the_pools_or_on_a_cpu_the_peak_and_what_allocator_and_process_add() -> None:
@@ -454,26 +421,6 @@ def test_what_is_reserved_is_the_pools_or_on_a_cpu_the_peak_and_what_allocator_a
         hardware = dataclasses.replace(load_hardware()[kind], reserved_share=0.25, reserved_gib=2.0)
         assert allocator_bytes(memory, hardware) == of_allocator
         assert reserved_bytes(memory, hardware) == of_allocator + 2 * GIB
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"cpu_offload": True},
-        {"reshard_after_forward": False},
-        {"dp_replicate": 2},
-        STORED,
-        {"activation_checkpoint": "offload"},
-        {"global_batch": 36, **SAVING},
-    ],
-    ids=str,
-)
-def test_the_least_is_never_more_than_the_peak(keys: dict[str, Any]) -> None:
-    for micro in (1, 3, 9):
-        plan = make(4, micro, **keys)
-        least = least_bytes(plan, make_work()) + whole_gradient_bytes(plan, make_work())
-        assert 0 < least <= predict_step_memory(plan, make_work()).peak_bytes
 
 
 SMALL = (
@@ -496,25 +443,24 @@ ACCUMULATED = "--train.global_batch_size=32"
 OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "--train.seq_len=512"]
 
 
+def slow(*case: object) -> object:
+    return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sampled(4)])
+
+
 @pytest.mark.parametrize(
     ("world_size", "keys"),
     [
         (1, [STORAGE, MOMENTS]),
         (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]),
         (4, [REDUCED, "--parallel.strategy=ddp"]),
-        (4, [*OFFLOADED, "--parallel.tp=2"]),
         (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"]),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (4, [MOMENTS]),
-                (4, [STORAGE]),
-                (4, [STORAGE, MOMENTS, ACCUMULATED]),
-                (1, [REDUCED]),
-                (4, OFFLOADED),
-                (4, [STORAGE, "--parallel.strategy=ddp"]),
-            )
-        ),
+        (4, OFFLOADED),
+        slow(4, [MOMENTS]),
+        slow(4, [STORAGE]),
+        slow(4, [STORAGE, MOMENTS, ACCUMULATED]),
+        slow(1, [REDUCED]),
+        slow(4, [*OFFLOADED, "--parallel.tp=2"]),
+        slow(4, [STORAGE, "--parallel.strategy=ddp"]),
     ],
     ids=str,
 )
@@ -529,25 +475,3 @@ def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: l
     # In the pytest process, unlike in a separate one, a simulated step can keep a small tensor a little
     # longer: up to 1% here.
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.035)
-
-
-@pytest.mark.parametrize("mode", ["none", "offload"])
-def test_blocks_that_repeat_others_note_no_moments_and_miss_no_peak(mode: str, monkeypatch) -> None:
-    noted = list[int]()
-    original = memory_model._MemoryTimeline.run
-
-    def run(timeline):
-        moments = original(timeline)
-        noted.append(len(moments))
-        return moments
-
-    monkeypatch.setattr(memory_model._MemoryTimeline, "run", run)
-    plan, work = make(4, n_blocks=40, activation_checkpoint=mode), make_work(n_blocks=40)
-    block = work.modules["layers.0"]  # one object for all: they are known to be alike
-    modules = {name: block if name in plan.modules[1:-1] else module for name, module in work.modules.items()}
-    work = dataclasses.replace(work, modules=modules)
-    short = predict_step_memory(plan, work)
-    monkeypatch.setattr(memory_model, "repeated_blocks", lambda plan, work: {})
-    full = predict_step_memory(plan, work)
-    assert (short.memory, short.at_peak) == (full.memory, full.at_peak)
-    assert noted[0] < noted[1] / 3

@@ -37,20 +37,10 @@ def test_a_forward_waits_for_what_the_block_before_has_sent_and_a_backward_for_w
     The head waits until 19 for block 2's copy. Block 2 is fetched from the start of block 3's backward."""
     timeline = step(5)
     assert bars(timeline, "offload", "forward") == [("0", 4, 9), ("1", 9, 14), ("2", 14, 19)]
-    assert bars(timeline, "compute", "forward") == [
-        ("e", 0, 2),
-        ("0", 2, 4),
-        ("1", 4, 6),
-        ("2", 9, 11),
-        ("3", 14, 16),
-        ("h", 19, 21),
-    ]
-    assert bars(timeline, "compute", "backward")[:4] == [
-        ("h", 21, 25),
-        ("3", 25, 29),
-        ("2", 30, 34),
-        ("1", 35, 39),
-    ]
+    forward = [("e", 0, 2), ("0", 2, 4), ("1", 4, 6), ("2", 9, 11), ("3", 14, 16), ("h", 19, 21)]
+    assert bars(timeline, "compute", "forward") == forward
+    backward = [("h", 21, 25), ("3", 25, 29), ("2", 30, 34), ("1", 35, 39)]
+    assert bars(timeline, "compute", "backward")[:4] == backward
     assert bars(timeline, "offload", "backward") == [("2", 25, 30), ("1", 30, 35), ("0", 35, 40)]
     assert timeline.exposed_by_lane == pytest.approx({"offload": 3 + 3 + 3 + 1 + 1 + 1})
     assert timeline.step_s == timeline.compute_s + timeline.exposed_s == 48

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.colors import to_hex
-from PIL import Image
 
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
@@ -26,6 +24,7 @@ from meshwright.parallel.planner.timeline_plot import (
     to_svg,
     zoom_window,
 )
+from meshwright.tools.charts import Curve, draw_curves, style_of
 from tests.support.forks import ROOT
 from tests.support.pictures import assert_readable, figure_texts, spans_of, svg_texts
 from tests.support.plans import make_model, plan_of
@@ -110,13 +109,12 @@ def test_the_same_step_gives_the_same_bytes():
     first, second = (step_of() for _ in range(2))
     assert json.dumps(chrome_trace(first, "t")) == json.dumps(chrome_trace(second, "t"))
     assert to_svg(draw_timeline(first, "t")) == to_svg(draw_timeline(second, "t"))
-    assert to_png(draw_timeline(first, "t")) == to_png(draw_timeline(second, "t"))
 
 
 # Picture
 
 
-@pytest.mark.parametrize(("n_layers", "micro_batches"), [(1, 1), (8, 1), (80, 1), (126, 4)])
+@pytest.mark.parametrize(("n_layers", "micro_batches"), [(1, 1), (8, 1), (126, 2)])
 def test_a_picture_has_lanes_legend_and_axes_and_stays_inside(n_layers: int, micro_batches: int) -> None:
     step = step_of(n_layers, micro_batches)
     figure = draw_timeline(step, "70B <on> $8$ & \ud800 \x1b_")
@@ -141,21 +139,9 @@ def test_every_kind_of_work_is_drawn_and_in_the_legend() -> None:
     assert spans_of(figure.axes[0], COLORS["sum"])
 
 
-def test_the_strip_shows_a_bar_for_every_unit_of_80_layers() -> None:
-    strip, _ = draw_timeline(step_of(80), "").axes
-    for lane in ("backward", "reduce_scatter", "all_reduce"):
-        assert len(spans_of(strip, COLORS[lane])) == 82
-
-
-def test_exposed_time_is_as_wide_as_it_is_long() -> None:
-    step = step_of(8)
-    strip, _ = draw_timeline(step, "").axes
-    wide = sum(end - start for start, end in spans_of(strip, COLORS["exposed"]))
-    waits_s = step.exposed_s - step.exposed_by_lane["tp"]
-    assert wide / 1e3 == pytest.approx(waits_s, rel=0.15), "each bar has a white edge"
-
-
 def test_the_window_below_is_in_the_middle_of_the_last_backward() -> None:
+    from matplotlib.colors import to_hex
+
     step = step_of(80, 2)
     start_s, end_s, names = zoom_window(step)
     assert names == "layers.41 to layers.38"
@@ -171,10 +157,6 @@ def test_the_window_below_is_in_the_middle_of_the_last_backward() -> None:
     assert not any(text.endswith("layers.70") for text in texts)
 
 
-def test_a_model_of_one_block_is_shown_whole() -> None:
-    assert zoom_window(step_of(1))[2] == "head to embed"
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"), [(2.5, "2,500 ms"), (0.0203, "20.3 ms"), (0.00126, "1.26 ms"), (0, "0.00 ms")]
 )
@@ -183,6 +165,8 @@ def test_times_have_three_digits_or_more(seconds: float, text: str) -> None:
 
 
 def test_a_png_has_the_pictures_size_and_colours() -> None:
+    from PIL import Image
+
     figure = draw_timeline(step_of(8), "Words")
     image = Image.open(io.BytesIO(to_png(figure))).convert("RGB")
     assert image.size == tuple(round(72 * PNG_SCALE * inches) for inches in figure.get_size_inches())
@@ -190,36 +174,24 @@ def test_a_png_has_the_pictures_size_and_colours() -> None:
     assert {COLORS["exposed"], COLORS["backward"], "#ffffff"} <= colors
 
 
-def test_a_picture_says_nothing_and_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
-    """With an unwritable home folder, where matplotlib uses a temporary font cache."""
+def test_a_users_settings_and_a_picture_do_not_change_each_other(tmp_path: Path) -> None:
+    """With an unknown backend, text rendering by a LaTeX that is not installed, and an unwritable home
+    folder, where matplotlib uses a temporary font cache."""
     code = (
-        "from meshwright.parallel.planner.timeline_plot import new_figure, to_png, to_svg, write_line\n"
-        "figure = new_figure(900, 100); write_line(figure, 20, '\u8a08', 9); to_svg(figure), to_png(figure)\n"
+        "from meshwright.parallel.planner.timeline_plot import to_png, to_svg\n"
+        "from meshwright.tools.charts import Curve, draw_curves, style_of\n"
+        "figure = draw_curves('a \u8a08', 'x', [Curve([(0, 1), (1, 2)], style_of(0))])\n"
+        "open('x.svg', 'w').write(to_svg(figure)), to_png(figure)\n"
         "import sys, logging, matplotlib; kept = matplotlib.rcParams\n"
         "assert (kept['svg.fonttype'], kept['svg.hashsalt']) == ('path', None), kept\n"
         "assert logging.getLogger('matplotlib').level == 0 and 'matplotlib.pyplot' not in sys.modules"
     )
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfont.size: 30\n")
     (tmp_path / "file").touch()
-    environment = os.environ | {"MPLCONFIGDIR": str(tmp_path / "file")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment
-    )
+    variables = {"MPLBACKEND": "bogus", "MATPLOTLIBRC": str(tmp_path), "MPLCONFIGDIR": str(tmp_path / "file")}
+    environment = os.environ | variables | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_users_settings_of_matplotlib_do_not_reach_a_picture(tmp_path: Path) -> None:
-    """An unknown backend, and text rendering by a LaTeX that is not installed."""
-    code = (
-        "from pathlib import Path\n"
-        "from meshwright.parallel.planner.timeline_plot import to_svg\n"
-        "from meshwright.tools.charts import Curve, draw_curves, style_of\n"
-        "curve = Curve([(0, 1), (1, 2)], style_of(0))\n"
-        "Path('x.svg').write_text(to_svg(draw_curves('title', 'x', [curve])))"
-    )
-    drawn = []
-    for settings in ("", "text.usetex: True\nfont.size: 30\n"):
-        (tmp_path / "matplotlibrc").write_text(settings)
-        variables = {"MPLBACKEND": "bogus", "MATPLOTLIBRC": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | variables, check=True)
-        drawn.append((tmp_path / "x.svg").read_text())
-    assert drawn[0] == drawn[1]
+    figure = draw_curves("a \u8a08", "x", [Curve([(0, 1), (1, 2)], style_of(0))])
+    assert (tmp_path / "x.svg").read_text() == to_svg(figure)

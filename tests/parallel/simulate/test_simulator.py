@@ -1,31 +1,42 @@
 """Collectives and memory of a simulated rank, compared with orders and sizes derived by hand from shapes."""
 
-import copy
 import dataclasses
 
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.parallel.planner.fsdp_schedule import launch_tasks, start_ahead
 from meshwright.parallel.simulate.collectives import Collective
+from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
+from tests.support.plans import change
 from tests.support.simulated import TINY, describe_collective, simulated
+from tests.support.streams import times_of
 
 TP = "--parallel.tp=2"  # its collectives show when a unit computes
 HSDP3 = ("--parallel.dp_replicate=2", "--train.global_batch_size=12")  # accumulation 3 on 4 ranks
 KEEP = "--parallel.reshard_after_forward=false"
+BFLOAT16 = "--parallel.param_dtype=bfloat16"
+REPLICAS = "--parallel.dp_replicate=2"
 
 
 def slow(*values: object) -> object:
     """A case that only combines other cases."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.sampled(4)])
 
 
 def prefetch(k: int) -> tuple[str, str]:
     return f"--parallel.forward_prefetch={k}", f"--parallel.backward_prefetch={k}"
+
+
+PLAIN = (*TINY, BFLOAT16, *prefetch(1))
+
+
+def checkpoint(kind: str) -> str:
+    return f"--parallel.activation_checkpoint={kind}"
 
 
 def of_axis(collectives, *axes: str) -> list[Collective]:
@@ -50,57 +61,41 @@ def test_units_are_gathered_as_far_ahead_as_the_plan_says(k, forward, backward):
 
 
 def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
-    collectives = simulated(4, *TINY).collectives
+    collectives = simulated(4, *PLAIN).collectives
     assert describe_collective(collectives) == "tok 0 1 2 head 2 -head 1 -2 0 -1 -0 -tok"
     assert {c.axis for c in collectives if c.unit} == {"dp_shard"}
-    outside = [(c.op, c.axis, c.phase, c.bytes) for c in collectives if not c.unit]
-    one_float = ("all_reduce", "world")  # tokens of the batch; norm of the gradient; loss
-    assert outside == [(*one_float, "forward", 4), (*one_float, "optimizer", 4), (*one_float, "optimizer", 4)]
-
-
-def test_what_is_joined_outside_of_units_has_its_own_names():
-    outside = [
-        (c.op, c.axis, c.phase)
-        for c in simulated(8, *TINY, TP, "--parallel.dp_replicate=2").collectives
-        if not c.unit
+    assert outside_of_units(collectives) == [  # tokens of the batch; norm of the gradient; loss
+        ("all_reduce", "world", "forward", 4),
+        ("all_reduce", "world", "optimizer", 4),
+        ("all_reduce", "world", "optimizer", 4),
     ]
-    assert outside == [
-        ("all_reduce", "data_parallel", "forward"),
-        ("all_reduce", "world", "optimizer"),
-        ("all_reduce", "data_parallel", "optimizer"),
-    ]
+    of_tp = simulated(8, *TINY, TP, BFLOAT16, REPLICAS).collectives
+    assert [axis for _, axis, _, _ in outside_of_units(of_tp)] == ["data_parallel", "world", "data_parallel"]
 
 
-def test_editing_one_units_prefetch_in_a_plan_file_moves_its_gathers(tmp_path):
+def outside_of_units(collectives) -> list[tuple[str, str, str, int]]:
+    return [(c.op, c.axis, c.phase, c.bytes) for c in collectives if not c.unit]
+
+
+def test_a_plan_files_prefetch_of_one_unit_moves_its_gathers(tmp_path):
+    plan = plan_run(parse_config([*TINY, TP, *prefetch(1)]).job, 4)
+    plan = change(plan, 1, forward_prefetch=("layers.1", "layers.2", "head"), backward_prefetch=0)
     file = tmp_path / "plan.yaml"
-    eager = "--parallel.compile.enabled=false"
-    plan = plan_run(parse_config([*TINY, TP, eager, *prefetch(1)]).job, 4)
     file.write_text(plan_to_yaml(plan))
     model = [argument for argument in TINY if "micro_batch" not in argument]
-    before = simulated(4, *model, f"--parallel.plan={file}").collectives
-    assert before == simulated(4, *TINY, TP, eager, *prefetch(1)).collectives
-
-    edited = yaml.safe_load(file.read_text())
-    blocks = edited["units"].pop(1)
-    assert blocks["unit"] == "layers.[0-2]"
-    first, rest = {**copy.deepcopy(blocks), "unit": "layers.0"}, {**blocks, "unit": "layers.[1-2]"}
-    first["forward_prefetch"], first["backward_prefetch"] = ["layers.1", "layers.2", "head"], 0
-    edited["units"][1:1] = [first, rest]
-    edited_file = tmp_path / "edited.yaml"
-    edited_file.write_text(yaml.safe_dump(edited, sort_keys=False))
-    after = simulated(4, *model, f"--parallel.plan={edited_file}").collectives
-    assert describe_collective(after, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
-    assert describe_collective(after, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 ~tok -tok"
+    collectives = simulated(4, *model, f"--parallel.plan={file}").collectives
+    assert describe_collective(collectives, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
+    assert describe_collective(collectives, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 ~tok -tok"
 
 
 def test_what_stays_gathered_is_not_gathered_again():
-    assert describe_collective(simulated(4, *TINY, KEEP).collectives) == "tok 0 1 2 head -head -2 -1 -0 -tok"
+    collectives = simulated(4, *TINY, BFLOAT16, KEEP, *prefetch(0)).collectives
+    assert describe_collective(collectives) == "tok 0 1 2 head -head -2 -1 -0 -tok"
 
 
 def test_resharding_to_a_smaller_group_gathers_as_often_and_as_much():
-    full, partial = (
-        simulated(4, *TINY, *prefetch(0), f"--parallel.reshard_after_forward={n}") for n in ("true", "2")
-    )
+    full = simulated(4, *TINY, BFLOAT16, *prefetch(0))
+    partial = simulated(4, *TINY, BFLOAT16, *prefetch(0), "--parallel.reshard_after_forward=2")
     assert full.collectives == partial.collectives
     # each rank keeps a half after the forward, not a quarter
     assert partial.memory.unsharded > full.memory.unsharded
@@ -129,8 +124,8 @@ def test_tied_embeddings_are_one_unit_gathered_first_and_reduced_last():
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_recomputing_gathers_nothing_more_over_dp_shard(kind):
-    plain = simulated(4, *TINY, TP).collectives
-    recomputed = simulated(4, *TINY, TP, f"--parallel.activation_checkpoint={kind}").collectives
+    plain = simulated(4, *TINY, TP, *prefetch(1)).collectives
+    recomputed = simulated(4, *TINY, TP, *prefetch(1), checkpoint(kind)).collectives
     assert of_axis(recomputed, "dp_shard") == of_axis(plain, "dp_shard")
     assert "recompute" not in {c.phase for c in plain}
     again = [c.op for c in recomputed if c.phase == "recompute"]
@@ -165,12 +160,15 @@ def per_unit(block: int, embedding: int, head: int) -> dict[str, int]:
     return {"tok_embeddings": embedding, "layers.0": block, "layers.1": block, "head": head}
 
 
+def simulated_8b(replicate: int, shard: int, tp: int) -> Simulation:
+    keys = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+    return simulated(replicate * shard * tp, *LLAMA_8B, *(f"--parallel.{k}={v}" for k, v in keys.items()))
+
+
 @pytest.mark.parametrize(("replicate", "tp"), [(1, 1), (4, 8), slow(4, 1), slow(1, 8)])
 def test_bytes_of_sharding_at_8b(replicate, tp):
     shard = 8
-    got = simulated(
-        replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.tp={tp}"
-    ).collectives
+    got = simulated_8b(replicate, shard, tp).collectives
     # A tp rank has its share of the matrices and all of the norms.
     parameters = per_unit(MATRICES // tp + NORMS, EMBEDDING // tp, EMBEDDING // tp + DIM)
     gathered = {unit: [BF16 * n] * (2 if "layers" in unit else 1) for unit, n in parameters.items()}
@@ -196,66 +194,47 @@ NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient o
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "loss_parallel"),
-    [(True, True), (False, False), slow(True, False), slow(False, True)],
+    [("true", "true"), ("false", "false"), slow("true", "false"), slow("false", "true")],
 )
 def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
-    keys = (
-        f"--parallel.sequence_parallel={sequence_parallel}",
-        f"--parallel.loss_parallel={loss_parallel}".lower(),
-    )
-    got = of_axis(
-        simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp"
-    )
+    keys = [f"--parallel.sequence_parallel={sequence_parallel}", f"--parallel.loss_parallel={loss_parallel}"]
+    got = of_axis(simulated(16, *LLAMA_8B, "--parallel.tp=8", *keys).collectives, "tp")
     # In the head's forward the split loss needs two small sums, gathered logits need a gather.
-    loss = {"all_reduce": [LARGEST, SUMS] * CHUNKS} if loss_parallel else {"all_gather": [LOGITS]}
-    if sequence_parallel:
+    if loss_parallel == "true":
+        loss_op, loss_bytes = "all_reduce", [LARGEST, SUMS] * CHUNKS
+    else:
+        loss_op, loss_bytes = "all_gather", [LOGITS]
+    twice = {"layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2}
+    if sequence_parallel == "true":
         # Tokens are gathered before each part and scattered after it: two parts in a block, one in the head.
-        forward = {
-            "all_gather": {"layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2, "head": [HIDDEN]},
-            "reduce_scatter": {
-                "tok_embeddings": [HIDDEN],
-                "layers.0": [HIDDEN] * 2,
-                "layers.1": [HIDDEN] * 2,
-            },
-            "all_reduce": {},
-        }
-        backward = {
-            "all_gather": {"layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2, "tok_embeddings": [HIDDEN]},
-            "reduce_scatter": {"head": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
-            "all_reduce": {"head": [NORM_GRAD], "layers.0": [NORM_GRAD] * 2, "layers.1": [NORM_GRAD] * 2},
+        norms = {"layers.0": [NORM_GRAD] * 2, "layers.1": [NORM_GRAD] * 2, "head": [NORM_GRAD]}
+        expected = {
+            ("all_gather", "forward"): {**twice, "head": [HIDDEN]},
+            ("reduce_scatter", "forward"): {**twice, "tok_embeddings": [HIDDEN]},
+            ("all_gather", "backward"): {**twice, "tok_embeddings": [HIDDEN]},
+            ("reduce_scatter", "backward"): {**twice, "head": [HIDDEN]},
+            ("all_reduce", "backward"): norms,
         }
     else:
-        forward = {
-            "all_gather": {},
-            "reduce_scatter": {},
-            "all_reduce": {"tok_embeddings": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
+        expected = {
+            ("all_reduce", "forward"): {**twice, "tok_embeddings": [HIDDEN]},
+            ("all_reduce", "backward"): {**twice, "head": [HIDDEN]},
         }
-        backward = {
-            "all_gather": {},
-            "reduce_scatter": {},
-            "all_reduce": {"head": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
-        }
-    for op, of_head in loss.items():
-        forward[op]["head"] = forward[op].get("head", []) + of_head
+    in_forward = expected.setdefault((loss_op, "forward"), {})
+    in_forward["head"] = in_forward.get("head", []) + loss_bytes
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert sizes(got, op=op, phase="forward") == forward[op], f"forward {op}"
-        assert sizes(got, op=op, phase="backward") == backward[op], f"backward {op}"
+        for phase in ("forward", "backward"):
+            assert sizes(got, op=op, phase=phase) == expected.get((op, phase), {}), f"{phase} {op}"
 
 
 # Memory
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "tp"), [(1, 8, 1), (2, 4, 8), (8, 1, 1), slow(4, 2, 1), slow(1, 2, 4)]
+    ("replicate", "shard", "tp"), [(1, 8, 1), (4, 8, 8), (8, 1, 1), slow(4, 2, 1), slow(1, 2, 4)]
 )
 def test_parameters_gradients_and_optimizer_are_their_share_to_the_byte(replicate, shard, tp):
-    memory = simulated(
-        replicate * shard * tp,
-        *LLAMA_8B,
-        f"--parallel.dp_replicate={replicate}",
-        f"--parallel.dp_shard={shard}",
-        f"--parallel.tp={tp}",
-    ).memory
+    memory = simulated_8b(replicate, shard, tp).memory
     share = FP32 * (2 * EMBEDDING + 2 * MATRICES) // (shard * tp)
     norms = FP32 * 5 * DIM // shard  # in full on each tp rank
     assert memory.params == memory.grads == share + norms
@@ -277,8 +256,8 @@ def test_an_uneven_dim_is_padded_to_whole_rows_of_every_rank():
 
 
 def test_accumulated_gradients_stay_sharded():
-    one = simulated(4, *TINY, "--parallel.dp_replicate=2").memory
-    three = simulated(4, *TINY, *HSDP3).memory
+    one = simulated(4, *TINY, REPLICAS, *prefetch(0)).memory
+    three = simulated(4, *TINY, *HSDP3, *prefetch(0)).memory
     assert one.grads == three.grads == one.params
     # tensors that wait for the all-reduce count as gradients; scalars are buffers
     assert abs(one.buffers - three.buffers) < 64
@@ -288,14 +267,13 @@ def test_gathered_parameters_are_counted_as_they_live():
     dim, shard = 32, 4
     table, block = 264 * dim, 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 2 * dim
     head = table + dim
-    dtype = "--parallel.param_dtype=bfloat16"
-    kept = simulated(shard, *TINY, dtype, KEEP, *prefetch(0)).memory.unsharded
+    kept = simulated(shard, *TINY, BFLOAT16, KEEP, *prefetch(0)).memory.unsharded
     # FSDP2 gathers into one buffer and copies the parameters out of it. In a forward it frees a unit's buffer
     # only after the next unit's copy: here all units, the head's buffer, and the last block's.
     assert kept == BF16 * (table + 3 * block + head + head + block)
-    freed = simulated(shard, *TINY, dtype, *prefetch(0)).memory.unsharded
+    freed = simulated(shard, *TINY, BFLOAT16, *prefetch(0)).memory.unsharded
     assert freed == BF16 * (block + block + block)  # a block, its buffer, and that of the block before
-    ahead = simulated(shard, *TINY, dtype, *prefetch(1)).memory.unsharded
+    ahead = simulated(shard, *PLAIN).memory.unsharded
     # A block, its buffer, that of the next block, and this rank's shard that is copied into it.
     assert ahead == BF16 * (block + block + block + block // shard)
 
@@ -304,33 +282,29 @@ def test_gradients_on_their_way_are_those_of_one_unit():
     dim, shard = 32, 4
     block = 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 2 * dim
     frequencies = 8 // 2 * FP32
-    buffers = simulated(
-        shard, *TINY, "--model.vocab_size=8", "--parallel.param_dtype=bfloat16"
-    ).memory.buffers
+    buffers = simulated(shard, *TINY, "--model.vocab_size=8", BFLOAT16).memory.buffers
     # A block's gradient and the float32 buffer from which it, or the previous block, is reduced.
     assert buffers == frequencies + BF16 * block + FP32 * block
 
 
 def test_each_way_of_recomputing_keeps_less():
-    kept = {
-        kind: simulated(
-            4, *TINY, "--model.n_layers=6", f"--parallel.activation_checkpoint={kind}"
-        ).memory.activations
-        for kind in ("none", "selective", "full")
-    }
-    assert kept["full"] < kept["selective"] < kept["none"]
+    kept = [
+        simulated(4, *TINY, TP, *prefetch(1), *way).memory.activations
+        for way in ([checkpoint("full")], [checkpoint("selective")], [])
+    ]
+    assert kept == sorted(set(kept))
 
 
 def test_logits_are_what_the_loss_makes_of_them():
     tokens, vocab = 48, 264
-    memory = simulated(4, *TINY, "--parallel.param_dtype=bfloat16").memory
+    memory = simulated(4, *PLAIN).memory
     three_copies = 3 * tokens * vocab * FP32  # log-probabilities, their gradient, and that of the logits
     assert three_copies <= memory.logits < three_copies * 1.02
-    assert simulated(8, *TINY, TP, "--parallel.param_dtype=bfloat16").memory.logits < memory.logits * 0.7
+    assert simulated(8, *TINY, TP, BFLOAT16, REPLICAS).memory.logits < memory.logits * 0.7
 
 
 def test_the_peak_is_at_least_what_is_always_there_and_at_most_all_maxima_together():
-    simulation = simulated(4, *TINY)
+    simulation = simulated(4, *PLAIN)
     most, peak = dataclasses.asdict(simulation.memory), dataclasses.asdict(simulation.at_peak)
     assert all(peak[kind] <= most[kind] for kind in most)
     assert (
@@ -339,7 +313,7 @@ def test_the_peak_is_at_least_what_is_always_there_and_at_most_all_maxima_togeth
 
 
 def test_offloaded_memory_is_told_apart():
-    plain, offloaded = simulated(4, *TINY), simulated(4, *TINY, "--parallel.cpu_offload=true")
+    plain, offloaded = (simulated(4, *PLAIN, *keys) for keys in ((), ("--parallel.cpu_offload=true",)))
     assert plain.host_bytes == 0
     on_host = {kind: getattr(plain.memory, kind) for kind in ("params", "grads", "optimizer")}
     assert offloaded.host_bytes == sum(on_host.values())
@@ -347,19 +321,66 @@ def test_offloaded_memory_is_told_apart():
     assert offloaded.peak_bytes < plain.peak_bytes
 
 
+# The planner
+
+
+THREE_MICRO_BATCHES = "--train.global_batch_size=12"
+LAST, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard_after_backward=false"
+TIED = "--model.tie_embeddings=true"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        (4, (TP, *prefetch(0))),
+        (4, (TP, *prefetch(2))),
+        (4, (BFLOAT16, KEEP, *prefetch(0))),
+        (4, (BFLOAT16, *prefetch(0), "--parallel.reshard_after_forward=2")),
+        (4, (TIED, *prefetch(1))),
+        (4, ("--parallel.unit_min_params=20000",)),
+        (4, ("--parallel.strategy=ddp",)),
+        (8, (TP, BFLOAT16, REPLICAS)),
+        (4, (THREE_MICRO_BATCHES, LAST)),
+        (4, (THREE_MICRO_BATCHES, KEPT, "--parallel.reshard_after_forward=2")),
+        (4, (THREE_MICRO_BATCHES, LAST, KEPT, REPLICAS, "--parallel.forward_prefetch=2")),
+        slow(4, (REPLICAS, THREE_MICRO_BATCHES, "--parallel.backward_prefetch=3")),
+        slow(4, (THREE_MICRO_BATCHES, LAST, KEPT, KEEP)),
+        slow(4, (THREE_MICRO_BATCHES, LAST, KEPT, "--parallel.reshard_after_forward=2")),
+        slow(4, (THREE_MICRO_BATCHES, KEPT, TIED, "--parallel.backward_prefetch=2")),
+    ],
+)
+def test_the_planner_launches_collectives_in_the_order_of_the_real_hooks(world_size, arguments):
+    plan = plan_run(parse_config([*TINY, *arguments]).job, world_size)
+    sharded, split, replicated = (
+        float(n > 1) for n in (plan.mesh.dp_shard, plan.mesh.tp, plan.mesh.dp_replicate)
+    )
+    unit = {
+        "gather_s": sharded,
+        "scatter_s": sharded,
+        "all_reduce_s": replicated,
+        "copy_in_s": 1,
+        "copy_out_s": 1,
+    }
+    times = times_of(plan, forward=1.0, backward=1.0, tp=(split, split), **unit)
+    axes = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
+    launched = [
+        Collective(task.lane, axes[task.lane], task.unit, task.phase, 0)
+        for task in launch_tasks(plan, times, start_ahead(plan))
+        if task.lane != "compute"
+    ]
+    real = simulated(world_size, *TINY, *arguments).collectives
+    assert describe_collective(launched) == describe_collective(real)
+
+
 # The simulation itself
 
 
 def test_a_simulation_leaves_nothing_behind_and_every_rank_does_the_same():
-    first = simulated(8, *TINY, TP, "--parallel.dp_replicate=2")
-    last = simulated(8, *TINY, TP, "--parallel.dp_replicate=2", rank=7)
+    first = simulated(8, *TINY, TP, BFLOAT16, REPLICAS)
+    last = simulated(8, *TINY, TP, BFLOAT16, REPLICAS, rank=7)
     assert first == last
     assert not dist.is_initialized()
     assert type(torch.ones(1)) is torch.Tensor
-
-
-def test_compiled_or_not_the_simulation_is_the_same():
-    assert simulated(4, *TINY) == simulated(4, *TINY, "--parallel.compile.enabled=false")
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced():

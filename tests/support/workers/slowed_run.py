@@ -25,7 +25,7 @@ from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.model.build import build_model
 
 SLOW, LATE, BEFORE_LATE = "layers.2", "layers.4", "layers.3"
-SLEEP_S = 0.1
+SLEEP_S = 0.4
 
 
 def wait_for_rank_1(calls: Iterator[int], folder: Path) -> None:

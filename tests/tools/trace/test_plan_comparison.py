@@ -5,10 +5,9 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 
 import pytest
-from matplotlib.colors import to_hex
 
 from meshwright.parallel.planner.timeline import MicroBatchTimeline, Timeline, TimelineEvent
-from meshwright.parallel.planner.timeline_plot import COLORS, LANES_WIDTH, MARK, to_png, to_svg
+from meshwright.parallel.planner.timeline_plot import COLORS, LANES_WIDTH, to_png, to_svg
 from meshwright.tools.trace.plan_comparison import LaneRow, compare_lanes, draw_against, predict_run
 from meshwright.train.errors import DataError
 from tests.support.pictures import assert_readable, figure_texts, spans_of, texts_of
@@ -94,21 +93,6 @@ def test_both_steps_begin_at_0_and_have_one_scale() -> None:
     )
 
 
-def test_the_part_shown_below_is_marked_within_its_step() -> None:
-    # slow enough that the window below is longer than the predicted step
-    figure = draw_against(step(), step(slower=6.0), "")
-    marks = [
-        (patch.get_x(), patch.get_x() + patch.get_width())
-        for axes in figure.axes
-        for patch in axes.patches
-        if to_hex(patch.get_facecolor()) == MARK
-    ]
-    (predicted, measured), step_ms = marks, 266
-    assert predicted[1] == pytest.approx(step_ms)
-    assert 0 < measured[0] < measured[1] < 6 * step_ms
-    assert measured == pytest.approx(figure.axes[3].get_xlim())
-
-
 def test_exposed_time_shows_in_both_as_long_as_it_is() -> None:
     figure = draw_against(step(), step(slower=1.5), "")
     lanes = [spans_of(axes, COLORS["exposed"]) for axes in figure.axes]
@@ -153,44 +137,40 @@ def test_the_figures_say_the_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "title"),
+    ("predicted", "measured", "title"),
     [
-        (lambda: step(1.5), "a title"),
-        (lambda: step(20.0), "much slower than it should be"),
-        (tiny, "one event of a microsecond"),
-        (lambda: timeline([bar("compute", "backward", "layers.3", 0, 9e6)], 9e6), "two hours and a half"),
-        (lambda: timeline([], 7.0), "no event"),
-        (everything, "Every existing lane, " * 6),
-        (lambda: crowded(100_000), "A very long title that has to be shortened. " * 40),
+        (step, lambda: step(1.5), "a title"),
+        (everything, lambda: step(20.0), "much slower than it should be"),
+        (step, tiny, "one event of a microsecond"),
+        (
+            tiny,
+            lambda: timeline([bar("compute", "backward", "layers.3", 0, 9e6)], 9e6),
+            "two hours and a half",
+        ),
+        (step, lambda: timeline([], 7.0), "no event"),
+        (everything, everything, "Every existing lane, " * 6),
+        (tiny, lambda: crowded(10_000), "A very long title that has to be shortened. " * 40),
     ],
 )
-@pytest.mark.parametrize("predicted", [step, everything, tiny])
 def test_nothing_overlaps_or_is_cut_off(predicted, measured, title) -> None:
     assert_readable(draw_against(predicted(), measured(), title))
 
 
-def test_a_hundred_thousand_events_are_a_small_picture_that_is_half_full() -> None:
-    figure = draw_against(step(), crowded(100_000), "")
+def test_many_events_are_a_small_picture_that_is_half_full() -> None:
+    figure = draw_against(step(), crowded(20_000), "")
     svg = to_svg(figure)
     assert len(svg) < 1_500_000
     painted = sum(end - start for start, end in spans_of(figure.axes[1], COLORS["backward"]))
-    assert painted == pytest.approx(1000 / 2, rel=0.02)
+    assert painted == pytest.approx(200 / 2, rel=0.02)
     ElementTree.fromstring(svg)
     assert to_png(figure).startswith(b"\x89PNG")
 
 
 def test_lanes_are_compared():
+    lanes_ms = {"step": 266, "compute": 250, "forward": 80, "backward": 160, "optimizer": 10, "exposed": 16}
     assert compare_lanes(step(), step(slower=1.5)) == [
         LaneRow(lane, pytest.approx(ms / 1e3), pytest.approx(1.5 * ms / 1e3), pytest.approx(1.5))
-        for lane, ms in {
-            "step": 266,
-            "compute": 250,
-            "forward": 80,
-            "backward": 160,
-            "optimizer": 10,
-            "exposed": 16,
-            "all_gather": 40,
-        }.items()
+        for lane, ms in (lanes_ms | {"all_gather": 40}).items()
     ]
     two_at_once = timeline(
         [bar("all_reduce", "all_reduce", "head", 0, 8), bar("all_reduce", "all_reduce", "head", 4, 12)], 20

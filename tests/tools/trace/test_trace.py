@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.tools.trace.__main__ import main, make_parser
+from meshwright.tools.trace.__main__ import main
 from meshwright.tools.trace.reader import find_traces, read_events, read_header
 from meshwright.train.errors import DataError
 from tests.tools.trace.test_profiled_steps import CPU_EVENTS, CUDA_EVENTS, write_trace
@@ -55,35 +55,33 @@ def test_names_of_kernels_with_control_characters_and_broken_letters_are_read(tm
 
 
 def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
-    """A trace of 12 MB."""
+    """A trace of 9 MB."""
     path, line = tmp_path / "long.json", json.dumps(CPU_EVENTS[3])
-    with path.open("w") as file:
-        file.write('{"traceEvents": [' + line + (", " + line) * (12_000_000 // len(line)) + "]}")
+    path.write_text('{"traceEvents": [' + line + (", " + line) * (9_000_000 // len(line)) + "]}")
     tracemalloc.start()
     events = sum(1 for _ in read_events(path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert events > 12_000_000 / 200
+    assert events > 9_000_000 / 200
     assert peak < 6e6
+
+
+def replaced(old: bytes, new: bytes, count: int = -1) -> Callable[[bytes], bytes]:
+    return lambda text: text.replace(old, new, count)
+
+
+def with_header(json_text: bytes) -> Callable[[bytes], bytes]:
+    return lambda text: b"{" + json_text + b", " + text[1:]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda text: text[: len(text) // 2],
-            r"premature EOF \(before character 3,\d+, after \d\d events\)",
-        ),
-        (
-            lambda text: text.replace(b'"ph"', b'"ph', 1),
-            r'invalid char in json text\. .*\{"ph: "X".* \(before character [\d,]+, after 0 events\)',
-        ),
-        (lambda text: b"not a trace", r"invalid string in json text\. not a trace \(before character 11"),
-        (lambda text: b"", r"premature EOF \(before character 0, after 0 events\)"),
-        (
-            lambda text: text.replace(b"aten::mm", b"aten::\\udfff"),
-            r"unreadable trace: 'utf-8' codec can't decode byte .* \(before character",
-        ),
+        (lambda text: text[: len(text) // 2], r"EOF \(before character 3,\d+, after \d\d events\)"),
+        (replaced(b'"ph"', b'"ph', 1), r'\{"ph: "X".* \(before character [\d,]+, after 0 events\)'),
+        (lambda text: b"not a trace", r"not a trace \(before character 11"),
+        (lambda text: b"", r"EOF \(before character 0, after 0 events\)"),
+        (replaced(b"aten::mm", b"aten::\\udfff"), r"unreadable trace: 'utf-8' .* \(before character"),
         (lambda text: b"[1, 2]", "not a trace.*JSON object.*another file"),
         (
             lambda text: b'{"traceEvents": [5]}',
@@ -93,60 +91,17 @@ def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
             lambda text: gzip.compress(text)[:-200],
             r"ended before the end-of-stream marker .*after \d+ events",
         ),
-        (
-            lambda text: gzip.compress(text)[:60] + b"x" * 60 + gzip.compress(text)[120:],
-            "unreadable trace.*rofile again",
-        ),
-        (
-            lambda text: text.replace(b"ProfilerStep#", b"Step#"),
-            r"no profiled step.*ProfilerStep#N.*--profile\.start=N",
-        ),
-        (
-            lambda text: text.replace(b'"dur"', b'"length"'),
-            "unknown event.*'ph': 'X'",
-        ),
-        (
-            lambda text: text.replace(b'"dur": 900', b'"dur": -900'),
-            "unknown event.*'ph': 'X'",
-        ),
-        (
-            lambda text: text.replace(b'"aten::mm"', b"null"),
-            "unknown event.*'ph': 'X'",
-        ),
-        (lambda text: text.replace(b'"aten::mm"', b"5"), "unknown event.*'ph': 'X'"),
-        (
-            lambda text: re.sub(rb'("aten::mm".*?"args": )\{\}', rb'\1{"Input Dims": 5}', text, count=1),
-            "unknown event.*'ph': 'X'",
-        ),
-        (
-            lambda text: text.replace(b'"dur": 10000', b'"dur": 0'),
-            "step 5 has a duration of 0.*profile again",
-        ),
-        (
-            lambda text: text.replace(b'"args": {}', b'"args": ' + b"[" * 200_000, 1),
-            r"nested too deeply \(before character [\d,]+, after \d+ events\)",
-        ),
-        (
-            lambda text: b'{"traceEvents": ' + b"[" * 500 + b"]" * 500 + b"}",
-            "a list instead of an event",
-        ),
-        (
-            lambda text: text.replace(b"1000000000000000000", b'"x"'),
-            "baseTimeNanoseconds is 'x'.*integer.*profile again",
-        ),
-        (lambda text: b'{"meshwright": [1], ' + text[1:], r"meshwright is '\[1\]'.*an object"),
-        (
-            lambda text: b'{"distributedInfo": "x", ' + text[1:],
-            "distributedInfo is 'x'.*an object",
-        ),
-        (
-            lambda text: b'{"distributedInfo": {"rank": null}, ' + text[1:],
-            "rank is 'None'.*integer",
-        ),
-        (
-            lambda text: b'{"meshwright": {"rank": "x"}, ' + text[1:],
-            "rank is 'x'.*integer",
-        ),
+        (lambda text: gzip.compress(text)[:60] + b"x" * 99, "unreadable trace.*rofile again"),
+        (replaced(b"ProfilerStep#", b"Step#"), r"no profiled step.*ProfilerStep#N.*--profile\.start=N"),
+        (replaced(b'"dur"', b'"length"'), "unknown event.*'ph': 'X'"),
+        (replaced(b'"dur": 900', b'"dur": -900'), "unknown event.*'ph': 'X'"),
+        (replaced(b'"aten::mm"', b"null"), "unknown event.*'ph': 'X'"),
+        (replaced(b'"args": {}', b'"args": {"Input Dims": 5}'), "unknown event.*'ph': 'X'"),
+        (replaced(b'"dur": 10000', b'"dur": 0'), "step 5 has a duration of 0.*profile again"),
+        (replaced(b'"args": {}', b'"args": ' + b"[" * 200_000, 1), r"nested too deeply \(before character"),
+        (replaced(b"1000000000000000000", b'"x"'), "baseTimeNanoseconds is 'x'.*integer.*profile again"),
+        (with_header(b'"meshwright": [1]'), r"meshwright is '\[1\]'.*an object"),
+        (with_header(b'"distributedInfo": {"rank": null}'), "rank is 'None'.*integer"),
     ],
 )
 def test_a_broken_trace_is_one_line(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
@@ -173,27 +128,7 @@ def test_json_has_all_figures(tmp_path: Path, capsys: Output) -> None:
     write_profile(tmp_path, 5, ranks=2)
     main([str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {
-        "trace",
-        "device_type",
-        "run",
-        "rank",
-        "ranks",
-        "step",
-        "step_s",
-        "shares",
-        "seconds",
-        "steps",
-        "advice",
-        "communication",
-        "prefetch",
-        "slow_units",
-        "stragglers",
-        "clock",
-        "left_out",
-        "kernels",
-        "plan",
-    }
+    assert set(found) >= {"trace", "run", "steps", "advice", "communication", "slow_units", "kernels"}
     assert sum(found["shares"].values()) == 1.0
     assert found["seconds"] == {
         "compute": 0.00392,
@@ -202,12 +137,8 @@ def test_json_has_all_figures(tmp_path: Path, capsys: Output) -> None:
         "host": 0.0033,
         "idle": 0.00024,
     }
-    assert (found["ranks"], found["step"], found["step_s"], found["clock"]) == (
-        [0, 1],
-        5,
-        0.01,
-        "one host's clock",
-    )
+    facts = [found[key] for key in ("ranks", "step", "step_s", "clock")]
+    assert facts == [[0, 1], 5, 0.01, "one host's clock"]
     gather = found["prefetch"][0]["gathers"][1]
     assert gather == {
         "unit": "layers.1",
@@ -227,12 +158,8 @@ def test_json_has_all_figures(tmp_path: Path, capsys: Output) -> None:
 
 
 def test_the_text_begins_with_the_step_in_plain_words(tmp_path: Path, capsys: Output) -> None:
-    main(
-        [
-            str(write_trace(tmp_path / "trace.json", CPU_EVENTS, meshwright=FACTS)),
-            f"--picture={tmp_path / 'step.svg'}",
-        ]
-    )
+    trace = write_trace(tmp_path / "trace.json", CPU_EVENTS, meshwright=FACTS)
+    main([str(trace), f"--picture={tmp_path / 'step.svg'}"])
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0] == (
@@ -286,12 +213,3 @@ def test_as_a_command(tool: Tool, tmp_path: Path) -> None:
         rf"DataError: {tmp_path}.* no profile.*--profile\.start=STEP.*--profile\.all_ranks=true.*\n",
         done.stderr,
     )
-
-
-def test_help_names_every_option(capsys: Output) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["-h"])
-    printed = capsys.readouterr().out
-    for action in make_parser()._actions:
-        assert all(option in printed for option in action.option_strings)
-        assert action.help

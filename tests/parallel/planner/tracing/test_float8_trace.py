@@ -1,5 +1,6 @@
 """The stand-in for float8 products saves and allocates what torchao's does, traced by the same compiler."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -44,6 +45,7 @@ def traced(convert: Callable[[nn.Module], object]) -> ModuleWorkload:
         torch.set_default_dtype(torch.float32)
 
 
+@functools.cache
 def stand_in() -> ModuleWorkload:
     return traced(lambda module: multiply_in_float8(module, ("w1", "w2", "w3")))
 

@@ -43,68 +43,50 @@ def names(graph: KernelGraph) -> list[tuple[str, str]]:
     return [(operation.kind, operation.name) for operation in graph.phase().operations]
 
 
-# Fusion
+# Fusion: bytes that each kernel reads and writes
 
 
-def test_operations_on_elements_are_one_kernel_that_reads_and_writes_once() -> None:
-    (kernel,) = read(lambda x: [(x.relu() + 1) * 2], x).phase().operations
-    assert (kernel.kind, kernel.bytes) == ("memory", per_sequence(X + X))
+def recomputed(x: Tensor, w: Tensor) -> list[Tensor]:
+    cheap = x.relu()
+    return [torch.mm(torch.mm(cheap + 1, w) + cheap, w)]
 
 
-def test_what_lies_on_both_sides_of_a_product_is_not_fused() -> None:
+def stored(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, w: Tensor) -> list[Tensor]:
+    costly = (a + b + c + d + e).relu()
+    return [torch.mm(torch.mm(costly + 1, w) + costly, w)]
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "moved"),
+    [
+        (lambda x: [(x.relu() + 1) * 2], 1, [X + X]),
+        # what lies on both sides of a product is not fused
+        (lambda x, w: [torch.mm(x.relu(), w).sigmoid()], 1, [X + X, X + X, X + X]),
+        # a reduction is fused with what it reduces and with what is made of it
+        (lambda x: [x * torch.rsqrt((x * x).mean(-1, keepdim=True))], 1, [X + X]),
+        # branches of one input
+        (lambda x: [x.relu(), x.sigmoid()], 1, [X + X + X]),
+        # what is cheap to compute again is neither written nor read: both products' neighbors compute relu(x)
+        (recomputed, 1, [X + X, X + X, X + X + X, X + X]),
+        # what reads many tensors is stored for its users: the first kernel writes it
+        (stored, 5, [5 * X + 2 * X, X + X, X + X + X, X + X]),
+        # the gradients of two weights: sums over the same rows share a kernel
+        (lambda x: [x.relu().sum(0), (x + 1).sum(0)], 1, [X]),
+    ],
+)
+def test_kernels_read_and_write_once(function, inputs: int, moved: list[int]) -> None:
+    with_weight = "w" in function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = [*(x.clone() for _ in range(inputs)), *[w] * with_weight]
+    operations = read(function, *given, weights=int(with_weight)).phase().operations
+    assert [operation.bytes.per_sequence for operation in operations] == moved
+
+
+def test_a_product_has_its_weight_and_its_operations() -> None:
     graph = read(lambda x, w: [torch.mm(x.relu(), w).sigmoid()], x, w, weights=1)
     assert names(graph) == [("memory", "fused_relu"), ("matmul", "mm"), ("memory", "fused_sigmoid")]
     product = graph.phase().operations[1]
     assert product.flops == per_sequence(2 * TOKENS * DIM * DIM)
     assert product.bytes == per_sequence(X + X, fixed=W)
-
-
-def test_a_reduction_is_fused_with_what_it_reduces_and_what_is_made_of_it() -> None:
-    (kernel,) = read(lambda x: [x * torch.rsqrt((x * x).mean(-1, keepdim=True))], x).phase().operations
-    assert kernel.bytes == per_sequence(X + X)
-
-
-def test_branches_of_one_input_are_one_kernel() -> None:
-    (kernel,) = read(lambda x: [x.relu(), x.sigmoid()], x).phase().operations
-    assert kernel.bytes == per_sequence(X + X + X)
-    assert len(read(lambda x: [x.relu() * x.sigmoid()], x).kernels) == 1
-
-
-def test_what_is_cheap_to_compute_again_is_not_stored() -> None:
-    """Both matmuls' neighbors compute relu(x) themselves: it is neither written nor read."""
-
-    def function(x: Tensor, w: Tensor) -> list[Tensor]:
-        cheap = x.relu()
-        return [torch.mm(torch.mm(cheap + 1, w) + cheap, w)]
-
-    graph = read(function, x, w, weights=1)
-    first, _, second, _ = graph.phase().operations
-    assert [first.bytes, second.bytes] == [per_sequence(X + X), per_sequence(X + X + X)]
-
-
-def test_what_reads_many_tensors_is_stored_for_its_users() -> None:
-    """relu(a + b + c + d + e) is read by two kernels: the first one writes it."""
-
-    def function(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, w: Tensor) -> list[Tensor]:
-        costly = (a + b + c + d + e).relu()
-        return [torch.mm(torch.mm(costly + 1, w) + costly, w)]
-
-    graph = read(function, *(x.clone() for _ in range(5)), w, weights=1)
-    first, _, second, _ = graph.phase().operations
-    assert [first.bytes, second.bytes] == [per_sequence(5 * X + 2 * X), per_sequence(X + X + X)]
-
-
-def test_kernels_are_not_joined_around_another() -> None:
-    """x.neg() is read before the product and x.relu() after it; both read x, but not at the same time."""
-
-    def function(x: Tensor, w: Tensor) -> list[Tensor]:
-        return [torch.mm(x.neg(), w) + x.relu(), x.sigmoid()]
-
-    assert names(read(function, x, w, weights=1)) == [
-        ("memory", "fused_neg_sigmoid"),
-        ("matmul", "mm"),
-        ("memory", "fused_add"),
-    ]
 
 
 def norm_gradients(rows: int, columns: int) -> KernelGraph:
@@ -138,38 +120,17 @@ def test_sums_over_rows_and_columns_share_a_kernel_within_inductors_limits(
     assert moved == pytest.approx((3 if kernels == 1 else 5) * rows * columns * 2, rel=0.01)
 
 
-def test_sums_over_the_same_rows_share_a_kernel() -> None:
-    """The gradients of two weights."""
-    (kernel,) = read(lambda x: [x.relu().sum(0), (x + 1).sum(0)], x).phase().operations
-    assert kernel.bytes == Linear(2 * 4 * DIM, X)
-
-
-def test_kernels_come_after_all_that_they_read() -> None:
-    """relu and sigmoid are one kernel; in the graph relu comes before the matmul that sigmoid depends on."""
-    graph = read(lambda x, w: [torch.mm(x.neg(), w).sigmoid() + x.relu()], x, w, weights=1)
-    computed: set[Node] = set()
-    for kernel in graph.kernels:
-        assert all(node in computed for node in kernel.reads if node.op == "call_function")
-        computed |= set(kernel.nodes)
-
-
 # Aliases
 
 
-def test_views_are_the_storage_they_look_at() -> None:
-    graph = read(lambda x: [x.view(-1).unsqueeze(0).t() + 1], x)
-    assert names(graph) == [("memory", "fused_add")]
-    (returned,) = graph.returned()
-    assert returned is not None
-    assert graph.size(returned) == per_sequence(X)
-
-
-def test_a_part_that_is_returned_keeps_the_whole() -> None:
-    """One column is returned, but the full storage of x + 1 stays alive."""
-    graph = read(lambda x: [(x + 1)[:, :1]], x)
-    (returned,) = graph.returned()
-    assert returned is not None
-    assert graph.size(returned) == per_sequence(X)
+def test_views_are_the_storage_they_look_at_and_keep_the_whole() -> None:
+    """Of the second only one column is returned."""
+    for function in (lambda x: [x.view(-1).unsqueeze(0).t() + 1], lambda x: [(x + 1)[:, :1]]):
+        graph = read(function, x)
+        (returned,) = graph.returned()
+        assert names(graph) == [("memory", "fused_add")]
+        assert returned is not None
+        assert graph.size(returned) == per_sequence(X)
 
 
 def test_placeholders_of_one_storage_are_counted_once() -> None:
@@ -202,14 +163,6 @@ def test_sizes_are_fixed_or_grow_with_the_sequences(
     (returned,) = graph.returned()
     assert returned is not None
     assert graph.size(returned) == size
-
-
-def test_what_is_not_counted_is_not_returned_either() -> None:
-    graph = read(lambda x, w: [x + 1, w, x], x, w, weights=1)
-    result, weight, passed_input = graph.returned()
-    assert weight is None
-    assert result is not None
-    assert passed_input is not None
 
 
 # Liveness
