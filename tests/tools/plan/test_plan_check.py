@@ -38,9 +38,10 @@ CASES = [
     ),
     (4, [*ACCUMULATED, ONCE, KEPT, "--parallel.tp=2", "--parallel.reduce_dtype=bfloat16"]),
     (2, [*ACCUMULATED, ONCE, KEPT, GATHERED, FROZEN]),
-    (4, [*ACCUMULATED, ONCE, "--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather"]),
+    (2, [*ACCUMULATED, ONCE, "--parallel.cp=2"]),
 ]
 MORE = [
+    (4, [*ACCUMULATED, ONCE, "--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather"]),
     (1, []),
     (48, []),
     (4, ["--parallel.dp_replicate=4"]),
