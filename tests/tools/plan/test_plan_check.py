@@ -43,7 +43,6 @@ CASES = [
 MORE = [
     (4, [*ACCUMULATED, ONCE, "--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather"]),
     (1, []),
-    (48, []),
     (4, ["--parallel.dp_replicate=4"]),
     (4, ["--parallel.tp=2", "--parallel.sequence_parallel=false"]),
     (2, ["--model.tie_embeddings=true", "--parallel.param_dtype=bfloat16"]),
