@@ -178,7 +178,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=plans())
 def test_any_plan_reads_back_exactly(plan: Plan, tmp_path: Path) -> None:
     assert repr(reread(plan, tmp_path)) == repr(plan)

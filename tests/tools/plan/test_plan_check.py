@@ -38,11 +38,11 @@ CASES = [
     ),
     (4, [*ACCUMULATED, ONCE, KEPT, "--parallel.tp=2", "--parallel.reduce_dtype=bfloat16"]),
     (2, [*ACCUMULATED, ONCE, KEPT, GATHERED, FROZEN]),
-    (4, [*ACCUMULATED, ONCE, "--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather"]),
+    (2, [*ACCUMULATED, ONCE, "--parallel.cp=2"]),
 ]
 MORE = [
+    (4, [*ACCUMULATED, ONCE, "--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather"]),
     (1, []),
-    (48, []),
     (4, ["--parallel.dp_replicate=4"]),
     (4, ["--parallel.tp=2", "--parallel.sequence_parallel=false"]),
     (2, ["--model.tie_embeddings=true", "--parallel.param_dtype=bfloat16"]),

@@ -15,7 +15,7 @@ H100 = load_hardware()["h100-sxm"]
 RECORD = json.loads(PATH.read_text())
 
 
-EVERY_DAY = ("fsdp-8", "hsdp-2x4-accumulation-full-recomputation", "tp-2-offload")
+EVERY_DAY = ("fsdp-8", "hsdp-2x4-accumulation-full-recomputation")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,11 @@ def changed(job: TrainingJob, change: Suggestion) -> TrainingJob:
     [
         pytest.param(8, Devices(40 * GIB, 8), [], id="eight"),
         pytest.param(8, Devices(12 * GIB, 8), ["--parallel.activation_checkpoint=full"], id="recomputed"),
-        pytest.param(8, Devices(80 * GIB, 8, H100), ODD, id="half a sequence is not divided by tp"),
+        pytest.param(
+            *(8, Devices(80 * GIB, 8, H100), ODD),
+            id="half a sequence is not divided by tp",
+            marks=[pytest.mark.slow, pytest.mark.sampled(5)],
+        ),
         pytest.param(8, Devices(27 * GIB // 2, 8, H100), OFFLOADED, id="not in proportion to the sequence"),
     ],
 )
