@@ -28,7 +28,7 @@ from tests.support.forks import fork
 from tests.support.launch import EAGER, LIMIT_S, TINY, Launch, read_metrics, write_text
 from tests.support.metrics import board_steps, log_losses, open_metrics, read_board, steps_in
 
-FLUSH_LIMIT_S = 60.0
+FLUSH_LIMIT_S = 30.0
 ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
 
 
@@ -204,7 +204,6 @@ def repaired(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     hang_until(event.wait)
     yield event
     event.set()
-    join_writers()
 
 
 def join_writers() -> None:
