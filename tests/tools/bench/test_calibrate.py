@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.parallel.planner.hardware import COLLECTIVES, HARDWARE_FOLDER, load_hardware, read_hardware
+from meshwright.parallel.planner.hardware import (
+    ALL_TO_ALL,
+    COLLECTIVES,
+    HARDWARE_FOLDER,
+    load_hardware,
+    read_hardware,
+)
 from meshwright.tools.bench.calibrate import command
 from meshwright.tools.bench.calibrate.command import add_calibrate_options, calibrate, find_base
 from meshwright.tools.processes import BenchError
@@ -65,7 +71,7 @@ def test_a_real_calibration_is_read_by_the_planner(folder: Path) -> None:
     assert max(share for _, share in hardware.matmul["float32"]) == pytest.approx(1)
     assert 0 < hardware.host.operator_s < 1e-3
     assert 0 < hardware.host.graph_s < 1e-1
-    assert set(hardware.collectives_s) == set(COLLECTIVES)
+    assert set(hardware.collectives_s) == {*COLLECTIVES, ALL_TO_ALL}
     assert all(set(by_ranks) == {2, 4} for by_ranks in hardware.collectives_s.values())
     assert {size for size, _ in hardware.node.efficiency["all_reduce"]} == {2, 4}
     assert source_in(path, "peak_tflops").startswith("measured 20")

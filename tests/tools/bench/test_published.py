@@ -30,7 +30,7 @@ from meshwright.tools.bench.planner.published import (
 # The compiler traces in this process and emits several warnings.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.sampled(10, together="published"),
+    pytest.mark.sampled(10),
     pytest.mark.filterwarnings("ignore"),
 ]
 RUNS = published_rows()

@@ -20,6 +20,7 @@ import pytest
 import meshwright.train.main
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.metrics import log_file, writer
+from meshwright.train.metrics.collector import Metrics
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
 from meshwright.train.metrics.writer import MetricsWriter
@@ -27,6 +28,7 @@ from tests.support.forks import fork
 from tests.support.launch import EAGER, LIMIT_S, TINY, Launch, read_metrics, write_text
 from tests.support.metrics import board_steps, log_losses, open_metrics, read_board, steps_in
 
+FLUSH_LIMIT_S = 30.0
 ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
 
 
@@ -202,7 +204,6 @@ def repaired(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     hang_until(event.wait)
     yield event
     event.set()
-    join_writers()
 
 
 def join_writers() -> None:
@@ -215,6 +216,13 @@ def assert_hang(output: str, folder: Path) -> None:
     assert_contains(output, "warning: ", "metrics", f"{folder} ", " hung for ", "training continues")
 
 
+def flush_in_time(metrics: Metrics) -> None:
+    flushing = threading.Thread(target=metrics.flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_LIMIT_S)
+    assert not flushing.is_alive(), "a flush waits for the disk"
+
+
 def test_a_disk_that_hangs_is_waited_for_once_and_gets_all_rows_later(
     repaired: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,12 +230,9 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_all_rows_later(
     warnings: list[str] = []
     metrics = open_metrics(tmp_path, warnings.append)
     log_losses(metrics, dict.fromkeys(range(10), 1.0))
-    metrics.flush()
-    monkeypatch.setattr(writer, "HANGS_S", 2 * LIMIT_S)
-    flushing = threading.Thread(target=metrics.flush, daemon=True)
-    flushing.start()
-    flushing.join(LIMIT_S)
-    assert not flushing.is_alive(), "only the first flush waits"
+    flush_in_time(metrics)
+    monkeypatch.setattr(writer, "HANGS_S", 2 * FLUSH_LIMIT_S)
+    flush_in_time(metrics)  # only the first flush waits
     written = threading.Event()
     metrics.later(written.set)
     repaired.set()
