@@ -45,7 +45,7 @@ MENDED = (
         "an int reshard_after_forward with tp, with which torch hangs, is accepted",
         'if tp > 1:\n        yield Mistake(\n            "units.reshard_after_forward",',
         'if False:\n        yield Mistake(\n            "units.reshard_after_forward",',
-        tests=("tests/parallel/plan/test_make.py",),
+        tests=("tests/parallel/plan/test_mistakes.py",),
     ),
     Fault(
         "infinite-bound",

@@ -12,7 +12,7 @@ MOST = 40  # files
 
 def order_tests(fault: Fault, product: Path, caught_last: str) -> Iterator[list[str]]:
     """Yield groups of tests to try: the test that caught the fault last; all its cases; the files about the
-    fault; and the files that import the faulty file, the nearest first, at most MOST."""
+    fault; and at most MOST files that import the faulty file, those of its folder first, then the nearest."""
     test = caught_last.partition("[")[0]
     if caught_last:
         yield [caught_last]
@@ -24,5 +24,6 @@ def order_tests(fault: Fault, product: Path, caught_last: str) -> Iterator[list[
     about = [name for name in dict.fromkeys((*named, *alike)) if name in files]
     yield about
     imports = {name: distance(path, frozenset({ROOT / product})) for name, path in files.items()}
-    near = sorted((steps, name) for name, steps in imports.items() if steps is not None)
-    yield [name for _, name in near if name not in about][:MOST]
+    elsewhere = {name: path.parent != ROOT / "tests" / product.parent for name, path in files.items()}
+    near = sorted((elsewhere[name], steps, name) for name, steps in imports.items() if steps is not None)
+    yield [name for *_, name in near if name not in about][:MOST]
