@@ -113,6 +113,8 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
     choice, seed = find(16, batch=64), random.randrange(2**32)
     print(f"seed {seed}")
     assert len(choice.pruned) > 50
+    fastest = max(c.rate() for c in choice.ranked)
+    assert all(c.rate() <= fastest for c in choice.pruned), "by their bounds"
     for pruned in random.Random(seed).sample(choice.pruned, 40):
         timed = simulate_step(pruned.plan, times_of(pruned.plan, machines()))
         assert pruned.lower_bound_s <= timed.step_s * (1 + 1e-9), pruned.choices

@@ -239,8 +239,7 @@ def test_the_longest_come_first_and_no_more_than_asked():
 
 
 def test_a_device_without_a_file_has_no_roof():
-    assert find_roof("CPU (no GPU)") is None
-    assert find_roof("") is None
+    assert find_roof("CPU (no GPU)") is find_roof("") is None
     assert Roof(3350.0, load_hardware()["h100-sxm"].peak_tflops) == H100
     assert H100 is not None
     assert H100.least_s(OperatorWork(1e12, None, "float4")) is None

@@ -13,7 +13,6 @@ from meshwright.tools.trace.advice import advise
 from meshwright.tools.trace.analysis import ProfileAnalysis, analyze_profile, find_steps
 from meshwright.tools.trace.cpu import cpu_steps
 from meshwright.tools.trace.events import load_store
-from meshwright.tools.trace.phases import StepPhase, find_axis
 from meshwright.tools.trace.plan_comparison import to_timeline
 from meshwright.tools.trace.prefetch import Communication
 from meshwright.tools.trace.reader import find_mesh
@@ -86,25 +85,24 @@ def test_fsdp_casts_and_adds_whole_gradients_in_two_labels(tmp_path: Path) -> No
     ]
 
 
-def test_a_gather_beside_fsdps_labels_is_no_axis_of_its_own() -> None:
-    assert find_axis("all_gather", StepPhase("pre_forward", "copy_out", "layers.0", "forward", 0), PURE) == ""
-    assert find_axis("all_reduce", StepPhase("all_gather", "copy_in", "layers.0", "forward", 0), HYBRID) == ""
-
-
 def test_the_mesh_is_that_of_the_runs_plan(tmp_path: Path) -> None:
     """None without a plan or with an invalid one."""
     trace = tmp_path / "profile" / "step-00000005" / "rank-0.json"
     trace.parent.mkdir(parents=True)
     write_trace(trace, EVENTS)
     assert find_mesh(trace) is None
-    assert Counter(t.axis for t in find_steps(load_store(trace))[0].transfers)["tp"] == 1
+    assert tp_transfers(trace) == 1
     (tmp_path / "config.yaml").touch()
     plan = plan_run(parse_config(["--config=llama_debug.yaml", "--parallel.tp=2"]).job, 4)
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
     assert find_mesh(trace) == plan.mesh == SPLIT
-    assert Counter(t.axis for t in find_steps(load_store(trace))[0].transfers)["tp"] == 3
+    assert tp_transfers(trace) == 3
     (tmp_path / "plan.yaml").write_text("no plan")
     assert find_mesh(trace) is None
+
+
+def tp_transfers(trace: Path) -> int:
+    return Counter(transfer.axis for transfer in find_steps(load_store(trace))[0].transfers)["tp"]
 
 
 TP, GATHERS, REST = LANES = [("tp", "tp"), ("all_gather", "dp_shard"), ("all_reduce", "")]
@@ -142,14 +140,8 @@ def _rows(longest: tuple[str, str]) -> list[Communication]:
 def test_a_trace_without_labels_is_of_the_threads_with_the_steps(tmp_path: Path) -> None:
     """As torch's profiler writes for any other program; and a step without any event."""
     step = label("ProfilerStep#5", 0, 1000)
-    found = analyze_profile(
-        {
-            0: write_trace(
-                tmp_path / "other.json", [step, op("aten::mm", 100, 400), op("aten::mm", 500, 600, GLOO)]
-            )
-        },
-        0,
-    )
+    events = [step, op("aten::mm", 100, 400), op("aten::mm", 500, 600, GLOO)]
+    found = analyze_profile({0: write_trace(tmp_path / "other.json", events)}, 0)
     assert found.shares.ns["compute"] == 300_000
     assert [(e.start_s, e.end_s) for e in to_timeline(found.step).events] == [(0.0001, 0.0004)]
     empty = analyze_profile({0: write_trace(tmp_path / "empty.json", [step])}, 0)

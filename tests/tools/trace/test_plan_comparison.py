@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from meshwright.parallel.planner.timeline import MicroBatchTimeline, Timeline, TimelineEvent
-from meshwright.parallel.planner.timeline_plot import COLORS, LANES_WIDTH, to_png, to_svg
+from meshwright.parallel.planner.timeline_plot import COLORS, to_png, to_svg
 from meshwright.tools.trace.plan_comparison import LaneRow, compare_lanes, draw_against, predict_run
 from meshwright.train.errors import DataError
 from tests.support.pictures import assert_readable, figure_texts, spans_of, texts_of
@@ -91,17 +91,6 @@ def test_both_steps_begin_at_0_and_have_one_scale() -> None:
     assert predicted.transData.inverted().transform(end.get_window_extent().p0)[0] == pytest.approx(
         268, abs=2
     )
-
-
-def test_exposed_time_shows_in_both_as_long_as_it_is() -> None:
-    figure = draw_against(step(), step(slower=1.5), "")
-    lanes = [spans_of(axes, COLORS["exposed"]) for axes in figure.axes]
-    assert all(lanes), "two steps, two backwards"
-    for lane, scale in zip(lanes[:2], (1.0, 1.5), strict=True):
-        # each bar loses a white edge
-        assert sum(end - start for start, end in lane) == pytest.approx(
-            16 * scale, abs=8.1 * 399 / LANES_WIDTH
-        )
 
 
 def test_the_same_units_are_enlarged_by_the_same_factor() -> None:

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from meshwright.train.calibration.compute import (
-    CPU_SCALE,
-    GPU_SCALE,
-    attention_work,
-    better,
-    measure_product,
-    quicker,
-)
+from meshwright.train.calibration.compute import attention_work, better, measure_product
 from meshwright.train.calibration.host import FEW, MANY, graph_seconds
 from meshwright.train.calibration.timing import AttentionShape, Run, Timer
 
@@ -48,13 +41,6 @@ def test_a_graph_and_a_kernel_are_told_apart_by_the_length_of_two_chains() -> No
     with torch.compiler.set_stance("force_eager"):
         assert graph_seconds(FixedClock(*chains)) == pytest.approx((graph_s, kernel_s))
         assert graph_seconds(FixedClock(40e-6, 30e-6)) == pytest.approx((20e-6, 0.0)), "never below zero"
-
-
-@pytest.mark.parametrize("scale", [CPU_SCALE, GPU_SCALE])
-def test_quick_is_a_part_of_the_whole(scale) -> None:
-    quick = quicker(scale)
-    assert set(quick.products) < set(scale.products)
-    assert set(quick.attention) < set(scale.attention)
 
 
 def test_the_better_of_two_rounds_counts() -> None:
