@@ -43,16 +43,22 @@ def test_it_has_the_published_number_of_parameters(name: str) -> None:
     assert parameters == source.parameters
 
 
-@pytest.mark.parametrize("name", MEANT_FOR)
+SLOW = [pytest.mark.slow, pytest.mark.sampled(4)]
+
+
+def _slow_if_of_transformers(name: str) -> object:
+    return pytest.param(name, marks=SLOW if name in ("qwen3_8b", "mistral_7b") else [])
+
+
+def _slow_but_one(name: str) -> object:
+    return pytest.param(name, marks=[] if name == "llama_1b" else SLOW)
+
+
+@pytest.mark.parametrize("name", [*map(_slow_if_of_transformers, MEANT_FOR)])
 def test_it_plans_for_the_gpus_it_is_meant_for(name: str) -> None:
     config, gpus = parse_config([f"--config={_path(name)}"]), MEANT_FOR[name][0]
     assert plan_run(config.job, gpus).mesh.world_size == gpus
     check_vocabulary(ByteTokenizer.info, source_of(config.model).vocab_size)
-
-
-def _slow_but_one(name: str) -> object:
-    slow = [pytest.mark.slow, pytest.mark.sampled(4)]
-    return pytest.param(name, marks=[] if name == "llama_1b" else slow)
 
 
 @pytest.mark.parametrize("name", [*map(_slow_but_one, PUBLISHED)])

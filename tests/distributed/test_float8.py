@@ -93,7 +93,7 @@ def test_training_stays_beside_float32_and_is_not_it(name, trained, plain):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "compiled" else SAMPLED, id=name) for name in ALONE],
+    [pytest.param(name, marks=SAMPLED, id=name) for name in ALONE],
 )
 def test_compiled_training_and_more_meshes_stay_beside_float32_too(name, data, plain):
     (got,) = run_jobs({name: ALONE[name]}, data).values()

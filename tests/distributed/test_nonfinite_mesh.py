@@ -74,7 +74,10 @@ def on_world(text: list[str]) -> Callable[[str], Seen]:
     return results
 
 
-@pytest.fixture(params=list(WORLDS))
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(5)]
+
+
+@pytest.fixture(params=[pytest.param(w, marks=SAMPLED if w == "compiled" else []) for w in WORLDS])
 def seen(request: pytest.FixtureRequest, on_world: Callable[[str], Seen]) -> Seen:
     return on_world(request.param)
 

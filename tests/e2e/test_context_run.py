@@ -19,7 +19,7 @@ COMPILED = ["--parallel.compile.backend=aot_eager"]
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param([*OWN, *EAGER], id="own"),
+        pytest.param([*OWN, *EAGER], id="own", marks=[pytest.mark.slow, pytest.mark.sampled(3)]),
         pytest.param(
             [*causal_lm("qwen3"), *COMPILED],
             id="transformers",

@@ -79,6 +79,8 @@ def trained(data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_model_of_ones_own_resumes_on_another_mesh(trained: Path, data, tmp_path: Path) -> None:
     resume = f"--checkpoint.resume={trained / 'checkpoints' / 'step-00000001'}"
     again = run(1, *MIXER, *data, resume, "--train.steps=3", f"--run.dir={tmp_path / 'run'}")

@@ -248,6 +248,8 @@ def test_a_mistake_is_one_clear_message_and_exit_code_2(data, tmp_path):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_a_model_that_does_not_fit_is_refused_with_what_would(data, tmp_path):
     # With an eighth of the machine's memory few configs fit, and trying those that fit takes long.
     result = run(

@@ -100,7 +100,11 @@ def build_block(fused: bool) -> Callable[[int], TracedModule]:
     return build
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sampled(3)])],
+    ids=["eager", "compiled"],
+)
 def test_fewer_products_keep_nothing_more_for_the_backward(compiled: bool) -> None:
     """Neither the compiler nor autograd saves the concatenated weights, or queries and keys along with the
     values."""

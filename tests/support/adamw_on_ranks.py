@@ -72,18 +72,12 @@ def bits(part: adamw_kernel.Slice) -> dict[str, Tensor]:
     }
 
 
-# what is all in float32 is torch's own AdamW
-CASES = [
-    (torch.float32, torch.bfloat16, 0.0),
-    (torch.bfloat16, torch.float32, 0.0),
-    (torch.bfloat16, torch.bfloat16, 0.0),
-    (torch.bfloat16, torch.bfloat16, 1.0),
-]
+Case = tuple[torch.dtype, torch.dtype, float]  # of parameters, of moments, whether the step is skipped
 
 
-def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], list[str]]]:
-    """Compare the kernel with its reference bit for bit: dtypes of parameters and moments, whether the step
-    is skipped, which tensors of a slice differ, and which have changed. Without a GPU TRITON_INTERPRET=1 must
+def compare_kernel(cases: list[Case]) -> list[tuple[torch.dtype, torch.dtype, float, list[str], list[str]]]:
+    """Compare the kernel with its reference bit for bit: the case, which tensors of a slice differ, and which
+    have changed. Without a GPU TRITON_INTERPRET=1 must
     be set before the process starts."""
     if DEVICE == "cpu":  # Triton reads the variable at import, and is already imported
         for name in [
@@ -97,7 +91,7 @@ def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], l
     assert adamw_triton.BLOCK * adamw_triton.BLOCKS == PROGRAM
     numpy.seterr(all="ignore")  # the interpreter computes with numpy, and infinity / infinity is expected
     results = []
-    for parameter, moment, skip in CASES:
+    for parameter, moment, skip in cases:
         before, expected, updated = (make_slices(parameter, moment) for _ in range(3))
         adamw_kernel.update(expected, make_step(skip))
         adamw_triton.update(updated, make_step(skip))

@@ -221,6 +221,8 @@ def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tm
     assert (tmp_path / "same.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_real_runs_on_two_meshes_are_the_same_training_and_another_seed_is_not(tmp_path: Path) -> None:
     arguments = [*TINY, *EAGER, *write_text(tmp_path), "--train.steps=3", "--train.eval_every=0"]
     arguments += ["--checkpoint.every=0", "--parallel.param_dtype=float32", "--metrics.tensorboard=false"]

@@ -42,6 +42,8 @@ def test_json_is_the_contract(capsys: Output) -> None:
     assert document["peak_memory_gib"] == pytest.approx(sum(document["memory_at_peak"].values()))
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_people_get_the_first_collectives_or_all(capsys: Output) -> None:
     arguments = [*DEBUG, "--world-size=4", "--parallel.tp=2"]
     main(arguments)
@@ -73,6 +75,8 @@ def test_what_cannot_be_is_refused_before_anything_is_simulated() -> None:
         main([*DEBUG, "--world-size=4", "--parallel.tp=3"])
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_compare_puts_three_strategies_side_by_side(capsys: Output) -> None:
     arguments = [*DEBUG, "--model.n_layers=1", "--gpus=16", "--gpus-per-node=4", "--compare"]
     arguments.append("--parallel.compile.enabled=false")

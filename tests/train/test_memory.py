@@ -37,15 +37,13 @@ def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: 
     collections.clear()
     garbage = GarbageCollector(50)
     seen = []
-    for step in range(7, 260):
+    for step in range(7, 160):
         garbage.step_done(step)
         keep = [Node() for _ in range(1000)]  # Python would collect every 700 objects
         seen += [step] * len(collections)
         collections.clear()
         del keep
-    assert seen == [7, 50, 100, 150, 200, 250], (
-        "after the first step of the process, then by the step's number"
-    )
+    assert seen == [7, 50, 100, 150], "after the first step of the process, then by the step's number"
     garbage.close()
 
 
@@ -65,8 +63,7 @@ def test_every_collection_takes_old_garbage_too(collections: list[int]) -> None:
     garbage.close()
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("steps", [0, 1, 120])
+@pytest.mark.parametrize(("steps", "enabled"), [(0, True), (60, True), (60, False)])
 def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections: list[int]) -> None:
     (gc.enable if enabled else gc.disable)()
     garbage = GarbageCollector(50)

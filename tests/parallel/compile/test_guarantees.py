@@ -81,6 +81,8 @@ def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_pa
     assert "warning: step 4" not in result.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_recompile_ends_the_run_where_the_user_asks_for_that(data, tmp_path):
     """It is noticed even if the environment asks torch for other logs."""
     wanted = "--parallel.compile.on_recompile=error"
@@ -114,6 +116,8 @@ def test_a_recompile_is_not_said_where_the_user_asks_for_that() -> None:
 BUDGETS = {"layers.0": 0.0, "layers.[1-2]": 0.9}
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
     """torch has one budget per process; this plan file has two for its blocks."""
     layers = "--model.n_layers=3"

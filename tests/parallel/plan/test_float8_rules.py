@@ -132,6 +132,8 @@ def test_a_config_beside_a_plan_file_must_not_say_other_than_it(tmp_path: Path) 
         plan_run(parse_config([*with_file, "--parallel.float8.recipe=rowwise"]).job, 8)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
     """Of w2, a quarter of a block's weights; each further set of linears is traced for seconds."""
     w2 = [TENSORWISE, "--parallel.float8.linears=['*.w2']"]

@@ -157,6 +157,8 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_more_memory_is_never_slower() -> None:
     """Except for ties, which the simpler plan wins."""
     config, hardware = parse_config(LARGE), load_hardware()["h100-sxm"]
@@ -185,6 +187,8 @@ def test_what_does_not_fit_comes_last_with_its_reason(capsys: Output) -> None:
     assert re.search(r"\ntoo large for 79\.1 GiB.* \d+:\ntp ", capsys.readouterr().out)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_the_fewest_gpus(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggest, "list_configs", list)  # test_suggest.py has smaller models
     larger = [*LARGE, "--model.n_layers=24", "--parallel.activation_checkpoint=full", H100]

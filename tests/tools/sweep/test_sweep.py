@@ -152,6 +152,8 @@ def was_asked_to_end(pid: int) -> bool:
     return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:

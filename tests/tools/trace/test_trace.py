@@ -54,6 +54,8 @@ def test_names_of_kernels_with_control_characters_and_broken_letters_are_read(tm
     assert list(read_events(path)) == [{"name": "a b c\ufffd"}]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
     """A trace of 9 MB."""
     path, line = tmp_path / "long.json", json.dumps(CPU_EVENTS[3])

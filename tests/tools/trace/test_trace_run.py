@@ -42,6 +42,8 @@ def analyze(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_real_step_has_the_work_counted_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two micro batches of 2 sequences of 32 tokens; model width 32, 2 blocks, 4 heads of 8."""
     folder = profile(tmp_path, "meshwright.train.main", *TINY, "--train.steps=2", "--profile.steps=1")

@@ -116,6 +116,8 @@ def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.
         assert plan_run(changed.job, 8).global_batch_size == plan.global_batch_size, change
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
     keys = [*SMALL, "--train.seq_len=256", "--train.global_batch_size=64"]
     config = parse_config(keys)

@@ -28,7 +28,7 @@ from meshwright.train.optim.adamw_kernel import (
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.optim.stochastic_adamw import RoundedAdamW
 from meshwright.train.step import train_step
-from tests.support.adamw_on_ranks import CASES, compare_kernel, train, train_on_meshes
+from tests.support.adamw_on_ranks import Case, compare_kernel, train, train_on_meshes
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
 from tests.support.worlds import run_ranks
@@ -219,10 +219,19 @@ def test_in_float32_it_is_torchs_adamw() -> None:
         )
 
 
-def test_the_kernel_of_a_gpu_does_the_same_to_the_bit() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([(BF16, BF16, 0.0), (BF16, BF16, 1.0)], id="bfloat16"),
+        pytest.param(
+            [(F32, BF16, 0.0), (BF16, F32, 0.0)], id="mixed", marks=[pytest.mark.slow, pytest.mark.sampled(3)]
+        ),
+    ],
+)
+def test_the_kernel_of_a_gpu_does_the_same_to_the_bit(cases: list[Case]) -> None:
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    (results,) = run_ranks(1, compare_kernel, **interpreted)
-    assert len(results) == len(CASES) * 5, "five sizes"
+    (results,) = run_ranks(1, compare_kernel, cases, **interpreted)
+    assert len(results) == len(cases) * 5, "five sizes"
     assert [result for result in results if result[3]] == []
     for parameter, moment, skip, _, moved in results:
         assert moved[:2] == ([] if skip else ["parameter", "exp_avg"]), (parameter, moment)

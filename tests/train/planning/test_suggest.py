@@ -43,17 +43,28 @@ def changed(job: TrainingJob, change: Suggestion) -> TrainingJob:
     return with_keys(job, change.keys)
 
 
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(5)]
+
+
 @pytest.mark.parametrize(
     ("gpus", "devices", "keys"),
     [
         pytest.param(8, Devices(40 * GIB, 8), [], id="eight"),
-        pytest.param(8, Devices(12 * GIB, 8), ["--parallel.activation_checkpoint=full"], id="recomputed"),
+        pytest.param(
+            8, Devices(12 * GIB, 8), ["--parallel.activation_checkpoint=full"], id="recomputed", marks=SAMPLED
+        ),
         pytest.param(
             *(8, Devices(80 * GIB, 8, H100), ODD),
             id="half a sequence is not divided by tp",
-            marks=[pytest.mark.slow, pytest.mark.sampled(5)],
+            marks=SAMPLED,
         ),
-        pytest.param(8, Devices(27 * GIB // 2, 8, H100), OFFLOADED, id="not in proportion to the sequence"),
+        pytest.param(
+            8,
+            Devices(27 * GIB // 2, 8, H100),
+            OFFLOADED,
+            id="not in proportion to the sequence",
+            marks=SAMPLED,
+        ),
     ],
 )
 def test_every_change_really_fits(gpus: int, devices: Devices, keys: list[str]) -> None:
@@ -90,6 +101,8 @@ def test_the_fewest_processes_are_asked_what_so_many_run_on() -> None:
     assert fewest_processes(job, lambda count: Devices(int(0.9 * alone), 8)) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_the_leanest_plans_of_the_planner_are_said_with_their_peak() -> None:
     job = job_of("--parallel.plan=auto", "--model.n_layers=4", "--train.global_batch_size=8")
     first = next(suggest_fits(job, 2, Devices(10 * GIB, 8, H100)))

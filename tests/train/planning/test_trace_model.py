@@ -153,6 +153,8 @@ def test_tied_embeddings_count_once() -> None:
     assert work.modules["head"].parameters == 264 * 32 + 32
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_tracing_leaves_nothing_behind_that_a_run_would_notice() -> None:
     """A shape that no other test has, so that it is not cached."""
     torch._dynamo.reset()

@@ -66,7 +66,11 @@ def live_at(buffers: tuple[Buffer, ...], kernel: int) -> Linear:
     return total(buffer.size for buffer in buffers if buffer.begin <= kernel <= buffer.end)
 
 
-@pytest.mark.parametrize("keys", [(), (FULL,), ("--parallel.tp=2",)], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [(), (FULL,), pytest.param(("--parallel.tp=2",), marks=[pytest.mark.slow, pytest.mark.sampled(3)])],
+    ids=str,
+)
 def test_the_buffers_of_a_block_add_up_to_the_live_memory_of_the_same_trace(keys: tuple[str, ...]) -> None:
     work = traced("layers.0", *keys)
     kernels = range(min(b.begin for b in work.buffers), max(b.end for b in work.buffers) + 1)
