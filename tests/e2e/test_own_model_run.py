@@ -89,6 +89,8 @@ def test_a_model_of_ones_own_resumes_on_another_mesh(trained: Path, data, tmp_pa
     assert figures(tmp_path / "run") == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(trained: Path) -> None:
     unnamed = run(1, str(trained), module="tools.trace")
     assert unnamed.returncode == 0, unnamed.stderr

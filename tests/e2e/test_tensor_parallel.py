@@ -73,6 +73,8 @@ def test_resumed_by_its_plan_file_the_curve_and_the_weights_are_the_uninterrupte
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
     resume_run(1, whole, tmp_path, *SMALL, *BATCH, *data)
     got, expected = curve(tmp_path), curve(whole)
@@ -82,6 +84,8 @@ def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
         assert others == pytest.approx(expected[step][1:], rel=NORM)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_split_runs_consolidated_weights_are_whole_and_what_they_were_made_as(data, tmp_path):
     zero_lr = [
         *SMALL,

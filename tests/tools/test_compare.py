@@ -201,6 +201,8 @@ def test_each_of_several_runs_is_compared_with_the_first(
         main([str(first)])
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tmp_path: Path) -> None:
     from tests.support.pictures import assert_readable, figure_texts, lines_of
 

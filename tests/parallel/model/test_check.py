@@ -177,6 +177,8 @@ def row_sum(outputs: Any, example: Any) -> Tensor:
     return (outputs if isinstance(outputs, Tensor) else outputs[0]).square().sum()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_check_starts_its_own_processes() -> None:
     made = stack()
     report = check(made[0], split(made), made[1], row_sum)

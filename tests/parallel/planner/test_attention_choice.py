@@ -153,6 +153,8 @@ def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_c
     assert plan_run(parse_config(["--parallel.attention=math"]).job, 2, 2, "cudnn").attention == "math"
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     """8,192 tokens, vocabulary of 128,256: at most 1.2 GiB more than the gradients that every head needs."""
     gradients = 128_256 * 4096 * 2 + 8192 * 4096 * 2

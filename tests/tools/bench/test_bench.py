@@ -41,6 +41,8 @@ def test_train_measures_and_records_a_real_run(tmp_path: Path) -> None:
     assert tempfile.gettempdir() not in first.read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(10)
 def test_mistakes_are_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["train", "--model.dmi=3"],

@@ -82,7 +82,7 @@ def measure_twice(folder: str, stance: str) -> list[tuple[str, Hardware]]:
     ("processes", "stance"),
     [
         (1, "force_eager"),
-        (2, "force_eager"),
+        pytest.param(2, "force_eager", marks=[pytest.mark.slow, pytest.mark.sampled(3)]),
         pytest.param(2, "default", marks=[pytest.mark.slow, pytest.mark.sampled(5)]),
     ],
 )

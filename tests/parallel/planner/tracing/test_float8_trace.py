@@ -50,6 +50,8 @@ def stand_in() -> ModuleWorkload:
     return traced(lambda module: multiply_in_float8(module, ("w1", "w2", "w3")))
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_what_feeds_a_float8_product_is_recomputed_instead_of_saved() -> None:
     """Saved: the input, and the two tensors of HIDDEN channels, from which the product's operand is computed
     again. In bfloat16 that operand is saved too."""

@@ -177,6 +177,8 @@ def test_every_type_of_text_column_is_read_and_null_is_no_text(kind: str, tmp_pa
     assert manifest.settings["empty_documents"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
     """In separate processes, because the library reads HF_HOME once; the second one reuses the existing
     folder."""
@@ -413,6 +415,8 @@ prepare("a.jsonl", "bytes", "auto", "auto", Path("out"), settings, look)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_workers_import_neither_the_program_nor_torch_and_have_its_path(tmp_path: Path) -> None:
     """The program has no guard: a worker that imported it would start it again."""
     write_jsonl(tmp_path / "a.jsonl", odd_texts(200, seed=5))
