@@ -223,13 +223,3 @@ def test_verify_and_diff_as_commands(tool: Tool, tied_run: Path, tmp_path: Path)
     first = tied_run / "checkpoints" / "step-00000001"
     done = tool("checkpoint", "diff", str(first), str(tied_run))
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_a_bad_path_is_one_line(tool: Tool, tmp_path: Path) -> None:
-    done = tool("checkpoint", "consolidate", str(tmp_path), str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("CheckpointError: ")
-    with pytest.raises(CheckpointError, match="no such folder"):
-        main(["ls", str(tmp_path / "nothing")])

@@ -21,7 +21,7 @@ from meshwright.tools.compare.comparison import (
     custom_band,
 )
 from meshwright.tools.compare.plot import draw_comparisons
-from meshwright.tools.run_reader import changed_keys, flatten, read_run
+from meshwright.tools.run_reader import read_run
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, run, write_text
 from tests.support.plans import check_facts
@@ -153,17 +153,6 @@ def test_runs_without_a_common_step_are_a_mistake(first: Path, tmp_path: Path) -
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl is a file: .*run's folder, such as .*a$"):
         read_run(first / "metrics.jsonl")
-
-
-def test_config_differences_are_by_key_and_other_versions_keys_are_none() -> None:
-    old = {"lr": 0.1, "betas": [0.9, 0.95], "freeze": [], "rope": None, "gone": 1, "a": 1}
-    new = {"lr": 0.1, "betas": (0.9, 0.99), "freeze": (), "rope": {"factor": 8.0}, "more": 2, "a": True}
-    changed = changed_keys(flatten({"model": old}), flatten({"model": new}))
-    assert changed == {
-        "model.betas": ([0.9, 0.95], (0.9, 0.99)),
-        "model.rope.factor": (None, 8.0),
-        "model.a": (1, True),
-    }
 
 
 def test_a_band_of_ones_own_and_a_last_step_to_look_at(

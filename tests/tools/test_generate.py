@@ -228,15 +228,6 @@ def test_as_a_command(tool: Tool, sharded_run: Path) -> None:
     assert len(done.stdout) > len("def é\n")
 
 
-@pytest.mark.parametrize(
-    "bad", [[], ["--run=x", "--temperature=-1"], ["--run=x", "--top_k=-1"], ["--run=x", "--max_new_tokens=x"]]
-)
-def test_bad_options_exit_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(bad)
-    assert "error:" in capsys.readouterr().err
-
-
 def test_a_bad_path_is_one_line(tool: Tool, tmp_path: Path) -> None:
     done = tool("generate", "--run", str(tmp_path / "nothing"), "--prompt", "x")
     assert done.returncode == 2

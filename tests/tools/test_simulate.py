@@ -1,13 +1,12 @@
 """Output of tools/simulate.py and `tools.plan --compare`; an 8B on thousands of ranks fits a laptop."""
 
 import json
-import re
 
 import pytest
 
 from meshwright.parallel.errors import PlanError
 from meshwright.tools.plan.__main__ import main as plan_main
-from meshwright.tools.simulate import FIRST, NO_BUDGET, main
+from meshwright.tools.simulate import NO_BUDGET, main
 from meshwright.train.errors import ConfigError
 from tests.support.launch import run
 from tests.support.simulated import TINY, simulated
@@ -40,21 +39,6 @@ def test_json_is_the_contract(capsys: Output) -> None:
     assert list(document["memory"]) == list(document["memory_at_peak"]) == KINDS
     assert document["memory"]["params"] * 2**30 == simulation.memory.params
     assert document["peak_memory_gib"] == pytest.approx(sum(document["memory_at_peak"].values()))
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-def test_people_get_the_first_collectives_or_all(capsys: Output) -> None:
-    arguments = [*DEBUG, "--world-size=4", "--parallel.tp=2"]
-    main(arguments)
-    short = capsys.readouterr().out
-    main([*arguments, "--all"])
-    long = capsys.readouterr().out
-    number = len(simulated(4, *DEBUG, "--parallel.tp=2").collectives)
-    assert f"... {number - FIRST} more" in short
-    assert re.search(rf"\n{number} +all_reduce ", long)
-    for heading in ("rank 0 of 4", "collectives", "memory", "GiB at the peak", "tok_embeddings"):
-        assert heading in short
 
 
 def test_what_a_simulation_does_not_show_is_said(capsys: Output) -> None:

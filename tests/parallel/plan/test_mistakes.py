@@ -282,18 +282,6 @@ def test_wrong_tensor_parallel_styles_are_one_line(tmp_path: Path) -> None:
     try_each(TP_FILES, check)
 
 
-def test_sizes_that_the_plans_tp_degree_does_not_divide_are_named(tmp_path: Path) -> None:
-    path = write_edited(tmp_path, plan_of(tp=2), ("mesh", {"dp_shard": 1, "tp": 24}))
-    for line, size in zip(
-        mistakes_in(path, processes=24), ("heads=16", "n_kv_heads=8", "seq_len=64"), strict=True
-    ):
-        check_facts(line, f"mesh: tp=24 ... {size} ... 1, 2, 4 or 8")
-    path = write_edited(tmp_path, plan_of(tp=2))
-    assert mistakes_in(path) == []
-    (line,) = mistakes_in(path, seq_len=65)
-    check_facts(line, "mesh: tp=2 ... train.seq_len=65 ... Use 1.")
-
-
 def test_a_plan_of_another_model_or_size_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     path = write_edited(tmp_path, plan_of())
     (line,) = mistakes_in(path, processes=4)

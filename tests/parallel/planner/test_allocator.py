@@ -36,14 +36,6 @@ def test_the_smallest_sufficient_gap_is_taken_and_the_one_at_the_end_last() -> N
     assert pool.reserved_bytes == reserved
 
 
-def test_gaps_that_touch_become_one() -> None:
-    pool, addresses = filled(*[5 * MIB] * 4)
-    for at in (0, 2, 1):  # the last is between two gaps
-        pool.free(addresses[at])
-    assert pool.allocate(15 * MIB) == 0
-    assert pool.reserved_bytes == 20 * MIB
-
-
 def test_memory_that_is_free_but_in_pieces_is_no_help() -> None:
     """The head of a language model: gathered weights, their gradient, logits. The buffer of the gradient's
     reduction is as large as the two others together, but the gradient is between them."""
@@ -83,17 +75,6 @@ def test_each_stream_has_its_own_pool_and_memory_of_another_is_no_help() -> None
     log.hold("all_gather", "b", 40 * MIB)
     pools = {"compute": 20 * MIB, "all_gather": 80 * MIB, "reduce_scatter": 0, "all_reduce": 0}
     assert log.reserved_bytes() == pools
-
-
-def test_groups_are_moved_and_freed_as_a_whole() -> None:
-    log = AllocationLog()
-    log.hold("compute", "a", 10 * MIB, 10 * MIB)
-    log.move("a", "b")
-    log.drop("a", "nothing")
-    log.hold("compute", "c", 20 * MIB)
-    log.drop("b", "c")
-    log.hold("compute", "d", 40 * MIB)
-    assert log.reserved_bytes()["compute"] == 40 * MIB
 
 
 @pytest.mark.parametrize(("group", "reserved"), [(KEPT, 60), ("other", 40)])

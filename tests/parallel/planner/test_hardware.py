@@ -1,6 +1,5 @@
 """Machine kinds: every file loads, mistakes are named, and an unknown device has no kind."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,6 @@ from meshwright.parallel.yaml_io import YamlError
 
 CURVE = "[[1, 0.5], [100, 0.8]]"  # of matmul.float32
 FILES = sorted(HARDWARE_FOLDER.glob("*.yaml"))
-
-
-def test_every_file_is_a_kind() -> None:
-    assert len(FILES) >= 3
-    assert list(load_hardware()) == [path.stem for path in FILES]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -45,13 +39,6 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
         assert kind.overlaps
         assert 1000 < kind.memory_gb_s < 10_000
         assert kind.node.gb_s > 50
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_number_has_its_source_in_a_comment(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    sections = [line for line in lines if re.match(r"[a-z]", line)]
-    assert all("#" in line for line in sections), "each top-level key has a comment with its source"
 
 
 def test_a_known_device_is_found_by_the_name_torch_gives_it() -> None:
@@ -83,18 +70,11 @@ def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
     [
         ("memory_gb_s:", "memory_gbs:", "unknown key memory_gbs. Did you mean memory_gb_s?"),
         ("slowdown: 0.16", "", "slowdown is missing"),
-        ("memory_gib: 79.1", "memory_gib: 79.1 GiB", "memory_gib='79.1 GiB' must be a number"),
         ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s=0 must be a number > 0"),
-        ("operation_s: 2.0e-6", "operation_s: .nan", "operation_s=nan must be a number >= 0"),
         ("  gb_s: 450.0", "  gbs: 450.0", "node.gb_s is missing"),
-        ("reduce_scatter: 0.8", "reduce_scatter: 0", "node.efficiency.reduce_scatter=0 must be a number > 0"),
         ("all_reduce: 0.8", "broadcast: 0.8", "unknown key node.efficiency.broadcast"),
         (CURVE, "[[100, 0.5], [1, 0.8]]", "matmul.float32: sizes must be in ascending order: [100.0, 1.0]"),
-        (CURVE, "[[0, 0.5]]", "matmul.float32=[[0, 0.5]]: [0][0] must be a number > 0"),
-        (CURVE, "[]", "matmul.float32=[] must be a list of length >= 1"),
-        (CURVE, "[0.5, 0.8]", "matmul.float32=[0.5, 0.8]: [0] must be a list"),
         ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no key float8"),
-        ("  bfloat16: [[512, 0.191]", "  float16: [[512, 0.191]", "attention_backward.bfloat16 is missing"),
         ("memory_efficiency: {float32: 0.9,", "memory_efficiency: {", "memory_efficiency.float32 is missing"),
     ],
 )

@@ -1,7 +1,5 @@
 """The structure of a step's Chrome trace and picture."""
 
-import io
-import json
 import os
 import subprocess
 import sys
@@ -12,21 +10,10 @@ import pytest
 
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
-from meshwright.parallel.planner.timeline_plot import (
-    COLORS,
-    MARK,
-    PNG_SCALE,
-    color_key,
-    draw_timeline,
-    facts,
-    in_ms,
-    to_png,
-    to_svg,
-    zoom_window,
-)
+from meshwright.parallel.planner.timeline_plot import COLORS, color_key, draw_timeline, facts, to_svg
 from meshwright.tools.charts import Curve, draw_curves, style_of
 from tests.support.forks import ROOT
-from tests.support.pictures import assert_readable, figure_texts, spans_of, svg_texts
+from tests.support.pictures import assert_readable, spans_of, svg_texts
 from tests.support.plans import make_model, plan_of
 from tests.support.streams import times_of
 
@@ -58,25 +45,6 @@ def complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
 # Chrome trace
 
 
-def test_a_trace_has_a_named_thread_for_every_lane_in_order():
-    trace = chrome_trace(step_of(), "a title")
-    assert list(threads(trace).values()) == [
-        "compute",
-        "exposed: compute waits",
-        "tensor parallel",
-        "all-gather",
-        "reduce-scatter",
-        "all-reduce",
-    ]
-    order = {
-        e["tid"]: e["args"]["sort_index"] for e in trace["traceEvents"] if e["name"] == "thread_sort_index"
-    }
-    assert order == {tid: tid for tid in threads(trace)}
-    assert [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"] == ["a title"]
-    compute_only = chrome_trace(simulate_step(plan := plan_of(), times_of(plan, forward=1, backward=1)), "")
-    assert list(threads(compute_only).values()) == ["compute"], "no empty lanes"
-
-
 def test_bars_of_a_thread_follow_each_other_and_add_up():
     step = step_of(micro_batches=2)
     trace = chrome_trace(step, "")
@@ -92,23 +60,6 @@ def test_bars_of_a_thread_follow_each_other_and_add_up():
     assert total["compute"] == pytest.approx(step.compute_s)
     assert total["exposed: compute waits"] + total["tensor parallel"] == pytest.approx(step.exposed_s)
     assert max(ends.values()) == pytest.approx(step.step_s * 1e6)
-
-
-def test_bars_say_what_they_are():
-    bars = complete(chrome_trace(step_of(micro_batches=2), ""))
-    assert {bar["args"]["micro_batch"] for bar in bars if bar["args"]["phase"] != "optimizer"} == {0, 1}
-    waits = [bar for bar in bars if bar["cat"] == "exposed"]
-    assert {bar["cname"] for bar in waits} == {"terrible"}
-    assert "wait: all gather embed" in {bar["name"] for bar in waits}
-    assert {"forward layers.0", "copy in layers.0", "all gather layers.0", "optimizer"} <= {
-        bar["name"] for bar in bars
-    }
-
-
-def test_the_same_step_gives_the_same_bytes():
-    first, second = (step_of() for _ in range(2))
-    assert json.dumps(chrome_trace(first, "t")) == json.dumps(chrome_trace(second, "t"))
-    assert to_svg(draw_timeline(first, "t")) == to_svg(draw_timeline(second, "t"))
 
 
 # Picture
@@ -137,41 +88,6 @@ def test_every_kind_of_work_is_drawn_and_in_the_legend() -> None:
     figure = draw_timeline(step, "")
     assert {"sum", "copy in or out"} <= set(svg_texts(to_svg(figure)))
     assert spans_of(figure.axes[0], COLORS["sum"])
-
-
-def test_the_window_below_is_in_the_middle_of_the_last_backward() -> None:
-    from matplotlib.colors import to_hex
-
-    step = step_of(80, 2)
-    start_s, end_s, names = zoom_window(step)
-    assert names == "layers.41 to layers.38"
-    assert step.rounds[1].start_s < start_s < end_s < step.step_s
-    figure = draw_timeline(step, "")
-    strip, large = figure.axes
-    assert large.get_xlim() == pytest.approx((start_s * 1e3, end_s * 1e3))
-    assert strip.get_xlim() == pytest.approx((0, step.step_s * 1e3))
-    marked = next(patch for patch in strip.patches if to_hex(patch.get_facecolor()) == MARK)
-    assert marked.get_window_extent().x0 == pytest.approx(strip.transData.transform((start_s * 1e3, 0))[0])
-    texts = figure_texts(figure)
-    assert {"backward layers.41", "backward layers.38"} <= set(texts)
-    assert not any(text.endswith("layers.70") for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.5, "2,500 ms"), (0.0203, "20.3 ms"), (0.00126, "1.26 ms"), (0, "0.00 ms")]
-)
-def test_times_have_three_digits_or_more(seconds: float, text: str) -> None:
-    assert in_ms(seconds) == text
-
-
-def test_a_png_has_the_pictures_size_and_colours() -> None:
-    from PIL import Image
-
-    figure = draw_timeline(step_of(8), "Words")
-    image = Image.open(io.BytesIO(to_png(figure))).convert("RGB")
-    assert image.size == tuple(round(72 * PNG_SCALE * inches) for inches in figure.get_size_inches())
-    colors = {f"#{red:02x}{green:02x}{blue:02x}" for _, (red, green, blue) in image.getcolors(1 << 24) or ()}
-    assert {COLORS["exposed"], COLORS["backward"], "#ffffff"} <= colors
 
 
 def test_a_users_settings_and_a_picture_do_not_change_each_other(tmp_path: Path) -> None:

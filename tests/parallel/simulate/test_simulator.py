@@ -343,8 +343,6 @@ TIED = "--model.tie_embeddings=true"
         (4, (THREE_MICRO_BATCHES, LAST)),
         (4, (THREE_MICRO_BATCHES, KEPT, "--parallel.reshard_after_forward=2")),
         (4, (THREE_MICRO_BATCHES, LAST, KEPT, REPLICAS, "--parallel.forward_prefetch=2")),
-        slow(4, (REPLICAS, THREE_MICRO_BATCHES, "--parallel.backward_prefetch=3")),
-        slow(4, (THREE_MICRO_BATCHES, LAST, KEPT, KEEP)),
         slow(4, (THREE_MICRO_BATCHES, LAST, KEPT, "--parallel.reshard_after_forward=2")),
         slow(4, (THREE_MICRO_BATCHES, KEPT, TIED, "--parallel.backward_prefetch=2")),
     ],

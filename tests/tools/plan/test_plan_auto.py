@@ -1,9 +1,7 @@
 """`tools.plan` with --gpu: figures, the planner's choice, the files it writes, and conflicting options."""
 
-import dataclasses
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,10 +12,8 @@ from PIL import Image
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.search import EQUAL
 from meshwright.tools.cli import run_tool
 from meshwright.tools.plan.__main__ import main
-from meshwright.tools.plan.report import Target, make_report
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning import suggest
@@ -157,21 +153,6 @@ LARGE = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-def test_more_memory_is_never_slower() -> None:
-    """Except for ties, which the simpler plan wins."""
-    config, hardware = parse_config(LARGE), load_hardware()["h100-sxm"]
-    rates = []
-    for memory_gib in (10.0, 14.0, 60.0):
-        report = make_report(config.job, Target(4, 4, dataclasses.replace(hardware, memory_gib=memory_gib)))
-        assert report.prediction is not None
-        assert report.prediction.reserved_bytes <= memory_gib * 2**30
-        rates.append(report.prediction.tokens_per_s_per_gpu)
-    assert all(more >= less * (1 - EQUAL) for less, more in pairwise(rates))
-    assert rates[-1] > rates[0] * (1 + EQUAL)
-
-
 def test_what_does_not_fit_comes_last_with_its_reason(capsys: Output) -> None:
     deep = [*LARGE, "--model.n_layers=16", H100, "--gpus=1"]
     candidates = document(capsys, *deep)["candidates"]
@@ -234,16 +215,13 @@ WRONG: list[tuple[list[str], str]] = [
     (["--gpus=4", "--min-gpus", H100], "--min-gpus ... not allowed ... --gpus"),
     (["--gpus=4", "--parallel.plan=auto"], "parallel.plan=auto needs --gpu KIND ... a100-80gb"),
     (["--gpus=4", "--parallel.plan=auto", "--gpu=h10"], "Did you mean h100"),
-    (["--gpus=4", "--tokens=1e9"], "--tokens needs --gpu KIND ... a100-80gb"),
     (["--min-gpus"], "--min-gpus needs --gpu KIND"),
     (["--gpus=4", "--timeline=step.svg"], "--timeline needs --gpu KIND"),
     (["--gpus=4", "--timline=step.svg"], "unknown option --timline ... mean --timeline"),
-    (["--gpus=4", "--zzzz"], "unknown option --zzzz ... -h"),
     (["--gpus=4", H100, "--timeline=step.gif"], ".svg or .png or .json"),
     (["--gpus=4", H100, "--timeline=nowhere/step.svg"], "no folder nowhere: create it"),
     (["--gpus=4", "--save=plan.txt"], ".yaml or .yml"),
     (["--gpus=4", H100, "--compare"], "--gpu: ... --compare ... remove"),
-    (["--gpus=4", "--check", "--compare"], "--check: ... --compare ... remove"),
     (["--sweep=gpus=1..4", H100, "--check"], "--check: ... --sweep ... --gpus ... remove"),
     (
         ["--min-gpus", H100, "--parallel.plan=p.yaml"],
@@ -262,18 +240,6 @@ def test_what_does_not_go_together_is_said(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.chdir(tmp_path)
     try_each(WRONG, check)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(ConfigError, match=r"step\.svg: cannot be written \(Permission denied\)"):
-        main([*FREE, H100, "--gpus=4", f"--timeline={tmp_path / 'step.svg'}"])
     assert not list(tmp_path.iterdir())
 
 

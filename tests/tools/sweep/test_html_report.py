@@ -115,12 +115,6 @@ def test_names_that_are_html_or_mathematics_are_shown_as_they_are() -> None:
     assert "<script" not in text
 
 
-def test_a_sweep_that_has_not_begun_has_a_page_too(tmp_path: Path, capsys: Any) -> None:
-    page, document = report_of(tmp_path, capsys, runs={"a": {}, "b": {"optim.lr": 0.1}})
-    assert [run["state"] for run in document["runs"]] == ["waiting", "waiting"]
-    assert "".join(page.words).count("nothing measured yet") == 4
-
-
 def test_the_last_row_of_a_step_counts_and_half_a_line_is_none(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [row(1, 5.0), row(2, 4.0), row(3, 3.5), row(2, 4.5), row(3, 3.0)])
     with (folder / "metrics.jsonl").open("a") as file:

@@ -4,21 +4,17 @@ import json
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from meshwright.tools.processes import children
-from meshwright.tools.sweep import runner
 from meshwright.tools.sweep.__main__ import main
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
-from meshwright.train.errors import ConfigError
 from tests.support.launch import (
     EAGER,
     LIMIT_S,
@@ -84,17 +80,6 @@ def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, 
     assert [cells[0] for cells in page.rows] == ["run", "good", "broken", "impossible"]
 
 
-def test_without_a_terminal_each_run_is_told_in_plain_lines(swept: tuple[Path, Any]) -> None:
-    folder, done = swept
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("[1/3] good: started")
-    assert lines[0].endswith(str(folder / "study" / "good" / "output.txt"))
-    assert lines[1].startswith("[1/3] good: finished, step 6 of 6, loss ")
-    assert any(line.startswith("[2/3] broken: failed, step 0 of 6: DataError") for line in lines)
-    assert lines[-1] == f"1 finished, 1 failed, 1 refused. report: {folder / 'study' / 'report.html'}"
-    assert "\x1b" not in done.stdout
-
-
 @pytest.mark.usefixtures("forked_commands")
 def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_if_asked(
     swept: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
@@ -113,27 +98,6 @@ def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_
     printed = capsys.readouterr()
     assert [each["state"] for each in json.loads(printed.out)["runs"]][1:] == ["failed", "refused"]
     assert "[2/3] broken: failed" in printed.err
-
-
-def test_a_changed_spec_is_refused_before_anything_runs(swept: tuple[Path, Any]) -> None:
-    folder, _ = swept
-    with pytest.raises(ConfigError, match=r"good: train\.grad_clip: 1\.0 -> 0\.5"):
-        main([str(folder / "study.yaml"), "--override", "train.grad_clip=0.5"])
-
-
-def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Process ids are reused: first by a compiler of the run, then by an unrelated program."""
-    with subprocess.Popen(["sleep", "60"]) as stranger, subprocess.Popen(["sleep", "0.2"]) as process:
-        compiler = psutil.Process(stranger.pid)
-        compiler._ident = (stranger.pid, 1.0)  # type: ignore[attr-defined] # when it started
-        given = {stranger.pid: [compiler]}
-        monkeypatch.setattr(runner, "find_running", lambda pids: given.get(*pids, []))
-        monkeypatch.setattr(runner, "children", lambda pid: [stranger.pid])
-        runner._wait(process, [], lambda: None)
-        assert stranger.poll() is None
-        stranger.kill()
 
 
 @contextmanager

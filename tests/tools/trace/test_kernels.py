@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.trace.kernel_stats import MAX_NAME, KernelRow, graph_name, short_name
+from meshwright.tools.trace.kernel_stats import KernelRow
 from meshwright.tools.trace.kernels import KernelTable
-from meshwright.tools.trace.roofline import OperatorWork, Roof, find_roof, work_of
+from meshwright.tools.trace.roofline import Roof, find_roof, work_of
 
 H100 = find_roof("NVIDIA H100 80GB HBM3")
 BF16, FP32, MAIN, GLOO, GPU = "c10::BFloat16", "float", 1, 2, 7
@@ -238,13 +237,6 @@ def test_the_longest_come_first_and_no_more_than_asked():
     assert found["kernel_29"].share == pytest.approx(29 / sum(range(1, 30))), "of all kernels, also of others"
 
 
-def test_a_device_without_a_file_has_no_roof():
-    assert find_roof("CPU (no GPU)") is find_roof("") is None
-    assert Roof(3350.0, load_hardware()["h100-sxm"].peak_tflops) == H100
-    assert H100 is not None
-    assert H100.least_s(OperatorWork(1e12, None, "float4")) is None
-
-
 # A CPU
 
 
@@ -298,38 +290,3 @@ def test_shapes_that_do_not_tell_give_nothing():
     added = work_of(operator("aten::add", 1, [[8, 1, 4], [5, 4], []]))
     assert added is not None
     assert added.bytes == 2 * (8 * 4 + 5 * 4 + 8 * 5 * 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
-            "std::array<char*> >(int)",
-            "vectorized_elementwise_kernel CUDAFunctor_add",
-        ),
-        (
-            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::X<2>>>>(T)",
-            "FlashAttnFwdSm90",
-        ),
-        (
-            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_tn_align8>(Params)",
-            "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_tn_align8",
-        ),
-        ("triton_poi_fused__to_copy_add_mul_silu_3", "triton_poi_fused__to_copy_add_mul_silu_3"),
-        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
-        ("<unnamed>", "<unnamed>"),
-        ("", ""),
-    ],
-)
-def test_names_of_kernels_are_short(name, short):
-    assert short_name(name) == short
-
-
-def test_long_names_keep_both_ends_and_a_graph_has_the_name_of_its_only_use() -> None:
-    one, other = (short_name(f"triton_red_fused_{'add_mul_' * 20}{i}") for i in (1, 2))
-    assert one != other
-    assert len(one) <= MAX_NAME
-    assert graph_name("f1234567890", {("layers.3", "backward")}) == "compiled backward of layers.3"
-    for second in (("head", "forward"), ("layers.0", "backward")):
-        assert graph_name("f1234567890", {("layers.0", "forward"), second}) == "compiled graph f1234567"

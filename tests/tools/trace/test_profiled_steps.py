@@ -23,7 +23,6 @@ from meshwright.tools.trace.prefetch import (
     sum_communication,
     waits_with_depth,
 )
-from meshwright.tools.trace.report import percents
 from meshwright.tools.trace.steps import (
     ProfiledStep,
     Transfer,
@@ -349,13 +348,6 @@ def shares_of(rows: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows]
 
 
-def test_spans_that_touch_are_one_time_and_stay_two_pieces() -> None:
-    """A piece belongs to one operator and has its place."""
-    touching = as_spans([(0, 4), (4, 9)])
-    assert union(touching).tolist() == [[0, 9]]
-    assert subtract(touching, as_spans([(2, 3)])).tolist() == [[0, 2], [3, 4], [4, 9]]
-
-
 def test_a_random_set_of_times_is_what_its_moments_are() -> None:
     """Compared with sets of integer moments."""
     seed = random.randrange(2**32)
@@ -395,7 +387,3 @@ def test_a_copy_of_several_kernels_is_waited_for_once(tmp_path: Path) -> None:
     events = [label("ProfilerStep#5", 0, 1000), *kernel(3, 10, 100, 400), *copies]
     (need,) = analyze_profile({0: write_trace(tmp_path / "cuda.json", events)}, 0).step.needs
     assert (need.unit, need.served_ns - need.needed_ns) == ("layers.1", 120_000)
-
-
-def test_percents_sum_to_100() -> None:
-    assert percents({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 33.4, "b": 33.3, "c": 33.3}

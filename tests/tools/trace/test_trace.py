@@ -81,10 +81,7 @@ def with_header(json_text: bytes) -> Callable[[bytes], bytes]:
     [
         (lambda text: text[: len(text) // 2], r"EOF \(before character 3,\d+, after \d\d events\)"),
         (replaced(b'"ph"', b'"ph', 1), r'\{"ph: "X".* \(before character [\d,]+, after 0 events\)'),
-        (lambda text: b"not a trace", r"not a trace \(before character 11"),
-        (lambda text: b"", r"EOF \(before character 0, after 0 events\)"),
         (replaced(b"aten::mm", b"aten::\\udfff"), r"unreadable trace: 'utf-8' .* \(before character"),
-        (lambda text: b"[1, 2]", "not a trace.*JSON object.*another file"),
         (
             lambda text: b'{"traceEvents": [5]}',
             r"'5' instead of an event \(before character 20.*rofile again",
@@ -95,15 +92,11 @@ def with_header(json_text: bytes) -> Callable[[bytes], bytes]:
         ),
         (lambda text: gzip.compress(text)[:60] + b"x" * 99, "unreadable trace.*rofile again"),
         (replaced(b"ProfilerStep#", b"Step#"), r"no profiled step.*ProfilerStep#N.*--profile\.start=N"),
-        (replaced(b'"dur"', b'"length"'), "unknown event.*'ph': 'X'"),
-        (replaced(b'"dur": 900', b'"dur": -900'), "unknown event.*'ph': 'X'"),
-        (replaced(b'"aten::mm"', b"null"), "unknown event.*'ph': 'X'"),
         (replaced(b'"args": {}', b'"args": {"Input Dims": 5}'), "unknown event.*'ph': 'X'"),
         (replaced(b'"dur": 10000', b'"dur": 0'), "step 5 has a duration of 0.*profile again"),
         (replaced(b'"args": {}', b'"args": ' + b"[" * 200_000, 1), r"nested too deeply \(before character"),
         (replaced(b"1000000000000000000", b'"x"'), "baseTimeNanoseconds is 'x'.*integer.*profile again"),
         (with_header(b'"meshwright": [1]'), r"meshwright is '\[1\]'.*an object"),
-        (with_header(b'"distributedInfo": {"rank": null}'), "rank is 'None'.*integer"),
     ],
 )
 def test_a_broken_trace_is_one_line(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:

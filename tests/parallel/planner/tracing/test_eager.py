@@ -76,13 +76,6 @@ def test_a_module_of_numbers_without_gradients_has_no_backward() -> None:
     assert (saved, output) == (Linear(), Linear())
 
 
-def test_views_are_no_operations_and_no_memory() -> None:
-    forward, _, saved, output = trace_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
-    assert [operation.name for operation in forward.operations] == ["add"]
-    assert forward.live_bytes == (Linear(0, 2 * X),)
-    assert (saved, output) == (Linear(), Linear(0, X))
-
-
 def test_an_operation_moves_what_it_reads_and_writes() -> None:
     forward, *_ = trace_eager(subject_of(Calls(lambda x: (x + x.double()).float())))
     assert [(op.name, op.bytes, op.dtype) for op in forward.operations] == [

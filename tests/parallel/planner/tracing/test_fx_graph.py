@@ -123,16 +123,6 @@ def test_sums_over_rows_and_columns_share_a_kernel_within_inductors_limits(
 # Aliases
 
 
-def test_views_are_the_storage_they_look_at_and_keep_the_whole() -> None:
-    """Of the second only one column is returned."""
-    for function in (lambda x: [x.view(-1).unsqueeze(0).t() + 1], lambda x: [(x + 1)[:, :1]]):
-        graph = read(function, x)
-        (returned,) = graph.returned()
-        assert names(graph) == [("memory", "fused_add")]
-        assert returned is not None
-        assert graph.size(returned) == per_sequence(X)
-
-
 def test_placeholders_of_one_storage_are_counted_once() -> None:
     graph, (first, second) = trace(lambda a, b: [a + b], x, x.clone())
     both = KernelGraph(graph, GraphInputs((), {}, held=True), SEQUENCES)
@@ -180,14 +170,6 @@ def test_of_a_chain_two_are_alive_and_what_the_caller_holds(held: bool, most: in
     assert read(chain, x, w, weights=1, held=held).phase().live_bytes == (per_sequence(most * X),)
 
 
-def test_what_is_returned_lives_to_the_end() -> None:
-    def kept(x: Tensor, w: Tensor) -> list[Tensor]:
-        first = torch.mm(x, w)
-        return [torch.mm(torch.mm(first, w), w), first]
-
-    assert read(kept, x, w, weights=1).phase().live_bytes == (per_sequence(3 * X),)
-
-
 def test_gradients_of_weights_add_up_as_a_fixed_part() -> None:
     """Live are x, a gradient of its size, one weight gradient, and then both weight gradients."""
 
@@ -214,11 +196,6 @@ def test_an_only_result_is_written_into_an_input_that_dies() -> None:
     )
 
 
-def test_a_result_of_another_type_needs_memory_of_its_own() -> None:
-    alone = read(lambda x, w: [torch.mm(x, w).double()], x[:, :2].contiguous(), w[:2], weights=1)
-    assert alone.phase().live_bytes == (per_sequence(X + 2 * X),)
-
-
 def test_an_input_that_is_needed_again_is_not_written_into() -> None:
     """The matmul's result is returned as well."""
     both = read(
@@ -232,13 +209,6 @@ def test_a_placeholder_is_written_into_only_where_it_is_the_graphs_own(donated: 
     graph, placeholders = trace(lambda x: [x.relu()], x)
     kernels = KernelGraph(graph, GraphInputs((), {}, False, placeholders if donated else ()), SEQUENCES)
     assert kernels.phase().live_bytes == (per_sequence(most * X),)
-
-
-def test_of_several_results_none_is_counted_on_to_be_written_into_an_input() -> None:
-    graph, placeholders = trace(lambda x: [y := x.relu(), y + 1], x)
-    assert KernelGraph(graph, GraphInputs((), {}, False, placeholders), SEQUENCES).phase().live_bytes == (
-        per_sequence(3 * X),
-    )
 
 
 # Attention
