@@ -68,6 +68,8 @@ def shorten_step_3(data, folder: Path, *more: str, **env: str) -> Any:
     return run(1, *line, module="tests.support.workers.shortened_step", **env)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_path):
     """An evaluation recompiles nothing."""
     result = shorten_step_3(data, tmp_path, "--train.eval_every=2", "--train.eval_sequences=13")
@@ -81,8 +83,6 @@ def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_pa
     assert "warning: step 4" not in result.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(3)
 def test_a_recompile_ends_the_run_where_the_user_asks_for_that(data, tmp_path):
     """It is noticed even if the environment asks torch for other logs."""
     wanted = "--parallel.compile.on_recompile=error"
