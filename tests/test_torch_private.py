@@ -147,30 +147,3 @@ def test_the_page_lists_every_private_name_and_where_it_is_used() -> None:
 def test_the_installed_torch_has_every_name_of_the_page() -> None:
     lost = [row for name, (_, row) in rows().items() if not is_there(name, row)]
     assert not lost, "this torch lacks:\n" + "\n".join(lost)
-
-
-def test_names_that_torch_lacks_are_found() -> None:
-    for name, row, there in (
-        ("torch._dynamo.no_such_name", "| 2.11 or before; a |", False),
-        ("torch._dynamo.no_such_name", "| 99.1: not in 2.11.0; a |", True),
-        ("torch.nn.Module()._parameters", "(`torch/nn/modules/module.py`) | 2.11; a |", True),
-        ("torch.nn.Module()._no_such_name", "(`torch/nn/modules/module.py`) | 2.11; a |", False),
-    ):
-        assert is_there(name, row) == there, (name, row)
-
-
-def test_private_names_are_found_and_public_ones_or_our_own_are_not() -> None:
-    private = """
-import logging, os, torch._a.b
-from torch import _c as short
-c10d = torch.ops._c10d
-def f(config, value):
-    from torch._d import config as of_torch
-    of_torch.patch(e=1); of_torch.TABLE.get("a"); short.g(); c10d.h(config.i)
-    getattr(torch._C, "_j"); value._k(); logging.getLogger("torch._l.m"); {"aten::_n": 1}
-    os._exit(1); torch.__version__; raise ValueError("torch._o.p has no value")
-class A(torch.nn.Module):
-    def f(self): self._q = parser._actions
-"""
-    paths = "_a.b _c.g _d.config.patch _d.config.e _d.config.TABLE ops._c10d.h _C._j _l.m ops.aten._n"
-    assert uses_in(private) == {f"torch.{path}" for path in paths.split()} | {"*._k"}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from tests.fake_gpu.kernel_table import (
     compile_adamw,
     compile_kernels,
 )
-from tests.fake_gpu.ptx import AccessError, execute, fused_multiply_add, parse, to_bfloat16
+from tests.fake_gpu.ptx import AccessError, execute, parse
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
 from tests.support.adamw_on_ranks import bits
 
@@ -290,41 +289,3 @@ def test_a_missing_mask_is_noticed(name: str, tmp_path: Path, launches: list[Lau
         kernels.read_rows(logits, targets, 0)
     with pytest.raises(AccessError, match="outside every buffer"):
         execute(launches[0], tensors_of(slices))
-
-
-# The interpreter
-
-
-def test_an_instruction_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    for opcode in ("tanh.approx.f32", "add.ftz.f32", "ld.global.nc.b32"):
-        lines = (
-            ".visible .entry k(",
-            ")",
-            ".reqntid 32",
-            "{",
-            ".reg .b32 %r<3>;",
-            f"{opcode} %r2, %r1;",
-            "}",
-        )
-        (tmp_path / "k.ptx").write_text("\n".join(lines))
-        with pytest.raises(NotImplementedError, match=opcode):
-            execute(Launch("k", (1, 1, 1), 1, 16, (), tmp_path / "k.ptx", tmp_path / "k.cubin"))
-
-
-def test_a_fused_operation_is_rounded_once() -> None:
-    """The product is exactly between two float32 values, and the addend is too small to change it in
-    float64."""
-    x, middle = np.full(3, 1 + 2**-12, np.float32), 1 + 2**-11
-    tiny = np.array([-(2**-80), 0, 2**-80], np.float32)
-    assert fused_multiply_add(x, x, tiny).tolist() == [middle, middle, middle + 2**-23]
-    with np.errstate(invalid="ignore"):
-        assert fused_multiply_add(np.float32([np.inf]), x[:1], tiny[:1]).tolist() == [np.inf]
-
-
-def test_bfloat16_is_rounded_as_torch_does() -> None:
-    values = torch.randint(
-        -(2**31), 2**31, (2**16,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
-    )
-    values[:4096] = values[:4096] & -(2**16) | 2**15  # exactly between two bfloat16 values
-    floats = values.view(F32)[~values.view(F32).isnan()]
-    assert np.array_equal(to_bfloat16(floats.numpy()), floats.to(BF16).view(torch.uint16).numpy())

@@ -1,18 +1,15 @@
-"""Forks start and end like commands, and the ranks of one command like torchrun's workers."""
+"""Forks start and end like commands."""
 
 import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
-from tests.support.forks import PRELOADED, STACKS, fork
-from tests.support.launch import LIMIT_S, Launch
+from tests.support.forks import PRELOADED, fork
+from tests.support.launch import LIMIT_S
 
 
 def describe(path: Path) -> None:
@@ -54,45 +51,3 @@ def test_a_fork_ends_with_the_code_of_an_interpreter(tmp_path: Path) -> None:
     ):
         assert fork(end, how, output=tmp_path / how).wait(LIMIT_S) == code, how
         assert printed in (tmp_path / how).read_text()
-
-
-def waits(folder: Path) -> None:
-    (folder / "waits").touch()
-    time.sleep(2 * LIMIT_S)
-
-
-def test_a_fork_prints_where_it_is(tmp_path: Path) -> None:
-    process = fork(waits, tmp_path, output=tmp_path / "output")
-    try:
-        while not (tmp_path / "waits").exists():
-            time.sleep(0.01)
-        process.send_signal(STACKS)
-        while "in waits" not in (tmp_path / "output").read_text():
-            assert process.poll() is None
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def fails(folder: Path) -> None:
-    while not (folder / "waits").exists():
-        time.sleep(0.01)
-    os._exit(7)
-
-
-@pytest.mark.parametrize(
-    "until",
-    [lambda launch: launch.wait(LIMIT_S), lambda launch: launch.wait_until(lambda: False)],
-    ids=["wait", "wait_until"],
-)
-def test_when_one_rank_has_failed_the_others_are_asked_to_end(
-    until: Callable[[Launch], object], tmp_path: Path
-) -> None:
-    ranks = [fork(function, tmp_path, output=tmp_path / "output") for function in (waits, fails)]
-    try:
-        assert until(launch := Launch(ranks, tmp_path / "output")) in (1, False)
-        assert [rank.returncode for rank in launch.ranks] == [-signal.SIGTERM, 7]
-    finally:
-        for rank in ranks:
-            rank.kill()

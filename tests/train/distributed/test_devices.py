@@ -18,7 +18,7 @@ import meshwright.train.main
 from meshwright.parallel.errors import PlanError
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed import process_group
-from meshwright.train.distributed.devices import ProcessFacts, choose_device, compare_processes, gpu_index
+from meshwright.train.distributed.devices import ProcessFacts, compare_processes, gpu_index
 from meshwright.train.distributed.ranks import RankInfo
 from tests.support.launch import EAGER, LIMIT_S, TINY, write_text
 from tests.support.worlds import forked, run_ranks, store_of_rank_0
@@ -59,10 +59,6 @@ def test_fewer_gpus_than_local_processes_are_refused(requested: str, gpus: int, 
     facts += [f"start {gpus} process"] * bool(gpus) + ["--run.device=cpu"]
     facts += [f"CUDA_VISIBLE_DEVICES={visible}"] * (visible is not None)
     assert [fact for fact in facts if fact not in str(error.value)] == []
-
-
-def test_a_machine_without_gpus_trains_on_the_cpu() -> None:
-    assert choose_device(RunConfig(device="cpu"), local(0, 2)) == (torch.device("cpu"), "CPU (requested)")
 
 
 def changed(ranks: Sequence[int], **values: str) -> list[ProcessFacts]:

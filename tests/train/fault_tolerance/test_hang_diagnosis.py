@@ -9,13 +9,7 @@ from traceback import FrameSummary
 import pytest
 
 from meshwright.train.fault_tolerance import stack_traces
-from meshwright.train.fault_tolerance.hang_diagnosis import (
-    RankReport,
-    TimedOut,
-    as_ranges,
-    diagnose,
-    diagnose_alone,
-)
+from meshwright.train.fault_tolerance.hang_diagnosis import RankReport, TimedOut, diagnose
 from meshwright.train.fault_tolerance.stack_traces import TORCH, find_where
 
 # The message
@@ -131,32 +125,6 @@ def test_a_thousand_ranks_at_a_thousand_places_fit_on_a_screen() -> None:
         message = diagnose(ranks(*reports), FIRED)
         assert len(message.splitlines()) < 20
         assert len(message) < 4000
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([], ""),
-        ([3], "3"),
-        ([0, 1], "0-1"),
-        ([2, 0, 1, 5], "0-2, 5"),
-        ([7, 7], "7"),
-        (range(1000), "0-999"),
-        (range(0, 1000, 2), "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, ... (500 in all)"),
-    ],
-)
-def test_ranks_are_ranges(numbers: list[int], text: str) -> None:
-    assert as_ranges(numbers) == text
-
-
-def test_a_rank_that_speaks_for_itself() -> None:
-    head, place, path, timeout = diagnose_alone(
-        replace(WAITS, rank=2), 4, None, "rank 0 is dead"
-    ).splitlines()
-    assert_in_order(head, "STUCK: rank 2 of 4 ", ": rank 0 is dead")
-    assert place == "  rank 2: step 120 for 600 s, in all_reduce called from train/step.py:70 train_step"
-    assert path.endswith(": a > b")
-    assert_in_order(timeout, "  ", "another rank", "timeout")
 
 
 # Where a thread is

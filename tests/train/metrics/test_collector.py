@@ -1,4 +1,4 @@
-"""metrics.jsonl and status.json, without a process group."""
+"""metrics.jsonl, without a process group."""
 
 import math
 import threading
@@ -8,8 +8,6 @@ import pytest
 
 from meshwright.train.config import MetricsConfig, check_bounds
 from meshwright.train.evaluation import Score
-from meshwright.train.fault_tolerance.run_status import State, write_status
-from tests.support.launch import read_status
 from tests.support.metrics import log_losses, open_metrics, rows_in, steps_in
 
 
@@ -61,20 +59,3 @@ def test_other_ranks_write_nothing_and_run_later_jobs_immediately(tmp_path: Path
 def test_a_negative_interval_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"metrics\.every=-1"):
         check_bounds("metrics", MetricsConfig(every=-1))
-
-
-@pytest.mark.parametrize("state", ["running", "finished", "stopped", "failed"])
-def test_status_reads_back_and_leaves_no_partial_file(state: State, tmp_path: Path) -> None:
-    write_status(tmp_path, "running", 1, None, False)
-    write_status(tmp_path, state, 7, 3, True, 'signal "SIGTERM"\n')
-    status = read_status(tmp_path)
-    assert bool(status.pop("how_to_go_on")) is (state != "running")
-    assert status == {
-        "state": state,
-        "step": 7,
-        "resumed_from": 3,
-        "reason": 'signal "SIGTERM"\n',
-        "failed_starts": 0,
-        "failed_at_step": 0,
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
