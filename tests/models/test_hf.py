@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.models.hf import config_from_hf, config_to_hf, different_keys, hf_name, is_ignored
+from meshwright.models.hf import config_from_hf, config_to_hf, hf_name, is_ignored
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.models.rope_scaling import RopeScaling
 from tests.support.hf_models import MAX_SEQ_LEN, ROPES, make_hf, make_tokens
@@ -225,15 +225,3 @@ def test_all_problems_are_in_one_error() -> None:
 def test_neutral_values_are_no_feature() -> None:
     neutral = {"hidden_act": "swish", "sliding_window": None, "partial_rotary_factor": 1.0, "mlp_bias": None}
     assert config_from_hf({**LLAMA_31, **neutral, "head_dim": 128}) == config_from_hf(LLAMA_31)
-
-
-def test_differences_are_of_the_keys_that_count() -> None:
-    linear = dataclasses.replace(config_from_hf(LLAMA_31), rope_scaling=RopeScaling("linear", 2.0))
-    same = dataclasses.replace(linear, rope_scaling=RopeScaling("linear", 2.0, original_max_seq_len=5))
-    assert different_keys(linear, same) == []
-    plain = dataclasses.replace(linear, rope_scaling=None, dim=2048)
-    assert different_keys(linear, plain) == [
-        ("dim", 4096, 2048),
-        ("rope_scaling.kind", "linear", None),
-        ("rope_scaling.factor", 2.0, None),
-    ]

@@ -5,11 +5,9 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, fsdp_units, init_weights
-from meshwright.models.loss import IGNORE_INDEX, cross_entropy_sum
+from meshwright.models.llama import INIT_STD, Llama, LlamaConfig, init_weights
 from meshwright.models.rope_scaling import RopeScaling
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
@@ -86,26 +84,6 @@ def test_initial_weights_depend_on_the_number_of_layers_by_the_residual_scaling_
     assert torch.equal(shallow["layers.0.ffn_norm.weight"], torch.ones(CONFIG.dim))
 
 
-def test_loss_is_the_float32_sum_over_targets_that_count() -> None:
-    model, tokens = build(), make_tokens()
-    targets = tokens.roll(-1, 1)
-    targets[0, 7:] = IGNORE_INDEX
-    expected = F.cross_entropy(
-        model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-    )
-    torch.testing.assert_close(model(tokens, targets), expected)
-    assert model(tokens, torch.full_like(targets, IGNORE_INDEX)).item() == 0
-
-
-def test_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
-    logits, targets = torch.randn(2, 9, 97).bfloat16(), make_tokens(2, 9)
-    loss = cross_entropy_sum(logits, targets)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(
-        loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-    )
-
-
 @pytest.mark.parametrize("position", [1, 63, 64, 99])
 def test_a_token_does_not_change_earlier_logits(position: int) -> None:
     model, tokens = make_loud(build()), make_tokens()
@@ -114,24 +92,6 @@ def test_a_token_does_not_change_earlier_logits(position: int) -> None:
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=1e-5)
     assert not torch.allclose(after[:, position], before[:, position])
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_every_parameter_belongs_to_exactly_one_unit(tied: bool) -> None:
-    model = Llama(dataclasses.replace(CONFIG, tie_embeddings=tied))
-    units = fsdp_units(model.config)
-    owners = [{id(p) for name in unit for p in model.get_submodule(name).parameters()} for unit in units]
-    assert sum(map(len, owners)) == len(set.union(*owners)) == len(list(model.parameters()))
-    assert len(units) == CONFIG.n_layers + (1 if tied else 2)
-
-
-def test_every_weight_has_a_tensor_parallel_style_and_every_style_a_weight() -> None:
-    names = {fqn.removesuffix(".weight") for fqn, _ in Llama(CONFIG).named_parameters()}
-    styled = {pattern for table in SHARDING.values() for pattern, style in table.items() if style != "loss"}
-    assert names == {pattern.replace("*", str(i)) for pattern in styled for i in range(CONFIG.n_layers)}
-    assert sum(map(len, SHARDING.values())) == len(styled) + 1, (
-        "no weight belongs to two parts, and the loss has no weight"
-    )
 
 
 @pytest.mark.parametrize(

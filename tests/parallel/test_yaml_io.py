@@ -72,10 +72,3 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "\n", "# only a comment\n", "---\n"])
 def test_an_empty_file_is_an_empty_mapping(text: str, tmp_path: Path) -> None:
     assert load_mapping(write(tmp_path, text)) == {}
-
-
-def test_the_same_key_in_two_mappings_is_no_duplicate(tmp_path: Path) -> None:
-    assert load_mapping(write(tmp_path, "a: {c: 1}\nb: {c: [1, {c: 2}]}\n")) == {
-        "a": {"c": 1},
-        "b": {"c": [1, {"c": 2}]},
-    }

@@ -134,13 +134,6 @@ def test_a_window_becomes_one_trace_also_where_the_run_ends_in_it(
     assert warnings == []
 
 
-def test_a_run_that_ends_before_the_window_has_no_profile(alone, tmp_path: Path) -> None:
-    warnings: list[str] = []
-    assert steps(profiler(ProfileConfig(4, 2), tmp_path / "profile", warnings), 3) == []
-    assert warnings == []
-    assert not (tmp_path / "profile").exists()
-
-
 def test_a_window_that_will_not_come_is_one_warning(alone, tmp_path: Path) -> None:
     warnings: list[str] = []
     assert steps(profiler(ProfileConfig(11, 2), tmp_path / "profile", warnings), 3) == []

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel import tensor_parallel
-from meshwright.parallel.activation_checkpoint import count_saved
-from meshwright.parallel.model.check import check, compare, cut_model, kind_of_loss, relative_error
+from meshwright.parallel.model.check import check, compare, kind_of_loss
 from meshwright.parallel.model.check import on_meta as on_the_meta_device
-from meshwright.parallel.model.inputs import kind_of
 from meshwright.tools.bench.own_model.models import MADE, linears
 from tests.support.worlds import run_ranks
 
@@ -188,32 +186,6 @@ def test_a_check_starts_its_own_processes() -> None:
     assert "the loss is a sum over rows" in str(report)
 
 
-def test_a_linear_layer_with_a_bias_is_a_product() -> None:
-    is_saved = count_saved(("aten.mm/2",))
-    mm, addmm = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
-    assert [is_saved(op) for op in (addmm, mm, addmm, addmm)] == [False, True, False, True]
-    assert [count_saved(("aten.addmm",))(op) for op in (addmm, mm)] == [True, False]
-
-
-def test_windows_of_two_lengths_are_two_kinds_and_numbers_of_layers_are_not() -> None:
-    def block(**settings: int) -> nn.Module:
-        made = nn.Linear(4, 4)
-        vars(made).update(settings)
-        return made
-
-    first = block(layer_idx=0, window=8)
-    assert kind_of(first) == kind_of(block(layer_idx=1, window=8))
-    assert kind_of(first) != kind_of(block(layer_idx=0, window=16))
-
-
-def test_the_cut_model_has_one_block_of_each_kind_and_another() -> None:
-    made = stack(blocks=6)
-    cut, blocks = cut_model(made[0], plan_of(made, compile=DYNAMO))
-    assert blocks == ("blocks.0", "blocks.1", "blocks.2")
-    assert len({kind_of(cut.get_submodule(name)) for name in blocks}) == 2
-    assert len(made[0].blocks) == 6, "the model itself is left alone"
-
-
 def test_the_kind_of_a_loss_is_told() -> None:
     model, example = linears()
     losses = {
@@ -222,12 +194,3 @@ def test_the_kind_of_a_loss_is_told() -> None:
         "neither": lambda outputs, _: outputs.square().sum().sqrt(),
     }
     assert [kind_of_loss(model, example, loss) for loss in losses.values()] == [*losses]
-
-
-def test_a_factor_is_told_apart_from_other_errors() -> None:
-    x = torch.randn(8)
-    assert relative_error(2 * x, x) == pytest.approx((1.0, 2.0))
-    error, scale = relative_error(x + torch.randn(8), x)
-    assert error > 0.1
-    assert scale != scale
-    assert relative_error(torch.zeros(3), x)[0] == float("inf")

@@ -16,7 +16,6 @@ from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_byt
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, OptimConfig
 from meshwright.train.console import Console
-from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError
 from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.checkpoint_saves import Trainer, save
@@ -140,7 +139,3 @@ def test_without_room_a_run_ends_before_its_first_step_or_warns(
     else:
         make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
         assert "warning: saves will fail unless memory becomes free: all is taken" in capsys.readouterr().out
-
-
-def test_the_machine_of_a_rank_is_its_first_rank() -> None:
-    assert [RankInfo(rank, 8, rank % 4, 4, True).machine for rank in range(8)] == [0] * 4 + [4] * 4

@@ -1,6 +1,5 @@
 """The layout of a checkpoint: every element is in one file, and a rank finds the few files of its parts."""
 
-import json
 import math
 import random
 from itertools import product
@@ -120,17 +119,6 @@ def test_large_parts_are_written_in_turn_and_small_ones_by_the_first_rank() -> N
     ]
 
 
-def test_random_states_are_in_the_files_of_their_ranks() -> None:
-    tensors = {
-        **SMALL,
-        "random.cpu.0": SavedTensor((9,), "uint8"),
-        "random.cuda.3": SavedTensor((9,), "uint8"),
-    }
-    layout = CheckpointLayout(tensors, make_mesh(2, 2, 1))
-    assert layout.stored("random.cuda.3", whole((9,))) == [(3, whole((9,)))]
-    assert not any(name.startswith("random") for rank in range(4) for name in layout.written_by(rank))
-
-
 def llama_manifest(mesh: Mesh) -> CheckpointManifest:
     """Three blocks of a Llama 405B with their moments and step counts, saved by the ranks of a mesh. The
     number of files that a rank opens does not depend on the number of blocks."""
@@ -178,21 +166,6 @@ def test_a_rank_of_a_thousand_opens_few_files(saved: Mesh, loaded: Mesh, most: i
         if saved == loaded:
             parts[f"random.cpu.{rank}"] = whole((5056,))
         assert len(plan_reads(files, parts)) <= most
-
-
-def test_the_manifest_keeps_mesh_and_shardings(tmp_path: Path) -> None:
-    mesh = make_mesh(2, 3, 2)
-    files = {rank_file(rank): SavedFile(2**20, "") for rank in ranks_of(mesh)}
-    written = CheckpointManifest(TrainPosition(3), files, SMALL, mesh=dict(mesh))
-    (tmp_path / MANIFEST).write_text(manifest_to_text(written))
-    manifest = read_manifest(tmp_path)
-    assert tuple(manifest.mesh.items()) == mesh
-    assert {name: t.sharding for name, t in manifest.tensors.items()} == {
-        name: t.sharding for name, t in SMALL.items()
-    }
-    assert (
-        json.loads((tmp_path / MANIFEST).read_text())["tensors"]["even"] == "float32[16, 8] tp:0 dp_shard:0"
-    )
 
 
 WRONG_MESHES = [

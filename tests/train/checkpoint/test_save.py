@@ -216,12 +216,6 @@ def test_a_file_system_that_is_too_small_is_refused_and_one_of_unknown_size_is_n
     assert trainer.save(tmp_path, 1).error == ""
 
 
-def test_a_folder_that_cannot_be_written_is_said(trainer: Trainer, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "cannot be written into" in trainer.save(tmp_path / "file" / "checkpoints", 1).error
-    assert (tmp_path / "file").read_text() == ""
-
-
 def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(trainer: Trainer, tmp_path: Path) -> None:
     """The other rank fails immediately; a partial checkpoint does not count, and the next save removes it."""
     committed = {"after the rename": [1, 2], "before retention": [1, 2], "in a deletion": [2]}

@@ -1,14 +1,11 @@
 """Sample order and batches: every rank reads its part of the order, without overlap or loss."""
 
 import threading
-from collections import Counter
 from multiprocessing.pool import ThreadPool
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from meshwright.models.loss import IGNORE_INDEX
@@ -45,43 +42,9 @@ def test_every_epoch_is_a_permutation_of_its_own(n: int, seed: int) -> None:
         assert len({tuple(epoch) for epoch in order.tolist()}) == 3
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(
-    n=st.integers(1, 300),
-    first=st.integers(0, 2000),
-    counts=st.lists(st.integers(0, 200), max_size=6),
-    seed=st.integers(0, 9),
-)
-def test_the_order_does_not_depend_on_how_it_is_cut(n: int, first: int, counts: list[int], seed: int) -> None:
-    starts = np.cumsum([first, *counts]).tolist()
-    pieces = [between(start, count, n, seed) for start, count in zip(starts, counts, strict=False)]
-    assert (
-        np.concatenate([np.empty(0, np.int64), *pieces]).tolist()
-        == between(first, sum(counts), n, seed).tolist()
-    )
-
-
 def test_the_seed_decides_the_order() -> None:
     orders = [tuple(between(0, 100, 100, seed)) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-
-
-def test_every_sample_is_as_likely_at_every_place() -> None:
-    """1,400 orders of 7 samples: each is first 200 times, within 5 standard deviations of 13."""
-    firsts = Counter(int(between(0, 1, 7, seed)[0]) for seed in range(1400))
-    assert set(firsts) == set(range(7))
-    assert all(abs(count - 200) < 65 for count in firsts.values()), firsts
-
-
-def test_neighbours_in_the_text_are_not_neighbours_in_the_order() -> None:
-    steps = np.diff(between(0, 1000, 1000, 0))
-    assert (np.abs(steps) == 1).mean() < 0.01
 
 
 # Batches
@@ -155,23 +118,10 @@ def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatc
     assert set(calls.by_thread["train-loader"]) == {1}
 
 
-def test_an_epoch_shows_every_sample_once() -> None:
-    seen = [sample for rank in range(2) for step in steps_of(shape_of(rank, 2, 1, 10), 10) for sample in step]
-    assert sorted(seen) == list(range(N))
-
-
 @pytest.mark.parametrize("done", [1, 5, 12, 13])
 def test_going_on_at_a_step_is_as_never_having_stopped(done: int) -> None:
     expected = steps_of(shape_of(1, 2, 2), 16)
     assert steps_of(shape_of(1, 2, 2), 16 - done, first_sample=done * 8) == expected[done:]
-
-
-def test_micro_batches_have_the_shape_of_the_plan() -> None:
-    loader = load(BatchShape(2, 3, 0, 4), ahead=1)
-    data = loader.next()
-    loader.close()
-    assert [batch.tokens.shape for batch in data.micro_batches] == [(2, SEQ_LEN)] * 3
-    assert data.wait_s >= 0
 
 
 def hashes_of(ranks: int, micro: int, steps: int, first_sample: int = 0) -> list[int]:
@@ -268,12 +218,6 @@ def test_the_end_of_a_set_and_a_set_shorter_than_a_sequence_are_evaluated_too() 
     assert targets == [[1, 2, 3, 4], [5, 6, IGNORE_INDEX, IGNORE_INDEX]]
     (batch,) = set_batches(split_of(2), SEQUENCES, shape, 0, CPU)
     assert batch.targets.tolist() == [[1, *[IGNORE_INDEX] * 3]]
-
-
-def test_a_row_of_minus_1_is_padding_that_counts_for_nothing() -> None:
-    batch = read_batch([TOKENS], np.array([[0, 5], [0, -1]]), SEQUENCES)
-    assert batch.tokens.shape == (2, SEQ_LEN)
-    assert batch.targets.tolist() == [[21, 22, 23, 24], [IGNORE_INDEX] * SEQ_LEN]
 
 
 @pytest.mark.parametrize("limit", [1, 7, 64, 1000, 0])

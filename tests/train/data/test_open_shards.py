@@ -12,7 +12,6 @@ import pytest
 
 from meshwright.train.data.token_store import open_split, read_manifest
 from meshwright.train.errors import DataError
-from meshwright.train.files import MAX_OPEN_FILES, allow_open_files, open_files_limit
 from tests.support.launch import EAGER, TINY, read_metrics, run
 from tests.support.limited import LIMITED
 from tests.support.stores import write_store
@@ -97,21 +96,6 @@ def opened_in(folder: Path) -> int:
     """The number of open files of this process in a folder."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return sum(Path(os.readlink(link)).parent == folder for link in links if os.path.lexists(link))
-
-
-def test_the_limit_is_raised_as_far_as_it_goes() -> None:
-    assert run_ranks(1, limits_after, 256, 512) == [512]
-    assert run_ranks(1, limits_after, 600, 10**6) == [
-        min(MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    ]
-
-
-def limits_after(soft: int, hard: int) -> int:
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (soft, min(hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    )
-    allow_open_files()
-    return open_files_limit()
 
 
 @pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "shorter, of the same time", "gone"])

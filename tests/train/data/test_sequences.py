@@ -57,12 +57,6 @@ def test_a_split_reads_as_one_stream_wherever_its_shards_end(documents, data):
     assert split.ends_between(first, last).tolist() == [end for end in ends if first < end <= last]
 
 
-def test_the_place_of_a_token_is_its_file_and_byte():
-    split = split_of([[5, 6], [7, 8, 9]], cuts=(1,))
-    assert split.place(1).endswith("/train-00000.bin, byte 2 (token 1)")
-    assert split.place(4).endswith("/train-00001.bin, byte 4 (token 2)")
-
-
 DOCUMENTS = [[BOS, 10, 11, EOS], [BOS, EOS], [BOS, 20, 21, 22, 23, 24, 25, 26, 27, 28, EOS], [BOS, 30, EOS]]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.data.prepare.partition import choose_held_out, cut_source
+from meshwright.train.data.prepare.partition import choose_held_out
 from meshwright.train.data.sources import file_kind, find_files, fingerprint_file
 from meshwright.train.errors import DataError
 
@@ -113,42 +113,6 @@ def test_a_fingerprint_shows_a_change_of_size_beginning_or_end(tmp_path: Path) -
 
 
 # Pieces
-
-
-def test_small_files_share_a_piece_and_a_large_one_is_cut(tmp_path: Path) -> None:
-    sizes = {"a.txt": 40, "b.txt": 40, "c.jsonl": 1000, "d.jsonl.gz": 500, "e.txt": 300}
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(b"x" * size)
-    files, pieces = cut_source(str(tmp_path), 0.1, shard_bytes=100)
-    assert {file.name: file.size_bytes for file in files} == sizes
-    ranges = [[(part.name, part.first, part.last) for part in piece.parts] for piece in pieces]
-    lines = [[("c.jsonl", i * 100, i * 100 + 100)] for i in range(10)]
-    assert ranges == [
-        [("a.txt", 0, 40), ("b.txt", 0, 40)],
-        *lines,
-        [("d.jsonl.gz", 0, 500)],
-        [("e.txt", 0, 300)],
-    ]
-    assert [piece.index for piece in pieces] == list(range(13))
-    assert sum(piece.size_bytes for piece in pieces) == sum(sizes.values())
-
-
-def test_a_source_that_is_not_large_is_cut_into_64_pieces_of_at_least_2_mib(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    for size_mib, count in ((1, 1), (16, 8), (320, 64), (1024, 64), (8192, 128)):
-        with open(path, "wb") as file:
-            file.truncate(size_mib * MIB)  # a sparse file: cutting reads only its ends
-        assert len(cut_source(str(path), 0.1, 64 * MIB)[1]) == count
-
-
-def test_held_out_files_are_chosen_by_name_and_marked(tmp_path: Path) -> None:
-    for i in range(50):
-        (tmp_path / f"{i}.txt").write_text("x")
-    _, (piece,) = cut_source(str(tmp_path), 0.2, MIB)
-    held_out = {part.name for part in piece.parts if part.held_out}
-    assert held_out == choose_held_out([f"{i}.txt" for i in range(50)], 0.2)
-    assert not piece.cut
-    assert not any(part.held_out for part in cut_source(str(tmp_path), 0.0, MIB)[1][0].parts)
 
 
 @pytest.mark.parametrize(("count", "share"), [(2, 0.001), (2, 0.999), (50, 0.001), (50, 0.999), (3, 0.5)])

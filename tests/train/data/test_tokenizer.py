@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from meshwright.train.data.tokenizer import (
-    ByteTokenizer,
-    TokenizerInfo,
-    check_vocabulary,
-    load_tokenizer,
-    padded_vocab_size,
-)
+from meshwright.train.data.tokenizer import ByteTokenizer, TokenizerInfo, load_tokenizer
 from meshwright.train.errors import DataError
 from tests.support.texts import odd_texts, train_bpe
 
@@ -108,17 +102,6 @@ def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
     assert found == [[2, 3], [2, 5, 7, 4, 6, 3, 5, 7, 4, 6], [5, 7]]
     with pytest.raises(DataError, match=r"id of BOS or EOS \(4\).*data\.bos and data\.eos"):
         load_tokenizer(str(tmp_path), eos="s").encode([b"ass"])
-
-
-def test_a_text_without_ids_is_one_error(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(
-        str(tmp_path / "words.json")
-    )
-    with pytest.raises(
-        DataError,
-        match=r"data\.tokenizer=.*words\.json cannot encode a text \(.*\[UNK\].*\): use a tokenizer",
-    ):
-        load_tokenizer(str(tmp_path / "words.json")).encode([b"known", b"unknown"])
 
 
 @pytest.mark.parametrize(
@@ -227,30 +210,3 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_with_the_way_out(bpe: Path, 
     (unknown / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read"):
         load_tokenizer(str(unknown))
-
-
-def test_a_model_must_have_an_id_for_every_token_of_the_tokenizer(bpe: Path) -> None:
-    info = load_tokenizer(str(bpe)).info
-    check_vocabulary(info, 600)
-    with pytest.raises(
-        DataError,
-        match=r"model\.vocab_size=599 is smaller than the 600 ids of the tokenizer small: .*best 640",
-    ):
-        check_vocabulary(info, 599)
-    assert [padded_vocab_size(size) for size in (1, 128, 129, 128_256, 50_257)] == [
-        128,
-        128,
-        256,
-        128_256,
-        50_304,
-    ]
-    assert padded_vocab_size(50_257, 8) == 50_264
-
-
-def test_the_sha256_is_of_the_file_and_the_name_of_its_folder(bpe: Path, tmp_path: Path) -> None:
-    shutil.copy(bpe, tmp_path / "tokenizer.json")
-    first = load_tokenizer(str(tmp_path)).info
-    assert first.sha256 == load_tokenizer(str(bpe)).info.sha256
-    assert first.name == tmp_path.name
-    (tmp_path / "tokenizer.json").write_text(bpe.read_text() + "\n")
-    assert load_tokenizer(str(tmp_path)).info.sha256 != first.sha256

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.planner.workload import ModelWorkload
@@ -19,7 +18,7 @@ from meshwright.train.model.choose import source_of
 from meshwright.train.model.own import code_of
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import model_workload
-from tests.support.factories import RUN, Mixer, causal_lm
+from tests.support.factories import RUN, causal_lm
 from tests.support.tables import try_each
 
 OURS = [
@@ -114,10 +113,3 @@ def test_what_is_installed_beside_a_model_is_not_its_code(tmp_path: Path, monkey
     assert code_of(model) == before
     mine.write_text("changed")
     assert code_of(model) != before
-
-
-def test_a_trace_is_kept_for_code_and_arguments() -> None:
-    keys: list[Any] = [source_of(parse_config(k).model).trace_key for k in (causal_lm("llama"), OURS)]
-    assert keys[0] != source_of(parse_config(causal_lm("llama", hidden_size=64)).model).trace_key
-    assert code_of(Mixer(8)) == code_of(Mixer(16))
-    assert code_of(Mixer(8)) != code_of(torch.nn.Linear(8, 8))

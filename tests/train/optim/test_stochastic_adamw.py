@@ -4,7 +4,6 @@ does."""
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from meshwright.train.optim.adamw_kernel import (
     AdamWStep,
     Slice,
     element_bits,
-    mix,
     round_stochastically,
     stream_bits,
     update,
@@ -58,15 +56,6 @@ def alone_on_its_core():
 
 def draws(key: int = 1, stream: int = 0, n: int = N) -> Tensor:
     return stream_bits(element_bits(torch.tensor(key), torch.arange(n)), stream)
-
-
-def test_the_hash_is_lowbias32() -> None:
-    with np.errstate(over="ignore"):
-        x = np.arange(0, 2**32, 1_000_003, dtype=np.uint32)
-        expected = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-        expected = (expected ^ (expected >> np.uint32(15))) * np.uint32(0x846CA68B)
-        expected ^= expected >> np.uint32(16)
-    assert mix(torch.from_numpy(x.astype(np.int64))).tolist() == expected.tolist()
 
 
 def test_every_bit_is_even_and_none_follows_from_another_element_step_parameter_or_tensor() -> None:

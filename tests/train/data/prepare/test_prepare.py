@@ -17,7 +17,6 @@ from meshwright.train.data.prepare import worker as worker_module
 from meshwright.train.data.prepare.partition import cut_source, unit_hash
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.readers import read_part
-from meshwright.train.data.sources import find_files
 from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
 from tests.support.forks import environment, fork
@@ -288,19 +287,6 @@ def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_pat
     assert sorted(texts["train"] + texts["held_out"]) == ["b", "ä"]
 
 
-def test_bytes_take_the_standard_library_as_it_is(tmp_path: Path) -> None:
-    """The tests of the standard library use other encodings."""
-    files = {path: path.read_bytes() for _, path in find_files("stdlib")}
-    settings = PrepareSettings(workers=2)
-    manifest = prepare("stdlib", "bytes", "auto", "auto", tmp_path / "out", settings)
-    assert len(manifest.sources) == len(files)
-    shards = [shard for split in SPLITS for shard in manifest.splits[split]]
-    assert sum(shard.text_bytes for shard in shards) == sum(map(len, files.values()))
-    other = next((text for text in files.values() if b"\xff" in text or b"\xe9" in text), b"")
-    ids = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").glob("*.bin")))
-    assert np.array(list(other), "<u2").tobytes() in ids
-
-
 @pytest.mark.parametrize("texts", [["one two three"], ["a", "b"], ["a"] * 30, ["", "only this has text", ""]])
 def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str], tmp_path: Path) -> None:
     """The only record is cut in two, or one record is moved to the other split; two workers do the same."""
@@ -317,21 +303,6 @@ def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str],
             assert sorted("".join(found["train"] + found["held_out"])) == sorted("".join(texts))
             every.append(files_of(folder))
         assert every[0] == every[-1]
-
-
-def test_nothing_is_held_out_of_a_share_of_zero(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("text")
-    assert (
-        texts_of(tmp_path / "a", prepare_bytes(tmp_path / "one.txt", tmp_path / "a", held_out=0.0))[
-            "held_out"
-        ]
-        == []
-    )
-    source = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    assert texts_of(tmp_path / "b", prepare_bytes(source, tmp_path / "b", held_out=0.0))["train"] == [
-        "a",
-        "b",
-    ]
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -383,18 +354,6 @@ def test_progress_goes_on_within_a_long_text(name: str, tmp_path: Path) -> None:
     assert len({progress.tokens for progress in seen}) >= 6, "each MiB of 7 MB"
     assert seen[-1].tokens == manifest.splits["train"][0].tokens == 7_000_001
     assert [progress.documents for progress in seen if progress.tokens < 7_000_001] == [0] * (len(done) - 2)
-
-
-def test_the_manifest_says_what_it_was_made_from(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    (tmp_path / "b.txt").write_text("b")
-    manifest = prepare_bytes(tmp_path, tmp_path / "out", **SMALL)
-    assert read_manifest(tmp_path / "out") == manifest
-    assert [(file.name, file.size_bytes) for file in manifest.sources] == [
-        ("a.jsonl", (tmp_path / "a.jsonl").stat().st_size),
-        ("b.txt", 1),
-    ]
-    assert manifest.settings == {"held_out": 0.1, "text_field": "text", "empty_documents": TEXTS.count("")}
 
 
 PROGRAM = """
