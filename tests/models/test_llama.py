@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.models.llama import INIT_STD, Llama, LlamaConfig, init_weights
+from meshwright.models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, init_weights
 from meshwright.models.rope_scaling import RopeScaling
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
@@ -111,3 +111,12 @@ def test_a_shape_that_cannot_be_is_refused_with_key_value_and_rule(
     with pytest.raises(ValueError, match="must") as error:
         dataclasses.replace(CONFIG, **change)
     assert all(fact in str(error.value) for fact in facts)
+
+
+def test_every_weight_has_a_tensor_parallel_style_and_every_style_a_weight() -> None:
+    names = {fqn.removesuffix(".weight") for fqn, _ in Llama(CONFIG).named_parameters()}
+    styled = {pattern for table in SHARDING.values() for pattern, style in table.items() if style != "loss"}
+    assert names == {pattern.replace("*", str(i)) for pattern in styled for i in range(CONFIG.n_layers)}
+    assert sum(map(len, SHARDING.values())) == len(styled) + 1, (
+        "no weight belongs to two parts, and the loss has no weight"
+    )
