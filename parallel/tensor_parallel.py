@@ -58,19 +58,27 @@ TOKENS, CHANNELS = 1, 2  # dimensions of x[B, T, D]
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tp axis of one rank: process group, degree, and this rank's index in the group."""
+    """The tp axis of one rank: process group, degree, and this rank's index in the group.
+
+    `async_tp`: cut and join tokens as inductor's pass expects it, which fuses no other form.
+    """
 
     group_name: str
     degree: int
     rank: int
     sequence_parallel: bool
+    async_tp: bool = False
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Shard the weights of a model on the meta device over `mesh`, the tp axis, and replace its modules'
     forwards by those of their styles, in place. A weight shared by two modules stays shared."""
     axis = TensorAxis(
-        mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), plan.tensor.sequence_parallel
+        mesh.get_group().group_name,
+        mesh.size(),
+        mesh.get_local_rank(),
+        plan.tensor.sequence_parallel,
+        plan.async_tp,
     )
 
     def shard(full: Tensor, placement: Placement) -> Tensor:
@@ -148,11 +156,16 @@ def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     gathered = _wait(_c10d.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group_name))
+    if axis.async_tp:
+        return torch.cat(gathered.chunk(axis.degree), dim)
     # a view for one sequence, a copy for several
     return gathered.unflatten(0, (axis.degree, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    if axis.async_tp:
+        stacked = torch.cat(x.chunk(axis.degree, dim))
+        return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
     # likewise
     stacked = x.unflatten(dim, (axis.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
     return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
