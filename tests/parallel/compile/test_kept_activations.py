@@ -34,7 +34,7 @@ def block(mode: str) -> Callable[[int], TracedModule]:
         module = Llama(MODEL).layers[0]
         if SAVED[mode] is not None:
             recompute(module, SAVED[mode])
-        tables = tuple(torch.ones(TOKENS, MODEL.head_dim) for _ in range(2))
+        tables = tuple(torch.ones(TOKENS, MODEL.head_dim // 2) for _ in range(2))
         return TracedModule(module, (hidden(sequences), *tables), tables=tables)
 
     return build
