@@ -165,9 +165,8 @@ def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     if axis.async_tp:
         stacked = torch.cat(x.chunk(axis.degree, dim))
-        return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
-    # likewise
-    stacked = x.unflatten(dim, (axis.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
+    else:  # likewise
+        stacked = x.unflatten(dim, (axis.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
     return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
 
 
