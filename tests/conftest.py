@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
     Tests with the same `together=NAME` run on the same day. Tests are distributed evenly over the days, so a
     test's day depends on the collected tests; `sampled(n, day=i)` chooses it, so that tests whose cost is
-    known make equal days.
+    known make equal days. Of several such marks that with the most days counts.
     """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -99,7 +99,11 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     if items and items[0].config.getoption("changed"):
         items.sort(key=lambda item: _distance(item.path))
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
-    marks = [(item, mark) for item in items for mark in item.iter_markers("sampled")]
+    marks = [
+        (item, max(found, key=lambda mark: mark.args[0]))
+        for item in items
+        if (found := [*item.iter_markers("sampled")])
+    ]
     marked = [(item, mark, mark.kwargs.get("together", item.nodeid)) for item, mark in marks]
     order = sorted({group for *_, group in marked}, key=lambda group: zlib.crc32(group.encode()))
     for item, mark, group in marked:

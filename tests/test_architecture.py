@@ -297,6 +297,7 @@ def test_no_tracked_file_names_a_place_of_one_machine(tmp_path: Path) -> None:
     assert list(machine_paths(ROOT, listed.split("\0"))) == []
 
 
+@pytest.mark.sampled(3, day=1)
 def test_what_few_need_is_imported_late() -> None:
     code = "import importlib, sys\n" + "".join(
         f"importlib.import_module('{PACKAGE}.{module}')\n"

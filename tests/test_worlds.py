@@ -44,6 +44,7 @@ def test_each_rank_gives_back_what_it_returned() -> None:
     assert run_ranks(4, sum_of, 1.0) == [(rank, 10.0) for rank in range(4)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("function", "first", "innermost"),
     [

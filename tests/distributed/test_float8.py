@@ -86,6 +86,7 @@ def check(got, plain, graphs):
     assert got["graphs"][0] == got["graphs"][-1], "recompiled after the first step"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_training_stays_beside_float32_and_is_not_it(name, trained, plain):
     check(trained[name], plain, JOBS[name].graphs)

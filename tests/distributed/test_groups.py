@@ -164,6 +164,7 @@ def timeouts_in_training(arguments: list[str]) -> dict[str, timedelta]:
     return seen
 
 
+@pytest.mark.sampled(3, day=0)
 def test_every_group_of_a_run_has_its_timeout(tmp_path: Path) -> None:
     arguments = [
         *TINY,

@@ -31,6 +31,7 @@ def keep_measurements(keys: list[str], processes: int) -> None:
     shutil.copy(HARDWARE_FOLDER / "cpu.yaml", path)
 
 
+@pytest.mark.sampled(3, day=0)
 def test_a_run_plans_for_itself_and_compares_itself_with_the_prediction(data, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     keys = [*AUTO, *FIXED, *data, f"--parallel.compile.cache_dir={tmp_path / 'cache'}"]

@@ -103,6 +103,7 @@ def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(traine
     assert "which only a checkpoint names" not in named.stdout
 
 
+@pytest.mark.sampled(3, day=1)
 def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(trained: Path, tmp_path: Path) -> None:
     refused = run(1, "export", str(trained), str(tmp_path / "hf"), module="tools.convert_hf")
     assert refused.returncode == 2
@@ -121,6 +122,7 @@ def test_the_first_bad_value_of_a_model_of_ones_own_is_named(data, tmp_path: Pat
     assert "the output of 0 " in failed.stderr, "the embedding"
 
 
+@pytest.mark.sampled(3, day=0)
 def test_the_planning_commands_take_a_factory() -> None:
     planned = run(1, *MIXER, "--gpus=2", "--json", module="tools.plan")
     assert planned.returncode == 0, planned.stderr

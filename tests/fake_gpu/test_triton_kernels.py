@@ -119,6 +119,7 @@ def inexact(launch: Launch) -> set[str]:
     return {opcode for opcode in opcodes if re.search(r"\.(f|bf|tf|e\dm)\d", opcode)} - ROUNDED
 
 
+@pytest.mark.sampled(3, day=1)
 def test_no_kernel_spills_or_takes_too_many_registers(compiled: dict[str, Compiled]) -> None:
     assert len(compiled) == len(PAIRS) + 2 * 2
     excess = {title: too_much(kernel.name, kernel.launch) for title, kernel in compiled.items()}
@@ -181,6 +182,7 @@ def executed(
     return [name for a, e in pairs for name in a if not torch.equal(a[name], e[name])]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 def test_adamw_does_what_its_reference_does_to_the_bit(
     dtypes: tuple[torch.dtype, torch.dtype], launches: list[Launch]
@@ -276,6 +278,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_missing_mask_is_noticed(name: str, tmp_path: Path, launches: list[Launch]) -> None:
     source, old, new = MASKS[name]

@@ -167,6 +167,7 @@ def activations(*keys: str) -> int:
     return simulate_run(job, eager_plan(plan_run(job, 4, 8))).memory.activations
 
 
+@pytest.mark.sampled(3, day=0)
 def test_activations_fall_as_one_over_cp() -> None:
     """Within a tenth, because an exchange holds its tensors twice for a moment. A rank that gathers holds the
     keys and values of all tokens in one block at a time."""

@@ -32,6 +32,7 @@ def collections() -> Iterator[list[int]]:
     gc.enable()
 
 
+@pytest.mark.sampled(3, day=1)
 def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: list[int]) -> None:
     gc.collect()  # so that Python itself is not due before the first step
     collections.clear()
@@ -63,6 +64,7 @@ def test_every_collection_takes_old_garbage_too(collections: list[int]) -> None:
     garbage.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("steps", "enabled"), [(0, True), (60, True), (60, False)])
 def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections: list[int]) -> None:
     (gc.enable if enabled else gc.disable)()

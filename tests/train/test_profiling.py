@@ -67,6 +67,7 @@ def check_ranks(folder: Path) -> None:
         assert (facts["rank"], facts["world_size"], facts["first_step"], facts["steps"]) == (rank, 2, 2, 2)
 
 
+@pytest.mark.sampled(3, day=2)
 def test_every_rank_names_every_units_work_and_communication(recomputed: Path) -> None:
     check_ranks(recomputed)
 

@@ -190,6 +190,7 @@ def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
     assert [c.bytes for c in forward] == [2048 * 4, 2 * 2048 * 4] * 4 * (tp == 2)
 
 
+@pytest.mark.sampled(3, day=0)
 def test_attention_takes_its_kernels_time() -> None:
     config = parse_config(LLAMA_8B)
     hardware = load_hardware()["h200"]

@@ -447,6 +447,7 @@ def slow(*case: object) -> object:
     return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sampled(4)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("world_size", "keys"),
     [

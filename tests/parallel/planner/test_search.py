@@ -107,6 +107,7 @@ def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -
     assert rest == sorted(rest, reverse=True)
 
 
+@pytest.mark.sampled(3, day=1)
 def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
     """The lower bound that prunes plans is correct: a random part of them, timed one by one, holds no better
     plan."""

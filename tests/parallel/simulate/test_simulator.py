@@ -46,6 +46,7 @@ def of_axis(collectives, *axes: str) -> list[Collective]:
 # Order
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("k", "forward", "backward"),
     [
@@ -329,6 +330,7 @@ LAST, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard
 TIED = "--model.tie_embeddings=true"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [

@@ -81,6 +81,7 @@ def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
     assert 0 < predicted["mfu_causal"] < predicted["mfu"] < 1
 
 
+@pytest.mark.sampled(3, day=1)
 def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) -> None:
     answer = document(capsys, *AUTO, "--gpus=2", "--tokens=1e12")
     assert set(answer) == {"plan", "reasons", "advice", "predicted", "candidates", "time_to_train"}
@@ -153,6 +154,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.sampled(3, day=2)
 def test_what_does_not_fit_comes_last_with_its_reason(capsys: Output) -> None:
     deep = [*LARGE, "--model.n_layers=16", H100, "--gpus=1"]
     candidates = document(capsys, *deep)["candidates"]

@@ -57,6 +57,7 @@ def small(world_size: int, keys: list[str]) -> tuple[TrainingJob, Plan]:
     return config.job, plan_run(config.job, world_size, 8)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("world_size", "keys"), [*CASES, *(pytest.param(*case, marks=SAMPLED) for case in MORE)], ids=str
 )

@@ -276,6 +276,7 @@ def test_slurm_jobs_have_nodes_and_only_slurm_takes_several(
         main([str(path)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_study_plans_on_a_laptop_and_for_eight_gpus(path: Path) -> None:
     """The comment at the top of each study gives both commands."""

@@ -61,6 +61,7 @@ def swept(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, done
 
 
+@pytest.mark.sampled(3, day=2)
 def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, Any]) -> None:
     folder, done = swept
     study = folder / "study"

@@ -58,6 +58,7 @@ def main_with_a_limit(arguments: list[str]) -> None:
     main(arguments)
 
 
+@pytest.mark.sampled(3, day=2)
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's data is Linux's")
 def test_a_run_that_runs_out_of_memory_says_where_it_went_and_what_would_help(tmp_path: Path) -> None:
     data = write_text(tmp_path)

@@ -75,6 +75,7 @@ def test_an_eager_block_keeps_what_autograd_saves() -> None:
     assert kept_mib(EAGER, "--parallel.activation_checkpoint=full") == 64
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
 def test_flops_are_those_of_the_formulas(keys: tuple[str, ...]) -> None:
     """Matrix products: 6 per parameter and token. Attention: 12 L D S, of which causal kernels compute half;
@@ -104,6 +105,7 @@ def test_recomputing_does_a_forward_more() -> None:
     assert none <= selective < full
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
 def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
     full, split = (block_8b(*keys, f"--parallel.tp={tp}") for tp in (1, 4))

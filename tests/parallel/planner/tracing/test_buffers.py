@@ -66,6 +66,7 @@ def live_at(buffers: tuple[Buffer, ...], kernel: int) -> Linear:
     return total(buffer.size for buffer in buffers if buffer.begin <= kernel <= buffer.end)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "keys",
     [(), (FULL,), pytest.param(("--parallel.tp=2",), marks=[pytest.mark.slow, pytest.mark.sampled(3)])],

@@ -40,6 +40,7 @@ def captured() -> JointGraph:
     return capture_joint(build)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "saved_ops",
     [(), ("aten.mm/2",), ("aten.split", "aten.tanh"), ("aten.mm/3", "aten.tanh")],

@@ -61,6 +61,7 @@ def test_what_feeds_a_float8_product_is_recomputed_instead_of_saved() -> None:
     assert plain.saved_bytes.at(1) > in_float8.saved_bytes.at(1) + 0.9 * wide
 
 
+@pytest.mark.sampled(3, day=2)
 def test_it_saves_and_allocates_what_torchaos_product_does() -> None:
     float8 = pytest.importorskip("torchao.float8")
     config = float8.Float8LinearConfig(pad_inner_dim=True)
