@@ -85,6 +85,7 @@ def real() -> Any:
     return of_ranks
 
 
+@pytest.mark.sampled(3, together="real collectives", day=1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=SLOW.get(case, ())) for case in CASES])
 def test_real_processes_do_what_the_simulation_says(case: str, real: Any) -> None:
     """If all sizes divide evenly, the ranks are equal, and one simulated rank per case is enough."""

@@ -59,6 +59,7 @@ def weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     return load_file(consolidate(newest, out, force=False))
 
 
+@pytest.mark.sampled(3, day=2)
 def test_resumed_by_its_plan_file_the_curve_and_the_weights_are_the_uninterrupted_ones_bit_for_bit(
     whole, data, tmp_path
 ):

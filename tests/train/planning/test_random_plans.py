@@ -181,6 +181,7 @@ def plan_or_refusal(config: Config, processes: int, per_node: int | None = None)
         return str(error)
 
 
+@pytest.mark.sampled(2, day=0)
 @settings(FEW, max_examples=120)
 @given(**CONFIG_OF_A_RUN, per_node=PER_NODE)
 def test_any_config_is_planned_or_refused(
@@ -319,6 +320,7 @@ class NoAliases(yaml.SafeDumper):
 MUTATED = {"text": mutated_plans(), "processes": st.sampled_from([8, 8, 8, 4])}
 
 
+@pytest.mark.sampled(2, day=1)
 @settings(FEW, max_examples=100)
 @given(**MUTATED)
 def test_any_plan_file_is_run_or_refused(text: str, processes: int, tmp_path: Path) -> None:
