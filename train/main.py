@@ -8,7 +8,8 @@ from typing import NoReturn
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.checkpoint.initial_weights import find_weights
-from meshwright.train.checkpoint.load import find_start
+from meshwright.train.checkpoint.load import find_checkpoint, put_damaged_aside
+from meshwright.train.checkpoint.ownership import admit, judge
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
@@ -30,7 +31,6 @@ from meshwright.train.distributed.ranks import (
     comparable_settings,
     plan_lines,
     read_rank_info,
-    with_maximum_restarts,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(config: Config, ranks: RankInfo) -> bool:
     """Run all phases under supervision; return True if the run was stopped before its last step."""
     console = Console(ranks.is_main)
-    with supervised(config.run, ranks, console, named=config.checkpoint.resume != "auto") as supervision:
+    with supervised(config.run, ranks, console) as supervision:
         # user errors are found before anything is created
         source = source_of(config.model)
         planned = make_run_plan(config, ranks, console)
@@ -82,13 +82,15 @@ def run(config: Config, ranks: RankInfo) -> bool:
         check_same_settings(ranks, plan_lines(plan))
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)
-        ranks = with_maximum_restarts(ranks)
+        folder = make_run_folder(str(config.run.dir), ranks)
+        checkpoints = folder / "checkpoints"
+        judge(config, folder, ranks)
 
-        with supervision.in_folder(folder := make_run_folder(str(config.run.dir), ranks), ranks):
-            checkpoints = folder / "checkpoints"
-            start = find_start(config.checkpoint, checkpoints, ranks)
+        with supervision.in_folder(folder, ranks):
+            verdict = judge(config, folder, ranks)  # again: another run may have ended while this one waited
+            start = find_checkpoint(verdict.checkpoint, checkpoints, ranks)
             weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint)
-            supervision.begin(folder, ranks, start)
+            failed_starts = supervision.check_crash_loop(folder, ranks, verdict, start)
             log_run_summary(console, ranks, planned, config.job, config.run.dir)
 
             supervision.enter("data")
@@ -96,6 +98,10 @@ def run(config: Config, ranks: RankInfo) -> bool:
             mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
             data = load_training_data(config, planned, mesh, ranks, start.checkpoint)
             supervision.enter("set-up")
+            supervision.begin(folder, start, failed_starts)
+            console.print_lines(
+                (*put_damaged_aside(start, ranks), *admit(config, folder, ranks, verdict, start))
+            )
             console.print(f"data: {data.corpus.description}")
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
@@ -142,8 +148,7 @@ def _describe_save(config: CheckpointConfig, failed: str) -> str:
         return "not saved, because checkpoint.every is 0; the same command starts over"
     if failed:
         return f"not saved: {failed}"
-    option = "" if config.resume == "auto" else " with --checkpoint.resume=auto"
-    return f"saved; the same command{option} resumes it"
+    return "saved; the same command resumes it"
 
 
 if __name__ == "__main__":
