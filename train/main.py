@@ -2,14 +2,16 @@
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.checkpoint.initial_weights import find_weights
-from meshwright.train.checkpoint.load import find_checkpoint, put_damaged_aside
-from meshwright.train.checkpoint.ownership import admit, judge
+from meshwright.train.checkpoint.ownership import admit, find_start, judge
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
@@ -44,7 +46,7 @@ from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
-from meshwright.train.state import restore
+from meshwright.train.state import TrainState, restore
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -83,14 +85,12 @@ def run(config: Config, ranks: RankInfo) -> bool:
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)
         folder = make_run_folder(str(config.run.dir), ranks)
-        checkpoints = folder / "checkpoints"
         judge(config, folder, ranks)
 
         with supervision.in_folder(folder, ranks):
-            verdict = judge(config, folder, ranks)  # again: another run may have ended while this one waited
-            start = find_checkpoint(verdict.checkpoint, checkpoints, ranks)
+            admission, start = find_start(config, folder, ranks)
             weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint)
-            failed_starts = supervision.check_crash_loop(folder, ranks, verdict, start)
+            failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
             log_run_summary(console, ranks, planned, config.job, config.run.dir)
 
             supervision.enter("data")
@@ -99,9 +99,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             data = load_training_data(config, planned, mesh, ranks, start.checkpoint)
             supervision.enter("set-up")
             supervision.begin(folder, start, failed_starts)
-            console.print_lines(
-                (*put_damaged_aside(start, ranks), *admit(config, folder, ranks, verdict, start))
-            )
+            console.print_lines(admit(config, folder, ranks, admission, start))
             console.print(f"data: {data.corpus.description}")
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
@@ -109,17 +107,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
-            saver = CheckpointSaver(
-                config.checkpoint,
-                checkpoints,
-                model,
-                optimizer,
-                mesh,
-                texts,
-                machine=ranks.machine,
-                group_timeout=timeout,
-            )
-            make_room(saver, config.checkpoint, console.print)
+            saver = _build_saver(config, folder, state, mesh, texts, ranks, console)
             loss_of = source.loss(plan, config.train.z_loss)
             reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)
             with (
@@ -135,6 +123,22 @@ def run(config: Config, ranks: RankInfo) -> bool:
             stop = _describe_stop(progress, supervision.stop_reason, config.checkpoint, saver.failed)
             console.print(stop if stopped else f"finished: {progress}; tensorboard --logdir {folder}/tb")
     return stopped
+
+
+def _build_saver(
+    config: Config,
+    folder: Path,
+    state: TrainState,
+    mesh: DeviceMesh,
+    texts: Mapping[str, str],
+    ranks: RankInfo,
+    console: Console,
+) -> CheckpointSaver:
+    checkpoints, timeout = folder / "checkpoints", group_timeout(config.run)
+    saved = config.checkpoint, checkpoints, state.model, state.optimizer, mesh, texts
+    saver = CheckpointSaver(*saved, machine=ranks.machine, group_timeout=timeout)
+    make_room(saver, config.checkpoint, console.print)
+    return saver
 
 
 def _describe_stop(progress: str, reason: str, config: CheckpointConfig, failed: str) -> str:

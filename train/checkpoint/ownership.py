@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
-from meshwright.train.checkpoint.load import Start
-from meshwright.train.config import CheckpointConfig, Config
+from meshwright.train.checkpoint.load import Start, find_checkpoint, put_damaged_aside
+from meshwright.train.config import Config
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path, write_atomically
@@ -39,16 +39,14 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Admission:
     """A start that may use its folder.
 
     Args:
-        checkpoint: the config's section; resume is auto if the start goes on
         goes_on: it belongs to the training that the folder holds, and resumes from its newest checkpoint
         restarted: torchrun has started processes again that had been admitted
     """
 
-    checkpoint: CheckpointConfig
     goes_on: bool
     restarted: bool
 
@@ -61,7 +59,7 @@ def read_training(folder: Path) -> Training | None:
         return None
 
 
-def judge(config: Config, folder: Path, ranks: RankInfo) -> Verdict:
+def judge(config: Config, folder: Path, ranks: RankInfo) -> Admission:
     """Decide whether a start may use a run's folder; every rank calls it. Reads only, so that a refused start
     changes nothing.
 
@@ -73,12 +71,12 @@ def judge(config: Config, folder: Path, ranks: RankInfo) -> Verdict:
     return broadcast_from_rank0(ranks, lambda: _judge(config, folder, ranks.launch))
 
 
-def _judge(config: Config, folder: Path, launch: str) -> Verdict:
+def _judge(config: Config, folder: Path, launch: str) -> Admission:
     training, asked = read_training(folder), config.checkpoint
     restarted = training is not None and launch == training.launch != ""
     others = list_checkpoints(folder / "checkpoints")
     if others and (asked.resume == "auto" or (training and training.settings == settings_of(config))):
-        return Verdict(replace(asked, resume="auto"), True, restarted)
+        return Admission(True, restarted)
     which = f"which checkpoint.resume={asked.resume} does not continue"
     if others and asked.resume != "none":
         path = user_path(asked.resume, "checkpoint.resume", CheckpointError)
@@ -91,15 +89,29 @@ def _judge(config: Config, folder: Path, launch: str) -> Verdict:
             f"{folder / 'checkpoints'} contains {names}, {which}. Use --checkpoint.resume=auto to resume "
             "from the newest, or another run.dir to leave them unchanged"
         )
-    return Verdict(asked, False, restarted)
+    return Admission(False, restarted)
 
 
-def admit(config: Config, folder: Path, ranks: RankInfo, verdict: Verdict, start: Start) -> list[str]:
-    """Record on rank 0 that a start has been admitted. Returns a warning, in a list, if that fails."""
-    if not ranks.is_main:
-        return []
+def find_start(config: Config, folder: Path, ranks: RankInfo) -> tuple[Admission, Start]:
+    """Decide as `judge` does, and return the checkpoint that the start resumes from as `find_checkpoint`
+    does."""
+    admission = judge(config, folder, ranks)
+    resume = "auto" if admission.goes_on else config.checkpoint.resume
+    return admission, find_checkpoint(
+        replace(config.checkpoint, resume=resume), folder / "checkpoints", ranks
+    )
+
+
+def admit(config: Config, folder: Path, ranks: RankInfo, admission: Admission, start: Start) -> list[str]:
+    """From now on the folder is written: record that the start has been admitted, and put damaged checkpoints
+    aside; every rank calls it. Returns lines to print, a warning if it cannot be recorded."""
+    lines = put_damaged_aside(start, ranks)
+    return lines + broadcast_from_rank0(ranks, lambda: _record(config, folder, ranks, admission, start))
+
+
+def _record(config: Config, folder: Path, ranks: RankInfo, admission: Admission, start: Start) -> list[str]:
     training = read_training(folder)
-    if not training or not verdict.goes_on:
+    if not training or not admission.goes_on:
         rolled_back = (
             training and start.checkpoint and start.checkpoint.resolve().is_relative_to(folder.resolve())
         )

@@ -13,7 +13,7 @@ from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.load import Start
-from meshwright.train.checkpoint.ownership import Verdict
+from meshwright.train.checkpoint.ownership import Admission
 from meshwright.train.config import RunConfig, TrainConfig
 from meshwright.train.console import Console
 from meshwright.train.data.loader import StepData
@@ -82,12 +82,14 @@ class Supervision:
             with self._naming_lost_peer():
                 yield
 
-    def check_crash_loop(self, folder: Path, ranks: RankInfo, verdict: Verdict, start: Start) -> FailedStarts:
+    def check_crash_loop(
+        self, folder: Path, ranks: RankInfo, admission: Admission, start: Start
+    ) -> FailedStarts:
         """Return the failed starts before this one. Raises CrashLoopError after repeated failures from
         `start`."""
 
         def check() -> FailedStarts:
-            return check_crash_loop(read_status(folder), verdict.restarted, ranks.requeued, start.step)
+            return check_crash_loop(read_status(folder), admission.restarted, ranks.requeued, start.step)
 
         return broadcast_from_rank0(ranks, check)
 

@@ -20,13 +20,13 @@ def test_a_restart_is_of_the_launch_that_was_admitted_last(group: None, tmp_path
         (launched, True),
         (ALONE, False),
     ):
-        verdict = judge(config, tmp_path, ranks)
-        assert (verdict.restarted, verdict.goes_on) == (restarted, False)
-        assert judge(config, tmp_path, ranks) == verdict, "a start that is not admitted changes nothing"
-        assert admit(config, tmp_path, ranks, verdict, Start()) == []
+        admission = judge(config, tmp_path, ranks)
+        assert (admission.restarted, admission.goes_on) == (restarted, False)
+        assert judge(config, tmp_path, ranks) == admission, "a start that is not admitted changes nothing"
+        assert admit(config, tmp_path, ranks, admission, Start()) == []
     (tmp_path / FILE).write_text("{}")
     assert not judge(config, tmp_path, launched).restarted, "a file that cannot be read is none"
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).mkdir()
-    (warning,) = admit(config, tmp_path, ALONE, verdict, Start())
+    (warning,) = admit(config, tmp_path, ALONE, admission, Start())
     assert f"{tmp_path / FILE} cannot be written (Is a directory)" in warning
