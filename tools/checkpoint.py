@@ -26,6 +26,7 @@ from meshwright.tools.load_weights import (
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
+from meshwright.train.checkpoint.ownership import describe_training
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
@@ -135,7 +136,8 @@ def verify(path: Path) -> dict[str, Any]:
 
 def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
     """Describe a checkpoint from its manifest: position, tensors, totals and versions. Totals are by the
-    first part of a name: model, optim, random. Raises CheckpointError."""
+    first part of a name: model, optim, random; `run`: the training of its folder, and what a start in it does.
+    Raises CheckpointError."""
     manifest = read_manifest(checkpoint)
     tensors: list[dict[str, Any]] = []
     totals: dict[str, dict[str, int]] = {}
@@ -147,7 +149,8 @@ def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
         total["tensors"] += 1
         total["elements"] += math.prod(saved.shape)
         total["size_bytes"] += saved.size_bytes
-    origin = {"checkpoint": checkpoint, "position": manifest.position, "code": manifest.code}
+    training = describe_training(checkpoint.parent.parent)
+    origin = {"checkpoint": checkpoint, "position": manifest.position, "code": manifest.code, "run": training}
     return {**origin, "tensors": tensors, "totals": totals}
 
 
@@ -204,7 +207,7 @@ def _show_text(shown: dict[str, Any]) -> str:
     )
     position = shown["position"]
     saved_by = f"step {position.step}, {position.samples} samples, saved by {position.world_size} processes"
-    return f"{shown['checkpoint']}: {saved_by}\n\n{tensors}\n\n{totals}"
+    return f"{shown['checkpoint']}: {saved_by}\n{shown['run']}\n\n{tensors}\n\n{totals}"
 
 
 def _age(seconds: float) -> str:

@@ -45,7 +45,8 @@ class CheckpointConfig:
             continues training. A GPU run allocates the host memory for the copy before the first step; if
             there is too little, stop reports a config error and warn a warning
         resume: auto resumes from the newest checkpoint of run.dir that passes verification, or starts from
-            step 0 if there is none; none always starts from step 0; or the path of a checkpoint
+            step 0 if there is none; none starts from step 0, and the path of a checkpoint from there, in a
+            run.dir without newer checkpoints of another start. The same command again goes on
         verify: comparison with the manifest before loading: full hashes every byte, size compares file sizes
             only
         init_from: initial weights at step 0: folder of a Hugging Face Llama (config.json, *.safetensors), or

@@ -2,13 +2,16 @@
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.checkpoint.initial_weights import find_weights
-from meshwright.train.checkpoint.load import find_start
+from meshwright.train.checkpoint.ownership import admit, find_start, judge
 from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
@@ -30,7 +33,6 @@ from meshwright.train.distributed.ranks import (
     comparable_settings,
     plan_lines,
     read_rank_info,
-    with_maximum_restarts,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
@@ -44,7 +46,7 @@ from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
-from meshwright.train.state import restore
+from meshwright.train.state import TrainState, restore
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(config: Config, ranks: RankInfo) -> bool:
     """Run all phases under supervision; return True if the run was stopped before its last step."""
     console = Console(ranks.is_main)
-    with supervised(config.run, ranks, console, named=config.checkpoint.resume != "auto") as supervision:
+    with supervised(config.run, ranks, console) as supervision:
         # user errors are found before anything is created
         source = source_of(config.model)
         planned = make_run_plan(config, ranks, console)
@@ -82,13 +84,13 @@ def run(config: Config, ranks: RankInfo) -> bool:
         check_same_settings(ranks, plan_lines(plan))
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)
-        ranks = with_maximum_restarts(ranks)
+        folder = make_run_folder(str(config.run.dir), ranks)
+        judge(config, folder, ranks)
 
-        with supervision.in_folder(folder := make_run_folder(str(config.run.dir), ranks), ranks):
-            checkpoints = folder / "checkpoints"
-            start = find_start(config.checkpoint, checkpoints, ranks)
+        with supervision.in_folder(folder, ranks):
+            admission, start = find_start(config, folder, ranks)
             weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint)
-            supervision.begin(folder, ranks, start)
+            failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
             log_run_summary(console, ranks, planned, config.job, config.run.dir)
 
             supervision.enter("data")
@@ -96,6 +98,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
             data = load_training_data(config, planned, mesh, ranks, start.checkpoint)
             supervision.enter("set-up")
+            supervision.begin(folder, start, failed_starts)
+            console.print_lines(admit(config, folder, ranks, admission, start))
             console.print(f"data: {data.corpus.description}")
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
@@ -103,17 +107,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
-            saver = CheckpointSaver(
-                config.checkpoint,
-                checkpoints,
-                model,
-                optimizer,
-                mesh,
-                texts,
-                machine=ranks.machine,
-                group_timeout=timeout,
-            )
-            make_room(saver, config.checkpoint, console.print)
+            saver = _build_saver(config, folder, state, mesh, texts, ranks, console)
             loss_of = source.loss(plan, config.train.z_loss)
             reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)
             with (
@@ -131,6 +125,22 @@ def run(config: Config, ranks: RankInfo) -> bool:
     return stopped
 
 
+def _build_saver(
+    config: Config,
+    folder: Path,
+    state: TrainState,
+    mesh: DeviceMesh,
+    texts: Mapping[str, str],
+    ranks: RankInfo,
+    console: Console,
+) -> CheckpointSaver:
+    checkpoints, timeout = folder / "checkpoints", group_timeout(config.run)
+    saved = config.checkpoint, checkpoints, state.model, state.optimizer, mesh, texts
+    saver = CheckpointSaver(*saved, machine=ranks.machine, group_timeout=timeout)
+    make_room(saver, config.checkpoint, console.print)
+    return saver
+
+
 def _describe_stop(progress: str, reason: str, config: CheckpointConfig, failed: str) -> str:
     return f"stopped at {progress} ({reason}), {_describe_save(config, failed)}"
 
@@ -142,8 +152,7 @@ def _describe_save(config: CheckpointConfig, failed: str) -> str:
         return "not saved, because checkpoint.every is 0; the same command starts over"
     if failed:
         return f"not saved: {failed}"
-    option = "" if config.resume == "auto" else " with --checkpoint.resume=auto"
-    return f"saved; the same command{option} resumes it"
+    return "saved; the same command resumes it"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def restore(
 ) -> TrainState:
     """Load the checkpoint that the run resumes from, or the weights of `checkpoint.init_from`; without either
     keep the initial weights. Raises CheckpointError."""
-    console.print_lines((*start.messages, *describe_start(config.init_from, start.checkpoint)))
+    console.print_lines(describe_start(config.init_from, start.checkpoint))
     if start.checkpoint and start.manifest:
         load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
         position = start.manifest.position

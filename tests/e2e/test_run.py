@@ -204,15 +204,6 @@ def test_a_checkpoint_that_has_lost_a_shard_or_a_byte_is_refused(data, again):
     assert "Traceback" not in result.stderr
 
 
-def test_a_new_start_beside_newer_checkpoints_is_refused_and_nothing_is_lost(data, again):
-    result = run(1, *SMALL, *data, "--train.steps=8", "--checkpoint.resume=none", f"--run.dir={again}")
-    assert result.returncode == 2
-    assert "step-00000004, step-00000006" in result.stderr
-    assert "--checkpoint.resume=auto" in result.stderr
-    assert "another run.dir" in result.stderr
-    assert len(list((again / "checkpoints").iterdir())) == 2
-
-
 MISTAKES = [
     (["--config=lama_debug.yaml"], ["lama_debug.yaml", "Did you mean llama_debug.yaml?"]),
     (["--train.stepz=3"], ["unknown key train.stepz", "Did you mean train.steps?"]),

@@ -48,26 +48,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=step_of)
 
 
-def refuse_newer(folder: Path, start_step: int, own: bool) -> None:
-    """Raise CheckpointError if the run's folder contains committed checkpoints that this start does not
-    continue.
-
-    With `own` (the run resumes with auto, or from a checkpoint in this folder) these are the ones newer than
-    `start_step`, otherwise all. A later resume=auto would start from them, and retention would delete them.
-    """
-    others = [path.name for path in list_checkpoints(folder) if not own or step_of(path) > start_step]
-    if others:
-        which = (
-            f"newer than this run's start at step {start_step}"
-            if own
-            else "which this run does not resume from"
-        )
-        raise CheckpointError(
-            f"{folder} contains {', '.join(others[-3:])}, {which}: use --checkpoint.resume=auto to resume "
-            "from the newest, or another run.dir to leave them unchanged"
-        )
-
-
 def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
     """Create an empty folder for a step's checkpoint and return it. Raises SaveError, also if the disk has
     less than `needed_bytes` free."""

@@ -2,7 +2,7 @@
 model and optimizer on any mesh."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.parallel.errors import first_of
-from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, refuse_newer
+from meshwright.train.checkpoint.commit import list_checkpoints, put_aside
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor
 from meshwright.train.checkpoint.reader import open_checkpoint, read_together
@@ -79,11 +79,11 @@ def _dtype_keys(current: Mapping[str, SavedTensor], saved: Mapping[str, SavedTen
 
 @dataclass(frozen=True)
 class Start:
-    """The verified checkpoint to resume from, and log lines about the checkpoints that were skipped."""
+    """The verified checkpoint to resume from, and the newer ones that are damaged, each with the reason."""
 
     checkpoint: Path | None = None
     manifest: CheckpointManifest | None = None
-    messages: tuple[str, ...] = ()
+    damaged: tuple[tuple[Path, str], ...] = ()
 
     @property
     def step(self) -> int:
@@ -91,29 +91,13 @@ class Start:
         return self.manifest.position.step if self.manifest else 0
 
 
-def find_start(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
-    """Return the checkpoint to resume from, and refuse a `folder` with checkpoints of another training. Every
-    rank calls it and gets the same result.
-
-    After a restart by torchrun or Slurm, checkpoints that the run has committed take precedence over
-    `checkpoint.resume`. Raises CheckpointError, also as `find_checkpoint` does.
-    """
-    resume = config.resume
-    if ranks.restarts and broadcast_from_rank0(ranks, lambda: bool(list_checkpoints(folder))):
-        resume = "auto"
-    start = find_checkpoint(replace(config, resume=resume), folder, ranks)
-    inside = start.checkpoint and start.checkpoint.resolve().parent == folder.resolve()
-    broadcast_from_rank0(ranks, lambda: refuse_newer(folder, start.step, resume == "auto" or bool(inside)))
-    return start
-
-
 def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
     """Return the checkpoint that `checkpoint.resume` names; every rank calls it and gets the same result.
 
-    `auto` takes the newest checkpoint in `folder` that verifies, and renames the damaged ones after it, so
-    that they no longer count. Raises CheckpointError if a named checkpoint is missing or damaged, and if
-    checkpoints exist but none verifies: a run never silently starts from step 0. Raises UnreadableError if a
-    checkpoint cannot be read: it may be intact, so it is not skipped.
+    `auto` takes the newest checkpoint in `folder` that verifies; `put_damaged_aside` renames the damaged ones
+    after it. Raises CheckpointError if a named checkpoint is missing or damaged, and if checkpoints exist but
+    none verifies: a run never silently starts from step 0. Raises UnreadableError if a checkpoint cannot be
+    read: it may be intact, so it is not skipped.
     """
     if config.resume == "none":
         return Start()
@@ -130,18 +114,23 @@ def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> 
         except CheckpointError as error:
             damaged.append((path, str(error)))
             continue
-        renamed = broadcast_from_rank0(ranks, lambda: [put_aside(skipped) for skipped, _ in damaged])
-        lines = [
-            f"checkpoint: skipped: {why}. Renamed to {new}"
-            for (_, why), new in zip(damaged, renamed, strict=True)
-        ]
-        return Start(path, manifest, tuple(lines))
+        return Start(path, manifest, tuple(damaged))
     if damaged:
         raise CheckpointError(
             f"none of the {len(damaged)} checkpoints in {folder} verifies: {damaged[0][1]}. Fix or delete "
             "them, or use another run.dir"
         )
     return Start()
+
+
+def put_damaged_aside(start: Start, ranks: RankInfo) -> list[str]:
+    """Rename the damaged checkpoints, so that they no longer count, and return a line about each; every rank
+    calls it. Raises CheckpointError."""
+    renamed = broadcast_from_rank0(ranks, lambda: [put_aside(path) for path, _ in start.damaged])
+    return [
+        f"checkpoint: skipped: {why}. Renamed to {new}"
+        for (_, why), new in zip(start.damaged, renamed, strict=True)
+    ]
 
 
 def _verify_named(config: CheckpointConfig, path: Path) -> CheckpointManifest:

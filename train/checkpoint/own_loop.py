@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.checkpoint.load import find_start, load_checkpoint
+from meshwright.train.checkpoint.load import find_checkpoint, load_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig
@@ -63,7 +63,8 @@ def load(
     The model's tensors must be allocated (`materialize` or `load_weights`). Raises CheckpointError if the
     checkpoint is of another model or optimizer.
     """
-    start = find_start(CheckpointConfig(), Path(folder), read_rank_info())
+    start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info())
+    put_damaged_aside(start, ranks)
     if start.checkpoint is None or start.manifest is None:
         return None
     create_state(sharded.model, optimizer)

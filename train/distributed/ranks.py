@@ -1,8 +1,10 @@
 """Rank information of this process, and helpers that exchange Python objects between ranks."""
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +26,10 @@ class RankInfo:
     local_rank: int
     local_world_size: int
     under_torchrun: bool
-    restarts: int = 0  # automatic restarts of the run by torchrun and Slurm
-    torchrun_restarts: int = 0  # of these, the restarts by torchrun
+    launch: str = (
+        ""  # of torchrun, the same for all processes that it starts again on a machine; "" without it
+    )
+    requeued: bool = False  # Slurm has started this job again
     store_host: str = "rank 0"  # the process that hosts the rendezvous store
 
     @property
@@ -43,20 +47,27 @@ class RankInfo:
 def read_rank_info() -> RankInfo:
     """Return the RankInfo from the launcher's environment variables, which only this function reads."""
     env = os.environ
-    torchrun, slurm = (
-        int(env.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    )
+    under_torchrun = "TORCHELASTIC_RUN_ID" in env
     by_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankInfo(
         rank=int(env.get("RANK", 0)),
         world_size=int(env.get("WORLD_SIZE", 1)),
         local_rank=int(env.get("LOCAL_RANK", 0)),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-        under_torchrun="TORCHELASTIC_RUN_ID" in env,
-        restarts=torchrun + slurm,
-        torchrun_restarts=torchrun,
+        under_torchrun=under_torchrun,
+        launch=f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}" if under_torchrun else "",
+        requeued=int(env.get("SLURM_RESTART_COUNT", 0)) > 0,
         store_host="torchrun on the first node" if by_torchrun else "rank 0",
     )
+
+
+def start_ticks(pid: int) -> int:
+    """Return the clock ticks from the machine's boot to a process's start (proc(5), /proc/PID/stat, field
+    22); 0 if unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 T = TypeVar("T")
@@ -118,11 +129,3 @@ def plan_lines(plan: Plan) -> dict[str, str]:
     """Return the lines of the plan's YAML, in which every auto of the config has a value."""
     text = plan_to_yaml(replace(plan, compile=replace(plan.compile, cache_dir=None)))
     return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
-
-
-def with_maximum_restarts(ranks: RankInfo) -> RankInfo:
-    """Return `ranks` with the maximum restart counts of all ranks; each node's launcher counts its own."""
-    restarts = torch.tensor([ranks.restarts, ranks.torchrun_restarts])
-    dist.all_reduce(restarts, op=dist.ReduceOp.MAX)
-    most, torchrun = restarts.tolist()
-    return replace(ranks, restarts=most, torchrun_restarts=torchrun)

@@ -1,7 +1,6 @@
 """Crash-loop detection: refuse an automatic restart after three failed starts in a row without progress."""
 
 from meshwright.parallel.errors import one_line
-from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CrashLoopError
 from meshwright.train.fault_tolerance.run_status import FailedStarts, Status
 
@@ -9,7 +8,9 @@ MAX_FAILED_STARTS = 3
 SHOWN = 500  # characters of the last failure's reason in the message
 
 
-def check_crash_loop(previous: Status | None, ranks: RankInfo, start_step: int) -> FailedStarts:
+def check_crash_loop(
+    previous: Status | None, restarted: bool, requeued: bool, start_step: int
+) -> FailedStarts:
     """Return the failed starts in a row, up to the previous one, that committed no checkpoint and got no
     further than the first of them.
 
@@ -18,15 +19,15 @@ def check_crash_loop(previous: Status | None, ranks: RankInfo, start_step: int) 
             failed; a requested stop does not count, except after a restart by torchrun. An agreed stop
             exits with 0 and torchrun does not restart it, so in that case a process died, and torchrun's
             SIGTERM reached rank 0 before the error did.
-        ranks: `restarts` counts automatic restarts; 0 is a start by hand, which resets the count
+        restarted, requeued: by torchrun, by Slurm; any other start is one by hand, which resets the count
         start_step: the step of the checkpoint to resume from, 0 without one
 
     Raises CrashLoopError after MAX_FAILED_STARTS. Call it on one rank only, which then writes status.json:
     other ranks might read the new file.
     """
-    if previous is None or previous.state == "finished" or ranks.restarts == 0:
+    if previous is None or previous.state == "finished" or not (restarted or requeued):
         return FailedStarts()
-    if previous.state == "stopped" and ranks.torchrun_restarts == 0:
+    if previous.state == "stopped" and not restarted:
         return FailedStarts()
     if start_step != (previous.resumed_from or 0):  # a new commit, or a damaged one was skipped
         return FailedStarts()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count
 from meshwright.train.console import Console
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, start_ticks
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.files import NO_LOCKS, make_lock, read_json, write_atomically
 
@@ -38,6 +38,7 @@ class Holder:
     pid: Count
     since: str
     started: int
+    launch: str = ""  # RankInfo.launch
 
     def __str__(self) -> str:
         return one_line(f"process {self.pid} on host {self.host}, since {self.since}", 200)
@@ -63,13 +64,12 @@ class Lock:
             self._lock = None
 
 
-def lock_folder(folder: Path, wait_s: float = 0.0) -> Lock:
+def lock_folder(folder: Path, wait_s: float = 0.0, launch: str = "") -> Lock:
     """Take the folder's lock, in the one process of a run that writes into it. Raises LockError if it is
     taken.
 
-    wait_s: how long to wait for it. After a restart the previous run may still be ending, and a network file
-    system keeps the lock of a dead machine for a while (NFS 4: 90 s). If each machine keeps the locks of a
-    network file system local (NFS with local_lock or nolock), two runs on two machines are not detected.
+    wait_s: how long to wait for it; launch: RankInfo.launch, for the note. If each machine keeps the locks of
+    a network file system local (NFS with local_lock or nolock), two runs on two machines are not detected.
     """
     from filelock import Timeout
 
@@ -87,7 +87,7 @@ def lock_folder(folder: Path, wait_s: float = 0.0) -> Lock:
         if error.errno not in NO_LOCKS:
             return Lock(folder, None, f"{path} cannot be opened ({error.strerror}): {unprotected}")
         previous = _wait_for_dead_holder(folder, time.monotonic() + wait_s)
-    _write_holder(folder)
+    _write_holder(folder, launch)
     stale = f"stale lock: the previous run ({previous}) was killed or its host went down; continuing"
     return Lock(folder, lock, stale if previous else "")
 
@@ -122,10 +122,10 @@ def _read_holder(folder: Path) -> Holder | None:
         return None
 
 
-def _write_holder(folder: Path) -> None:
+def _write_holder(folder: Path, launch: str) -> None:
     """Write the note with this process as holder. If the disk is full, the lock is held without a note."""
     pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z")
-    holder = Holder(socket.gethostname(), pid, since, _started(pid))
+    holder = Holder(socket.gethostname(), pid, since, start_ticks(pid), launch)
     with contextlib.suppress(OSError):
         (folder / NOTE).unlink(missing_ok=True)
         write_atomically(folder / NOTE, json.dumps(asdict(holder)).encode())
@@ -142,16 +142,7 @@ def _is_dead(holder: Holder) -> bool:
         pass  # alive, and another user's
     except (OSError, OverflowError):
         return True
-    return bool(holder.started) and _started(holder.pid) not in (0, holder.started)
-
-
-def _started(pid: int) -> int:
-    """Return the clock ticks from the machine's boot to the process's start (proc(5), /proc/PID/stat, field
-    22); 0 if unknown."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
+    return bool(holder.started) and start_ticks(holder.pid) not in (0, holder.started)
 
 
 def make_run_folder(run_dir: str, ranks: RankInfo) -> Path:
@@ -179,17 +170,29 @@ def write_texts(folder: Path, texts: Mapping[str, str], ranks: RankInfo, console
             console.print(f"warning: {folder / name} cannot be written ({error.strerror}); the run continues")
 
 
-ENDING_S = 120.0  # wait for the previous run after a restart; NFS 4 keeps a dead host's lock for 90 s
+ENDING_S = 120.0  # wait for a holder that may be gone; NFS 4 keeps a dead host's lock for 90 s
 
 
 @contextmanager
 def take_folder(folder: Path, ranks: RankInfo, console: Console) -> Iterator[None]:
     """Hold the folder's lock on rank 0; every rank calls it. Raises LockError on all ranks if another run has
-    it."""
+    it.
+
+    A holder on another host may be a dead machine, whose lock a network file system keeps for a while, and
+    one that the same torchrun has started is ending: these are waited for.
+    """
     held: list[Lock] = []
 
     def take() -> str:
-        held.append(lock_folder(folder, ENDING_S if ranks.restarts else 0.0))
+        try:
+            held.append(lock_folder(folder, launch=ranks.launch))
+        except LockError as error:
+            holder = _read_holder(folder)
+            here = holder is None or holder.host == socket.gethostname()
+            if here and not (holder and holder.launch == ranks.launch != ""):
+                raise
+            console.print(f"{error}; waiting for it, at most {ENDING_S:.0f} s")
+            held.append(lock_folder(folder, ENDING_S, ranks.launch))
         return held[0].warning
 
     if warning := broadcast_from_rank0(ranks, take):

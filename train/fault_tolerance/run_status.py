@@ -15,7 +15,7 @@ from meshwright.parallel.structure import Natural
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.errors import CheckpointError, CrashLoopError, OutOfMemory
+from meshwright.train.errors import CheckpointError, OutOfMemory
 from meshwright.train.fault_tolerance.peers import LostPeer, as_peer_lost_error, explain_loss
 from meshwright.train.files import read_json, replacing
 
@@ -35,7 +35,7 @@ class FailedStarts:
 @dataclass(frozen=True)
 class Status:
     """The contents of status.json. `resumed_from`: the step of the checkpoint that the run resumed from, None
-    if it started from the beginning. The defaults are for files of versions that did not write every key."""
+    if it started from the beginning."""
 
     state: State
     step: Natural = 0
@@ -52,10 +52,9 @@ def write_status(
     saved: bool,
     reason: str = "",
     failed: FailedStarts = FailedStarts(),
-    named: bool = False,
 ) -> str:
     """Write status.json by one rename, so that a reader never sees a partial file. `saved`: a checkpoint
-    exists. `named`: checkpoint.resume is not auto, so the same command would start at the same place again.
+    exists.
 
     Returns "", or a message if the file could not be written, which must not end a run.
     """
@@ -64,7 +63,7 @@ def write_status(
         "step": step,
         "resumed_from": resumed_from,
         "reason": reason[: LIMIT_BYTES // 8],
-        "how_to_go_on": _how_to_continue(state, saved, named),
+        "how_to_go_on": _how_to_continue(state, saved),
         "failed_starts": failed.count,
         "failed_at_step": failed.step,
     }
@@ -76,17 +75,12 @@ def write_status(
     return ""
 
 
-def _how_to_continue(state: State, saved: bool, named: bool) -> str:
+def _how_to_continue(state: State, saved: bool) -> str:
     if state == "running":
         return ""
     if not saved:
-        return (
-            "nothing was saved: the same command starts "
-            f"{'where this run did' if named else 'from the beginning'}"
-        )
-    if state == "finished":
-        return f"a larger train.steps{' with --checkpoint.resume=auto' if named else ''} continues the run"
-    return "run the same command with --checkpoint.resume=auto" if named else "run the same command again"
+        return "nothing was saved: the same command starts where this run did"
+    return "a larger train.steps continues the run" if state == "finished" else "run the same command again"
 
 
 def read_status(folder: Path) -> Status | None:
@@ -100,13 +94,11 @@ def read_status(folder: Path) -> Status | None:
 
 
 class RunStatus:
-    """Tracks the progress of a run in status.json. Writes nothing before `recording`: until then the folder
-    may belong to another run."""
+    """Tracks the progress of a run in status.json. Writes nothing before `start`: until then the folder may
+    belong to another run."""
 
-    def __init__(self, ranks: RankInfo, console: Console, named: bool) -> None:
-        """`named`: checkpoint.resume is not auto, so the same command would not resume from the newest
-        checkpoint."""
-        self._is_main, self._console, self._named = ranks.is_main, console, named
+    def __init__(self, ranks: RankInfo, console: Console) -> None:
+        self._is_main, self._console = ranks.is_main, console
         self._folder: Path | None = None
         self._earlier: Status | None = None  # of the run before in this folder
         self._resumed_from: int | None = None
@@ -115,25 +107,22 @@ class RunStatus:
         self._lock = threading.Lock()
 
     @contextmanager
-    def recording(self, folder: Path) -> Iterator[None]:
-        """Within this context the folder belongs to this run, and an error that ends the run is recorded. A
-        CrashLoopError is not, nor the loss of a process that has recorded its own failure: the earlier reason
-        stays."""
-        self._folder, self._earlier = folder, read_status(folder)
+    def recording(self) -> Iterator[None]:
+        """Within this context an error that ends the run after `start` is recorded, except the loss of a
+        process that has recorded its own failure: that reason stays."""
         try:
             yield
-        except CrashLoopError:
-            raise
         except BaseException as error:
             lost = as_peer_lost_error(error)
-            if not (lost and self._ended_elsewhere()):
+            if self._folder is not None and not (lost and self._ended_elsewhere()):
                 reason = str(lost) if lost else f"{type(error).__name__}: {error}"
                 self.write("failed", reason, for_all=isinstance(error, OutOfMemory))
             raise
 
-    def start(self, resumed_from: int | None, failed: FailedStarts) -> None:
-        """Record that the run resumes after step `resumed_from`, or begins (None); `failed`: the failed
-        starts before it."""
+    def start(self, folder: Path, resumed_from: int | None, failed: FailedStarts) -> None:
+        """From now on the folder is this run's. Record that it resumes after step `resumed_from`, or begins
+        (None); `failed`: the failed starts before it."""
+        self._folder, self._earlier = folder, read_status(folder)
         self._resumed_from, self._failed = resumed_from, failed
         self.progress(resumed_from or 0)
 
@@ -170,7 +159,6 @@ class RunStatus:
                 self._has_saved(),
                 reason,
                 self._failed,
-                self._named,
             )
             if problem and not self._warned:
                 self._warned = True

@@ -13,6 +13,7 @@ from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.load import Start
+from meshwright.train.checkpoint.ownership import Admission
 from meshwright.train.config import RunConfig, TrainConfig
 from meshwright.train.console import Console
 from meshwright.train.data.loader import StepData
@@ -23,7 +24,7 @@ from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error, explain_loss
 from meshwright.train.fault_tolerance.run_lock import take_folder
-from meshwright.train.fault_tolerance.run_status import RunStatus, read_status
+from meshwright.train.fault_tolerance.run_status import FailedStarts, RunStatus, read_status
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Section, Watchdog
 from meshwright.train.memory import GarbageCollector, return_free_memory
@@ -45,10 +46,9 @@ class Supervision:
     _nonfinite: NonFiniteGuard
     _warm = False
 
-    def __init__(self, config: RunConfig, ranks: RankInfo, console: Console, named: bool) -> None:
-        """`named`: as in RunStatus."""
+    def __init__(self, config: RunConfig, ranks: RankInfo, console: Console) -> None:
         self._console = console
-        self._status = status = RunStatus(ranks, console, named)
+        self._status = status = RunStatus(ranks, console)
         self._watchdog = Watchdog(
             config.timeouts,
             ranks,
@@ -75,18 +75,28 @@ class Supervision:
 
     @contextmanager
     def in_folder(self, folder: Path, ranks: RankInfo) -> Iterator[None]:
-        """Within this context the folder belongs to this run only, and status.json records how the run ends.
-        Raises LockError."""
-        with take_folder(folder, ranks, self._console), self._status.recording(folder):
+        """Within this context no other run uses the folder, and after `begin` status.json records how this
+        one ends. Raises LockError."""
+        with take_folder(folder, ranks, self._console), self._status.recording():
             self._watchdog.report_to(folder)
             with self._naming_lost_peer():
                 yield
 
-    def begin(self, folder: Path, ranks: RankInfo, start: Start) -> None:
-        """Record that the run resumes from `start`, or begins. Raises CrashLoopError after repeated failures
-        there."""
-        failed = broadcast_from_rank0(ranks, lambda: check_crash_loop(read_status(folder), ranks, start.step))
-        self._status.start(start.step if start.checkpoint else None, failed)
+    def check_crash_loop(
+        self, folder: Path, ranks: RankInfo, admission: Admission, start: Start
+    ) -> FailedStarts:
+        """Return the failed starts before this one. Raises CrashLoopError after repeated failures from
+        `start`."""
+
+        def check() -> FailedStarts:
+            return check_crash_loop(read_status(folder), admission.restarted, ranks.requeued, start.step)
+
+        return broadcast_from_rank0(ranks, check)
+
+    def begin(self, folder: Path, start: Start, failed: FailedStarts) -> None:
+        """The start is admitted: from now on the folder is written. Record that the run resumes from `start`,
+        or begins."""
+        self._status.start(folder, start.step if start.checkpoint else None, failed)
 
     @contextmanager
     def training(
@@ -191,9 +201,9 @@ class Supervision:
 
 
 @contextmanager
-def supervised(config: RunConfig, ranks: RankInfo, console: Console, named: bool) -> Iterator[Supervision]:
-    """Supervise a run within this context. `named`: as in RunStatus."""
-    supervision = Supervision(config, ranks, console, named)
+def supervised(config: RunConfig, ranks: RankInfo, console: Console) -> Iterator[Supervision]:
+    """Supervise a run within this context."""
+    supervision = Supervision(config, ranks, console)
     try:
         yield supervision
     except BaseException as error:

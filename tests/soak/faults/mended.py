@@ -146,11 +146,11 @@ MENDED = (
         tests=("tests/train/fault_tolerance/test_shutdown.py",),
     ),
     Fault(
-        "restarts-of-one-node",
-        "each node counts its own restarts only",
-        "dist.all_reduce(restarts, op=dist.ReduceOp.MAX)",
-        "pass",
-        tests=("tests/train/fault_tolerance/test_crash_loop.py", "tests/e2e/test_stuck_run.py"),
+        "restart-taken-for-a-new-start",
+        "torchrun's restarts count as starts by hand",
+        'training is not None and launch == training.launch != ""',
+        "False",
+        tests=("tests/train/checkpoint/test_ownership.py", "tests/e2e/test_stuck_run.py"),
     ),
     Fault(
         "lost-peer-on-gpus",
@@ -190,8 +190,8 @@ MENDED = (
     Fault(
         "lost-peer-hides-cause",
         "the loss of a process overwrites in status.json why another process failed",
-        "if not (lost and self._ended_elsewhere()):",
-        "if True:",
+        "if self._folder is not None and not (lost and self._ended_elsewhere()):",
+        "if self._folder is not None:",
         tests=(
             "tests/train/fault_tolerance/test_run_status.py",
             "tests/train/fault_tolerance/test_out_of_memory.py",
@@ -206,10 +206,10 @@ MENDED = (
     ),
     Fault(
         "foreign-checkpoints-taken",
-        "older checkpoints of another training in run.dir are taken for this one's",
-        "if not own or step_of(path) > start_step]",
-        "if step_of(path) > start_step]",
-        tests=("tests/train/checkpoint/test_commit.py",),
+        "checkpoints of another training in run.dir are taken for this one's",
+        "(training and training.settings == settings_of(config))",
+        "training",
+        tests=("tests/e2e/test_whose_folder.py",),
     ),
     # Tools
     Fault(

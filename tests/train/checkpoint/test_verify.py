@@ -19,7 +19,7 @@ from meshwright.tools.convert_hf import main as convert
 from meshwright.train.checkpoint import initial_weights, reader
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
-from meshwright.train.checkpoint.load import find_checkpoint, load_checkpoint
+from meshwright.train.checkpoint.load import find_checkpoint, load_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
@@ -189,8 +189,9 @@ def passed_over_wrongly(bad: Path, before: Path) -> list[str]:
     wrong = (
         [] if (start.step, start.checkpoint) == (1, previous) else [f"auto starts from {start.checkpoint}"]
     )
-    if len(start.messages) != 1 or str(bad) not in start.messages[0] or str(aside) not in start.messages[0]:
-        wrong.append(f"auto logged {start.messages}")
+    messages = put_damaged_aside(start, ALONE)
+    if len(messages) != 1 or str(bad) not in messages[0] or str(aside) not in messages[0]:
+        wrong.append(f"auto logged {messages}")
     if list_checkpoints(bad.parent) != [previous] or not aside.exists():
         wrong.append("the damaged one was not renamed")
     return wrong

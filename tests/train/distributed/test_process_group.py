@@ -84,28 +84,31 @@ def test_our_end_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "restarts", "by_torchrun", "keeper"),
+    ("variables", "launched", "requeued", "keeper"),
     [
-        ({}, 0, 0, "rank 0"),
-        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2, 2, "rank 0"),
-        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, 1, 0, "rank 0"),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0, 0, "rank 0"),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, 0, 0, "torchrun on the first node"),
+        ({}, False, False, "rank 0"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_RESTART_COUNT": "1"}, True, True, "rank 0"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "SLURM_RESTART_COUNT": "0"}, False, False, "rank 0"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False, False, "torchrun on the first node"),
     ],
 )
-def test_restarts_and_the_keeper_of_the_store_are_read_from_the_launcher(
+def test_the_launch_and_the_keeper_of_the_store_are_read_from_the_launcher(
     variables: dict[str, str],
-    restarts: int,
-    by_torchrun: int,
+    launched: bool,
+    requeued: bool,
     keeper: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     ranks = read_rank_info()
-    assert (ranks.restarts, ranks.torchrun_restarts, ranks.store_host) == (restarts, by_torchrun, keeper)
+    assert (str(os.getppid()) in ranks.launch, ranks.requeued, ranks.store_host) == (
+        launched,
+        requeued,
+        keeper,
+    )
 
 
 needs_settings = pytest.mark.skipif(

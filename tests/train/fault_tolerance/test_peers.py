@@ -20,7 +20,7 @@ def reported(error: Exception) -> str:
     """Rank 1 ends with the error; return what is reported to this rank, and on rank 1 the error's type."""
     ranks = RankInfo(dist.get_rank(), 3, dist.get_rank(), 3, True)
     try:
-        with supervised(RunConfig(), ranks, Console(False), named=False) as supervision:
+        with supervised(RunConfig(), ranks, Console(False)) as supervision:
             supervision.connect()
             if ranks.rank == 1:
                 raise error

@@ -15,16 +15,17 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer 
 def end_by(error: Exception, folder: Path, of_another: str = "", earlier: str = "") -> str:
     """Return the reason in status.json after this error has ended rank 0. Before, another process may have
     recorded its failure, and an earlier run too."""
-    run_status = RunStatus(RankInfo(0, 2, 0, 2, True), Console(False), named=False)
+    run_status = RunStatus(RankInfo(0, 2, 0, 2, True), Console(False))
     if earlier:
         assert write_status(folder, "failed", 2, None, False, earlier, FailedStarts()) == ""
 
     def end() -> None:
+        run_status.start(folder, None, FailedStarts())
         if of_another:
             assert write_status(folder, "failed", 3, None, False, of_another, FailedStarts()) == ""
         raise error
 
-    with pytest.raises(type(error)), run_status.recording(folder):
+    with pytest.raises(type(error)), run_status.recording():
         end()
     status = read_status(folder)
     assert status is not None
@@ -50,8 +51,9 @@ def test_a_loss_is_recorded_by_rank_0_and_by_the_rank_that_found_it(
     rank: int, found: bool, writes: bool, tmp_path: Path
 ) -> None:
     """With the step that rank 0 has recorded: it may be the rank that has died."""
-    run_status = RunStatus(RankInfo(rank, 2, rank, 2, True), Console(False), named=False)
-    with run_status.recording(tmp_path):
+    run_status = RunStatus(RankInfo(rank, 2, rank, 2, True), Console(False))
+    with run_status.recording():
+        run_status.start(tmp_path, None, FailedStarts())
         assert write_status(tmp_path, "running", 7 if rank else 0, None, False) == ""
         run_status.record_loss(LostPeer("rank 5 was killed", found))
     status = read_status(tmp_path)

@@ -1,0 +1,143 @@
+"""Whose folder is it: `training.json` in run.dir says which training the folder holds, and `judge` whether a
+start goes on with it, begins, or is refused."""
+
+import json
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
+from meshwright.train.checkpoint.load import Start, find_checkpoint, put_damaged_aside
+from meshwright.train.config import Config
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
+from meshwright.train.errors import CheckpointError
+from meshwright.train.files import read_json, user_path, write_atomically
+
+FILE = "training.json"
+LIMIT_BYTES = 1 << 20
+# the settings that a training has from its first start on; all others may change when it goes on
+_SETTINGS = ("checkpoint.resume", "checkpoint.init_from", "run.seed", "model.", "data.")
+
+
+@dataclass(frozen=True)
+class Training:
+    """The contents of training.json, which every admitted start writes.
+
+    Args:
+        id: made at the first start of the training
+        settings: of the start that began it, or rolled it back: checkpoint.resume, the model, data and seed
+        origin: the checkpoint that it began from; "" if it began from initial weights
+        launch: of the last admitted start (RankInfo.launch)
+    """
+
+    id: str
+    settings: dict[str, str]
+    origin: str = ""
+    launch: str = ""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A start that may use its folder.
+
+    Args:
+        goes_on: it belongs to the training that the folder holds, and resumes from its newest checkpoint
+        restarted: torchrun has started processes again that had been admitted
+    """
+
+    goes_on: bool
+    restarted: bool
+
+
+def read_training(folder: Path) -> Training | None:
+    """Return the training that a run's folder holds; None if training.json is missing or invalid."""
+    try:
+        return msgspec.convert(read_json(folder / FILE, LIMIT_BYTES), Training)
+    except (OSError, ValueError):
+        return None
+
+
+def judge(config: Config, folder: Path, ranks: RankInfo) -> Admission:
+    """Decide whether a start may use a run's folder; every rank calls it. Reads only, so that a refused start
+    changes nothing.
+
+    A start belongs to the training in the folder if checkpoint.resume is auto, or if it is the command that
+    began the training: a branch, a roll-back or a new beginning that is started again goes on. Raises
+    CheckpointError on all ranks if the folder contains checkpoints that the start does not continue, because
+    retention would delete them.
+    """
+    return broadcast_from_rank0(ranks, lambda: _judge(config, folder, ranks.launch))
+
+
+def _judge(config: Config, folder: Path, launch: str) -> Admission:
+    training, asked = read_training(folder), config.checkpoint
+    restarted = training is not None and launch == training.launch != ""
+    others = list_checkpoints(folder / "checkpoints")
+    if others and (asked.resume == "auto" or (training and training.settings == settings_of(config))):
+        return Admission(True, restarted)
+    which = f"which checkpoint.resume={asked.resume} does not continue"
+    if others and asked.resume != "none":
+        path = user_path(asked.resume, "checkpoint.resume", CheckpointError)
+        if path.resolve().parent == others[0].resolve().parent:  # a roll-back
+            others = [other for other in others if step_of(other) > step_of(path)]
+            which = f"newer than {path.name}: to go back to it, move them away"
+    if others:
+        names = ", ".join(other.name for other in others[-3:])
+        raise CheckpointError(
+            f"{folder / 'checkpoints'} contains {names}, {which}. Use --checkpoint.resume=auto to resume "
+            "from the newest, or another run.dir to leave them unchanged"
+        )
+    return Admission(False, restarted)
+
+
+def find_start(config: Config, folder: Path, ranks: RankInfo) -> tuple[Admission, Start]:
+    """Decide as `judge` does, and return the checkpoint that the start resumes from as `find_checkpoint`
+    does."""
+    admission = judge(config, folder, ranks)
+    resume = "auto" if admission.goes_on else config.checkpoint.resume
+    return admission, find_checkpoint(
+        replace(config.checkpoint, resume=resume), folder / "checkpoints", ranks
+    )
+
+
+def admit(config: Config, folder: Path, ranks: RankInfo, admission: Admission, start: Start) -> list[str]:
+    """From now on the folder is written: record that the start has been admitted, and put damaged checkpoints
+    aside; every rank calls it. Returns lines to print, a warning if it cannot be recorded."""
+    lines = put_damaged_aside(start, ranks)
+    return lines + broadcast_from_rank0(ranks, lambda: _record(config, folder, ranks, admission, start))
+
+
+def _record(config: Config, folder: Path, ranks: RankInfo, admission: Admission, start: Start) -> list[str]:
+    training = read_training(folder)
+    if not training or not admission.goes_on:
+        rolled_back = (
+            training and start.checkpoint and start.checkpoint.resolve().is_relative_to(folder.resolve())
+        )
+        training = Training(
+            training.id if training and rolled_back else uuid.uuid4().hex,
+            settings_of(config),
+            str(start.checkpoint or config.checkpoint.init_from or ""),
+        )
+    text = json.dumps(asdict(replace(training, launch=ranks.launch)), indent=2)
+    try:
+        write_atomically(folder / FILE, f"{text}\n".encode())
+    except OSError as error:
+        return [f"warning: {folder / FILE} cannot be written ({error.strerror}); the run continues"]
+    return []
+
+
+def describe_training(folder: Path) -> str:
+    """Say which training a run's folder holds, and what a start in it does."""
+    training, checkpoints = read_training(folder), list_checkpoints(folder / "checkpoints")
+    about = f"training {training.id}, begun from {training.origin or 'initial weights'}: " if training else ""
+    if not checkpoints:
+        return f"{about}no checkpoint; a start begins where checkpoint.resume says"
+    same = " or the command that began the training" if training else ""
+    return f"{about}checkpoint.resume=auto{same} goes on from {checkpoints[-1].name}, others are refused"
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Return the settings that a training has from its first start on, as text by key."""
+    return {key: value for key, value in comparable_settings(config).items() if key.startswith(_SETTINGS)}
