@@ -136,8 +136,8 @@ def verify(path: Path) -> dict[str, Any]:
 
 def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
     """Describe a checkpoint from its manifest: position, tensors, totals and versions. Totals are by the
-    first part of a name: model, optim, random; `run`: the training of its folder, and what a start in it does.
-    Raises CheckpointError."""
+    first part of a name: model, optim, random; `run` says what a start in its folder does. Raises
+    CheckpointError."""
     manifest = read_manifest(checkpoint)
     tensors: list[dict[str, Any]] = []
     totals: dict[str, dict[str, int]] = {}

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,7 +161,7 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     source.check(config.job)
     check_data(config.data, source.vocab_size)
     warnings = start_process(config.run, ranks, device)
-    corpus = load_on_all_ranks(config.data, ranks, None)
+    corpus = load_on_all_ranks(config.data, ranks, None, partial(_say, ranks))
     sets = choose_sets(corpus, options.data)
     if ranks.is_main:
         processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
@@ -277,6 +278,11 @@ def make_figures(target: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) 
         "seq_len": target.config.train.seq_len,
         "sets": {name: {key: getattr(score, key) for key in keys} for name, score in scores.items()},
     }
+
+
+def _say(ranks: RankInfo, line: str) -> None:
+    if ranks.is_main:
+        print(line, file=sys.stderr, flush=True)
 
 
 def to_text(scores: dict[str, Score]) -> str:

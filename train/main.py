@@ -96,7 +96,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             supervision.enter("data")
             timeout = group_timeout(config.run)
             mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
-            data = load_training_data(config, planned, mesh, ranks, start.checkpoint)
+            data = load_training_data(config, planned, mesh, ranks, start.checkpoint, console.print)
             supervision.enter("set-up")
             supervision.begin(folder, start, failed_starts)
             console.print_lines(admit(config, folder, ranks, admission, start))

@@ -82,10 +82,6 @@ def data_targets(folder: Path) -> Iterator[Target]:
             (DataError,),
             named=(str(folder),),
         )
-        if verify == "full":
-            read_corpus(config)
-            note = next((folder / f"cache-{verify}" / "verified").iterdir())
-            yield Target("note of a verification", note, partial(read_corpus, config), ())
     yield from tokenizer_targets(folder, source)
 
 

@@ -6,6 +6,7 @@ The data is the same on every rank. It is checked before tokenizing and before t
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from meshwright.train.data.token_store import (
     TokenStream,
     open_split,
     read_manifest,
-    verify_once,
 )
 from meshwright.train.data.tokenizer import (
     ByteTokenizer,
@@ -32,6 +32,7 @@ from meshwright.train.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
+from meshwright.train.data.verify import raise_first, verify_alone, verify_together
 from meshwright.train.distributed.ranks import RankInfo, gather_from_all
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
@@ -59,18 +60,40 @@ class Corpus:
     fingerprint: str
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The prepared folders of a config's data: of the training sources, of the validation sets by name, and
+    the manifests of all."""
+
+    sources: dict[str, Path]
+    validation: dict[str, Path]
+    manifests: dict[Path, TokenStoreManifest]
+
+
 def load_corpus(config: DataConfig) -> Corpus:
-    """Load the data of a config. Raises DataError."""
-    folders = {source: find_folder(source, config) for source in training_sources(config)}
+    """Load the data of a config in this process. Raises DataError."""
+    prepared = find_prepared(config)
+    verify_alone(prepared.manifests, config.verify == "full", cache_root(config) / "verified")
+    return open_corpus(config, prepared)
+
+
+def find_prepared(config: DataConfig) -> Prepared:
+    """Return the prepared folders of a config; raw text is tokenized into the cache if it is not there yet.
+    Raises DataError."""
+    sources = {source: find_folder(source, config) for source in training_sources(config)}
     validation = {
         name: find_folder(source, config, held_out=0.0) for name, source in config.validation.items()
     }
-    manifests = {folder: read_manifest(folder) for folder in (*folders.values(), *validation.values())}
+    folders = (*sources.values(), *validation.values())
+    return Prepared(sources, validation, {folder: read_manifest(folder) for folder in folders})
+
+
+def open_corpus(config: DataConfig, prepared: Prepared) -> Corpus:
+    """Return the data in prepared folders, whose files have been checked. Raises DataError."""
+    folders, validation, manifests = prepared.sources, prepared.validation, prepared.manifests
     tokenizer = _common_tokenizer(
         {folder: manifest.tokenizer for folder, manifest in manifests.items()}, config
     )
-    for folder in manifests if config.verify == "full" else ():
-        verify_once(folder, cache_root(config) / "verified")
     # Sorted by their hashes, so that the sample order depends neither on names nor on the order in the
     # config.
     hashes = {
@@ -287,21 +310,25 @@ def check_evaluation(corpus: Corpus) -> None:
             )
 
 
-def load_on_all_ranks(config: DataConfig, ranks: RankInfo, resume_from: Path | None) -> Corpus:
-    """Load the data on all ranks: one process per node writes the cache and compares checksums, the others
-    wait. Collective: every rank must call it.
+def load_on_all_ranks(
+    config: DataConfig, ranks: RankInfo, resume_from: Path | None, print_: Callable[[str], None]
+) -> Corpus:
+    """Load the data on all ranks: one process per node writes the cache while the others wait, and all
+    compare checksums, each of its share. Collective: every rank must call it. `print_`: prints on rank 0.
 
     Raises the same DataError on every rank, also if ranks read different text or checkpoints.
     """
-    corpus, problem = None, ""
+    prepared, problems = None, list[str]()
     if ranks.local_rank == 0:
         try:
-            corpus = load_corpus(config)
+            prepared = find_prepared(config)
         except DataError as error:
-            problem = str(error)
-    if problems := [message for message in gather_from_all(problem) if message]:
-        raise DataError(problems[0])
-    corpus = corpus or load_corpus(config)
+            problems = [str(error)]
+    raise_first(problems)
+    prepared = prepared or find_prepared(config)
+    cache = cache_root(config) / "verified"
+    verify_together(prepared.manifests, config.verify == "full", cache, ranks, print_)
+    corpus = open_corpus(config, prepared)
     sizes = {name: split.tokens for name, split in {**corpus.held_out, **corpus.validation}.items()}
     seen = gather_from_all((corpus.fingerprint, sizes, resume_from and resume_from.name))
     if any(state != seen[0] for state in seen):

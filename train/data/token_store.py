@@ -10,16 +10,14 @@ A folder with a manifest is complete, because it gets its name by one rename at 
 shards are compared once, and again after a file changes.
 """
 
-import contextlib
 import errno
 import functools
 import hashlib
 import json
 import os
-import stat
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -33,7 +31,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, Natural, structure, wrong_keys
 from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.errors import DataError
-from meshwright.train.files import open_files_limit, read_json, write_atomically
+from meshwright.train.files import open_files_limit, read_json
 
 # Files that stay mapped after they were read. Each takes an open file and a memory map; Linux allows a
 # process 65,530 maps.
@@ -48,14 +46,16 @@ class _TooManyOpenFiles(Exception):
 class MappedFile:
     """An array in a file, memory-mapped when it is read.
 
-    `modified_ns` is the file's time stamp; if it changes, `sha256` shows whether the content has changed.
+    `known_ns`: until this time the file is known to be what was prepared; if it has changed later, `sha256`
+    shows whether its content has. `last`: the last number, if that is known.
     """
 
     path: Path
     dtype: np.dtype[Any]
     length: int
     sha256: str
-    modified_ns: int
+    known_ns: int
+    last: int | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -154,7 +154,7 @@ def _map(file: MappedFile) -> NDArray[Any]:
     try:
         with open(file.path, "rb") as opened:
             _check_unchanged(file, opened)
-            return np.memmap(opened, file.dtype, "r")
+            numbers = np.memmap(opened, file.dtype, "r")
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise _TooManyOpenFiles(error.strerror) from None
@@ -164,6 +164,12 @@ def _map(file: MappedFile) -> NDArray[Any]:
                 "restore the file and start the run again"
             ) from None
         raise  # a fault of the disk or of the network, not a mistake of the user
+    if file.last is not None and numbers[-1] != file.last:
+        raise DataError(
+            f"{file.path}: the last document ends at token {numbers[-1]} of {file.last}: prepare the data "
+            "again"
+        )
+    return numbers
 
 
 def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
@@ -171,13 +177,13 @@ def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
     documents."""
     status = os.fstat(opened.fileno())
     same_size = status.st_size == file.length * file.dtype.itemsize
-    if same_size and status.st_mtime_ns == file.modified_ns:
+    if same_size and status.st_ctime_ns <= file.known_ns:
         return
     # Some users touch their files so that a cluster does not delete them: a new time stamp with the same hash
     # is no error.
     if not same_size or hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
         raise DataError(f"{file.path} has changed since the run started: start the run again")
-    file.modified_ns = status.st_mtime_ns
+    file.known_ns = status.st_ctime_ns
 
 
 FORMAT = 1  # incremented when the layout of the files changes
@@ -267,13 +273,23 @@ def manifest_to_json(manifest: TokenStoreManifest) -> str:
 
 
 def open_split(folder: Path, manifest: TokenStoreManifest, *splits: str) -> TokenStream:
-    """Open splits as one stream.
-
-    Raises DataError if a file is missing, has another size than in the manifest, or is a link out of the
-    folder. No file stays open, because there may be more files than a process may open.
-    """
+    """Open splits as one stream. Touches no file: each is opened when it is first read."""
     infos = [info for split in splits for info in manifest.splits[split]]
-    shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
+    dtype, now_ns = np.dtype(manifest.dtype).newbyteorder("<"), time.time_ns()
+    shards = [
+        TokenShard(
+            MappedFile(folder / f"{info.name}.bin", dtype, info.tokens, info.sha256, now_ns),
+            MappedFile(
+                folder / f"{info.name}.ends",
+                np.dtype("<u8"),
+                info.documents,
+                info.ends_sha256,
+                now_ns,
+                info.tokens,
+            ),
+        )
+        for info in infos
+    ]
     return TokenStream(shards, sum(info.text_bytes for info in infos))
 
 
@@ -288,109 +304,10 @@ def _shard_sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
     return {f"{info.name}.bin": info.tokens * dtype.itemsize, f"{info.name}.ends": info.documents * 8}
 
 
-def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> TokenShard:
-    ids = _open_file(folder / f"{info.name}.bin", dtype.newbyteorder("<"), info.tokens, info.sha256)
-    ends = _open_file(folder / f"{info.name}.ends", np.dtype("<u8"), info.documents, info.ends_sha256)
-    if (last := ends.numbers()[-1]) != info.tokens:
-        raise DataError(
-            f"{ends.path}: the last document ends at token {last} of {info.tokens}: prepare the data again"
-        )
-    return TokenShard(ids, ends)
-
-
-def _open_file(path: Path, dtype: np.dtype, length: int, sha256: str) -> MappedFile:
-    return MappedFile(path, dtype, length, sha256, check_size(path, length * dtype.itemsize).st_mtime_ns)
-
-
-def check_size(path: Path, size_bytes: int) -> os.stat_result:
-    """Return the `stat` of a file.
-
-    DataError unless it is a regular file of this size, or a link to one in the same folder.
-    """
-    if path.is_symlink():
-        real = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop of links
-        if os.path.dirname(real) != os.path.realpath(path.parent):
-            raise DataError(f"{path} is a link out of its folder, to {real}: replace it with the file")
-    try:
-        status = path.stat()
-    except OSError:
-        status = None
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
-        missing = "a link to a missing file" if path.is_symlink() else "no such file"
-        actual = f"{status.st_size:,} bytes" if status and stat.S_ISREG(status.st_mode) else missing
-        raise DataError(
-            f"{path}: {actual}, but {path.parent / MANIFEST} lists {size_bytes:,} bytes: prepare the data "
-            "again"
-        )
-    return status
-
-
-THREADS = 4  # hashing releases the GIL
-
-
-def verify_once(folder: Path, remembered: Path) -> None:
-    """Compare every file of a prepared folder with its checksum, unless that was done before.
-
-    A record in the folder `remembered` holds size, times and inode of every file; if they are the same,
-    nothing is read. Raises DataError that names the file.
-    """
-    names = [MANIFEST, *(name for name, _ in _checksums(read_manifest(folder)))]
-    seen = json.dumps({name: _stamp(folder / name) for name in names}).encode()
-    note = remembered / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-    with contextlib.suppress(OSError):
-        if note.is_file() and note.stat().st_size == len(seen) and note.read_bytes() == seen:
-            return
-    verify(folder)
-    with contextlib.suppress(OSError):  # without a record the next start compares again
-        remembered.mkdir(parents=True, exist_ok=True)
-        write_atomically(note, seen)
-
-
-def verify(folder: Path) -> None:
-    """Compare every file of a prepared folder with its checksum. Raises DataError that names the file."""
-    manifest = read_manifest(folder)
-    expected = dict(_checksums(manifest))
-    # first, so that a link out of the folder, or a file that is not a regular one, is never read
-    for name, size_bytes in file_sizes(manifest).items():
-        check_size(folder / name, size_bytes)
-    with ThreadPoolExecutor(THREADS) as pool:
-        hashes = pool.map(lambda name: hash_file(folder / name), expected)
-        for name, sha256 in zip(expected, hashes, strict=True):
-            if sha256 != expected[name]:
-                raise DataError(
-                    f"{folder / name} has changed since it was prepared: its sha256 is {sha256[:16]}..., but "
-                    f"{folder / MANIFEST} lists {expected[name][:16]}...: prepare the data again"
-                )
-            if name.endswith(".ends") and (np.diff(np.fromfile(folder / name, "<i8"), prepend=0) <= 0).any():
-                raise DataError(f"{folder / name}: document ends are not increasing: prepare the data again")
-
-
 def hash_file(path: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal. DataError if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): prepare the data again") from None
-
-
-def _checksums(manifest: TokenStoreManifest) -> Iterator[tuple[str, str]]:
-    for shards in manifest.splits.values():
-        for shard in shards:
-            yield f"{shard.name}.bin", shard.sha256
-            yield f"{shard.name}.ends", shard.ends_sha256
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}, but {path.parent / MANIFEST} lists it: prepare the data again"
-        ) from None
-    # ctime and inode differ in a copy that kept the file's time, e.g. on another node's disk under the same
-    # path.
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    """Return the sha256 of a file, in hexadecimal. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The training data of a run: corpus, sequences, sample order, batch shape and number of steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,20 @@ class TrainingData:
 
 
 def load_training_data(
-    config: Config, planned: RunPlan, mesh: DeviceMesh, ranks: RankInfo, resume_from: Path | None
+    config: Config,
+    planned: RunPlan,
+    mesh: DeviceMesh,
+    ranks: RankInfo,
+    resume_from: Path | None,
+    print_: Callable[[str], None],
 ) -> TrainingData:
-    """Load the training data; raw text is tokenized first. Collective: every rank must call it.
+    """Load the training data; raw text is tokenized first. Collective: every rank must call it. `print_`:
+    prints a line on rank 0.
 
     Raises the same DataError on every rank.
     """
-    plan, train, corpus = planned.plan, config.train, load_on_all_ranks(config.data, ranks, resume_from)
+    plan, train = planned.plan, config.train
+    corpus = load_on_all_ranks(config.data, ranks, resume_from, print_)
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, train.seq_len, source_of(config.model).vocab_size
     )

@@ -1,0 +1,191 @@
+"""Verification of prepared data: all ranks together hash every file once, and a record tells later starts.
+
+One process of each node takes the stamps (size, times, inode) of a folder's files, one call per file. The
+record, a file beside the data or in the cache, is named by a hash of the stamps, so a change makes it void.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.train.data.token_store import MANIFEST, ShardInfo, TokenStoreManifest, file_sizes, hash_file
+from meshwright.train.distributed.ranks import RankInfo, gather_from_all
+from meshwright.train.errors import DataError
+
+RECORD = ".verified-"  # and a hash of the stamps
+THREADS = 4  # hashing releases the GIL
+PROGRESS_S = 10.0  # between two lines about a verification
+
+Manifests = Mapping[Path, TokenStoreManifest]
+Print = Callable[[str], None]
+
+
+def verify_alone(manifests: Manifests, hashes: bool, cache: Path) -> None:
+    """Check all files of prepared folders in this process: their sizes, and with `hashes` their contents,
+    unless that was done before. Raises DataError that names the file."""
+    for folder, manifest in manifests.items():
+        stamp = take_stamp(folder, manifest)
+        if hashes and not _is_recorded(folder, stamp, cache):
+            for problem in _find_damage(folder, manifest, list(file_sizes(manifest)), lambda done: None):
+                raise DataError(problem)
+            _record(folder, stamp, cache)
+
+
+def verify_together(manifests: Manifests, hashes: bool, cache: Path, ranks: RankInfo, print_: Print) -> None:
+    """Like `verify_alone` on all ranks: those whose nodes see the same files divide them. Every rank calls
+    it, and a problem is raised on all. `print_`: prints a line on rank 0."""
+    problems, stamps, recorded = list[str](), list[str](), list[bool]()
+    try:
+        for folder, manifest in manifests.items() if ranks.local_rank == 0 else ():
+            stamps.append(take_stamp(folder, manifest))
+            recorded.append(not hashes or _is_recorded(folder, stamps[-1], cache))
+    except DataError as error:
+        problems.append(str(error))
+    raise_first(problems)
+    of_ranks = gather_from_all((ranks.machine, stamps, recorded))
+    of_nodes = {machine: (stamps, recorded) for machine, stamps, recorded in of_ranks if stamps}
+    for number, (folder, manifest) in enumerate(manifests.items()):
+        stamp = of_nodes[ranks.machine][0][number]
+        # the ranks of all nodes with these files, of which one at least has no record of them
+        sharing = [
+            rank for rank, (machine, *_) in enumerate(of_ranks) if of_nodes[machine][0][number] == stamp
+        ]
+        if not all(of_nodes[of_ranks[rank][0]][1][number] for rank in sharing):
+            own = _share(file_sizes(manifest), sharing.index(ranks.rank), len(sharing))
+            problems += _find_damage(
+                folder, manifest, own, _progress(folder, manifest, own, len(sharing), print_)
+            )
+    raise_first(problems)
+    for number, folder in enumerate(manifests):
+        if hashes and ranks.local_rank == 0 and not recorded[number]:
+            _record(folder, stamps[number], cache)
+
+
+def raise_first(problems: Sequence[str]) -> None:
+    """Raise DataError on all ranks with the first problem of any; every rank calls it."""
+    for problem in chain.from_iterable(gather_from_all(problems)):
+        raise DataError(problem)
+
+
+def take_stamp(folder: Path, manifest: TokenStoreManifest) -> str:
+    """Check the sizes of a folder's files, and return a hash of their stamps: sizes, times and inodes, which
+    differ in a copy that kept the files' times. One call per file. Raises DataError unless each is a regular
+    file of the size in the manifest, or a link to one in the same folder."""
+    sizes, stamps = file_sizes(manifest), dict[str, tuple[int, ...]]()
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name in sizes or entry.name == MANIFEST:
+                    stamps[entry.name] = _stamp(folder, entry, sizes.get(entry.name))
+    except OSError as error:
+        raise DataError(f"{folder} cannot be listed ({error.strerror}): restore the folder") from None
+    for name in sizes.keys() - stamps.keys():
+        raise DataError(f"{folder / name}: no such file{_listed(folder, sizes[name])}")
+    return hashlib.sha256(json.dumps(sorted(stamps.items())).encode()).hexdigest()[:16]
+
+
+def _stamp(folder: Path, entry: os.DirEntry[str], size_bytes: int | None) -> tuple[int, ...]:
+    path = folder / entry.name
+    if entry.is_symlink():
+        real = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop of links
+        if os.path.dirname(real) != os.path.realpath(folder):
+            raise DataError(f"{path} is a link out of its folder, to {real}: replace it with the file")
+    try:
+        status = entry.stat()
+    except OSError:
+        raise DataError(f"{path}: a link to a missing file{_listed(folder, size_bytes)}") from None
+    regular = stat.S_ISREG(status.st_mode)
+    if not regular or size_bytes not in (None, status.st_size):
+        found = f"{status.st_size:,} bytes" if regular else "not a regular file"
+        raise DataError(f"{path}: {found}{_listed(folder, size_bytes)}")
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _listed(folder: Path, size_bytes: int | None) -> str:
+    listed = f"{size_bytes:,} bytes" if size_bytes is not None else "it"
+    return f", but {folder / MANIFEST} lists {listed}: prepare the data again"
+
+
+def _is_recorded(folder: Path, stamp: str, cache: Path) -> bool:
+    return any((place / f"{RECORD}{stamp}").is_file() for place in (folder, cache))
+
+
+def _record(folder: Path, stamp: str, cache: Path) -> None:
+    """Write an empty file beside the data, or if that fails in the cache; without it the next start reads all
+    again."""
+    for place in (folder, cache):
+        with contextlib.suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+            for earlier in place.glob(f"{RECORD}*") if place == folder else ():
+                earlier.unlink(missing_ok=True)
+            (place / f"{RECORD}{stamp}").touch()
+            return
+
+
+def _share(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
+    """The files that one of `count` processes reads: about as many bytes as the others'."""
+    return sorted(sizes, key=lambda name: (-sizes[name], name))[index::count]
+
+
+def _progress(
+    folder: Path, manifest: TokenStoreManifest, names: Sequence[str], readers: int, print_: Print
+) -> Callable[[int], None]:
+    """Say what is read, and return a function that says how far this process is, given the bytes it has
+    read."""
+    sizes, last_s = file_sizes(manifest), time.monotonic()
+    print_(
+        f"data: comparing {len(sizes):,} files of {folder} with their checksums, once: "
+        f"{sum(sizes.values()) / GIB:.2f} GiB by {readers} processes"
+    )
+    own = sum(sizes[name] for name in names)
+
+    def progress(done: int) -> None:
+        nonlocal last_s
+        if time.monotonic() > last_s + PROGRESS_S:
+            last_s = time.monotonic()
+            print_(f"data: {done / GIB:.2f} of {own / GIB:.2f} GiB of rank 0 compared")
+
+    return progress
+
+
+def _find_damage(
+    folder: Path, manifest: TokenStoreManifest, names: Sequence[str], progress: Callable[[int], None]
+) -> list[str]:
+    """Return the first problem of these files, in a list."""
+    shards = {shard.name: shard for shards in manifest.splits.values() for shard in shards}
+    sizes, done = file_sizes(manifest), 0
+    with ThreadPoolExecutor(THREADS) as pool:
+        checks = pool.map(lambda name: _damage_of(folder / name, shards[Path(name).stem]), names)
+        for name, problem in zip(names, checks, strict=True):
+            if problem:
+                pool.shutdown(cancel_futures=True)
+                return [f"{folder / name} {problem}: prepare the data again"]
+            progress(done := done + sizes[name])
+    return []
+
+
+def _damage_of(path: Path, shard: ShardInfo) -> str:
+    """Return how a file differs from what was prepared; "" if it does not."""
+    expected = shard.ends_sha256 if path.suffix == ".ends" else shard.sha256
+    try:
+        if (sha256 := hash_file(path)) != expected:
+            return (
+                f"has changed since it was prepared: its sha256 is {sha256[:16]}..., but "
+                f"{path.parent / MANIFEST} lists {expected[:16]}..."
+            )
+        ends = np.fromfile(path, "<i8") if path.suffix == ".ends" else np.array([shard.tokens])
+        if (np.diff(ends, prepend=0) <= 0).any() or ends[-1] != shard.tokens:
+            return f"has document ends that do not increase to {shard.tokens:,} tokens"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""
