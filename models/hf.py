@@ -266,19 +266,3 @@ def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) 
         **ids,
         "use_cache": True,
     }
-
-
-def different_keys(ours: LlamaConfig, theirs: LlamaConfig) -> list[tuple[str, Any, Any]]:
-    """Return key, our value and their value of every config key that differs; None for a missing key."""
-    a, b = _flatten(ours), _flatten(theirs)
-    return [(key, a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)]
-
-
-def _flatten(config: LlamaConfig) -> dict[str, Any]:
-    """Return the config's values by key, with `rope_scaling.NAME` for each value that its kind uses."""
-    values = dict(vars(config))
-    scaling = values.pop("rope_scaling")
-    if scaling is not None:
-        used = ["kind", *(LLAMA3_KEYS if scaling.kind == "llama3" else ["factor"])]
-        values |= {f"rope_scaling.{name}": getattr(scaling, name) for name in used}
-    return values

@@ -23,12 +23,12 @@ from meshwright.tools.load_weights import (
     read_full_tensors,
     write_weights,
 )
-from meshwright.train.checkpoint.commit import list_checkpoints, step_of
+from meshwright.train.checkpoint.commit import bytes_of, list_checkpoints, step_of
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
 from meshwright.train.checkpoint.ownership import describe_training
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
-from meshwright.train.checkpoint.verify import verify_alone
+from meshwright.train.checkpoint.verify import raise_damage, unnamed_files, verify_alone
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import replacing
 
@@ -116,20 +116,22 @@ def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
             row |= {"samples": position.samples, "processes": position.world_size}
         except CheckpointError as error:
             row["problem"] = str(error)
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         age_s = max(0.0, time.time() - path.lstat().st_mtime)  # since the last file was added
-        rows.append({**row, "size_bytes": size, "age_s": age_s, "path": path})
+        rows.append({**row, "size_bytes": bytes_of(path), "age_s": age_s, "path": path})
     return rows
 
 
 def verify(path: Path) -> dict[str, Any]:
     """Hash every byte of a checkpoint, or of all checkpoints of a run; return paths, bytes and seconds.
-    Raises CheckpointError for the first damaged one, and if there is none at all."""
+    Raises CheckpointError for the first damaged one, for one that contains other files too, and if there is
+    none at all."""
     checkpoints = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
     if not checkpoints:
         raise CheckpointError(f"{path} contains no committed checkpoint: name another run or a checkpoint")
     start_s = time.perf_counter()
     manifests = [verify_alone(checkpoint) for checkpoint in checkpoints]
+    for checkpoint, manifest in zip(checkpoints, manifests, strict=True):
+        raise_damage(checkpoint, unnamed_files(checkpoint, manifest))
     size_bytes = sum(file.size_bytes for manifest in manifests for file in manifest.files.values())
     return {"verified": checkpoints, "size_bytes": size_bytes, "seconds": time.perf_counter() - start_s}
 

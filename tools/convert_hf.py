@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limit_bytes = int(options.shard_gb * 1e9)
     if options.command == "import":
         folder = open_folder(source)
-        check_folder(folder)
+        check_folder(folder, folder.config)
         with _new_folder(source, out, options.force) as partial:
             import_folder(folder, partial, out.resolve(), limit_bytes)
     else:

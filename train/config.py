@@ -52,6 +52,8 @@ class CheckpointConfig:
         init_from: initial weights at step 0: folder of a Hugging Face Llama (config.json, *.safetensors), or
             a checkpoint, whose optimizer state is not loaded; null is random initialization. Ignored by a
             run that resumes
+        changed_model: resume, or take weights, although the saved config is of another model of equal shapes
+            (other heads, rope_theta, an argument of the factory ...), which is refused otherwise
     """
 
     every: int = bounded(0, low=0)
@@ -62,6 +64,7 @@ class CheckpointConfig:
     resume: str = "auto"
     verify: VerifyMode = "full"
     init_from: str | None = None
+    changed_model: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.train.checkpoint.changes import compare_configs
 from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.ownership import admit, find_start, judge
-from meshwright.train.checkpoint.save import CheckpointSaver, make_room
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.console import Console
@@ -89,7 +90,9 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
         with supervision.in_folder(folder, ranks):
             admission, start = find_start(config, folder, ranks)
-            weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint)
+            start = compare_configs(start, config, plan.global_batch_size, ranks)
+            meant = config.checkpoint.changed_model
+            weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint, meant)
             failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
             log_run_summary(console, ranks, planned, config.job, config.run.dir)
 
@@ -137,7 +140,7 @@ def _build_saver(
     checkpoints, timeout = folder / "checkpoints", group_timeout(config.run)
     saved = config.checkpoint, checkpoints, state.model, state.optimizer, mesh, texts
     saver = CheckpointSaver(*saved, machine=ranks.machine, group_timeout=timeout)
-    make_room(saver, config.checkpoint, console.print)
+    saver.make_room(state.position.step, console.print)
     return saver
 
 

@@ -37,12 +37,12 @@ def restore(
     if start.checkpoint and start.manifest:
         load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
         position = start.manifest.position
+        changes = list(start.changes)
         if not data.same_order(position):
-            console.print(
-                "data: run.seed, train.seq_len or the data has changed since the checkpoint; the data order "
-                "restarts from the beginning"
-            )
             position = replace(position, samples=0)
+            changes += ["data order (by seed, length or text), which restarts from the beginning"]
+        if changes:
+            console.print(f"changed since the checkpoint: {', '.join(changes)}")
         console.print(f"resumed from {start.checkpoint}: step {position.step} of {data.total_steps} is done")
         return TrainState(model, optimizer, position)
     if weights:

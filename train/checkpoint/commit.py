@@ -12,6 +12,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright.parallel.errors import first_of
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, manifest_to_text
 from meshwright.train.errors import CheckpointError, SaveError
@@ -48,33 +49,52 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=step_of)
 
 
-def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
-    """Create an empty folder for a step's checkpoint and return it. Raises SaveError, also if the disk has
-    less than `needed_bytes` free."""
-    final = folder / step_name(step)
-    partial = folder / f".{final.name}.partial"
+def begin_save(folder: Path, step: int, needed_bytes: int, retention: tuple[int, int] | None = None) -> Path:
+    """Create an empty folder for a step's checkpoint and return it. With `retention` (keep, keep_every), make
+    room if there is too little.
+
+    Raises SaveError if the folder has a checkpoint of this step or a later one, before anything is deleted,
+    and if the disk has less than `needed_bytes` free.
+    """
+    partial = folder / f".{step_name(step)}.partial"
     try:
         _make_durable_folder(folder)
+        if later := [path.name for path in list_checkpoints(folder) if step_of(path) >= step]:
+            raise SaveError(
+                f"{folder} contains {first_of(later)}, so step {step} is not saved: a committed checkpoint "
+                "is never overwritten, and retention would delete an earlier step. Resume from it, save into "
+                "another folder, or move it away"
+            )
         for leftover in folder.glob(".step-*"):  # of an interrupted save or deletion
             # Only `partial` must be removed; other leftovers do no harm, such as files that NFS keeps open.
             with suppress(*(() if leftover == partial else (OSError,))):
                 _remove(leftover)
-        disk = shutil.disk_usage(folder)
-        if disk.total and disk.free < needed_bytes:  # some FUSE file systems report 0 for everything
-            raise SaveError(
-                f"the checkpoint of step {step} needs {_size(needed_bytes)}, but {folder} has "
-                f"{_size(disk.free)} free: free disk space, or lower checkpoint.keep"
-            )
-        if final.exists():
-            raise SaveError(
-                f"{final} already exists, and a committed checkpoint is never overwritten: move it away"
-            )
         partial.mkdir()
+        if retention and _missing_bytes(folder, needed_bytes):
+            delete_others(folder, *retention)
+        if missing := _missing_bytes(folder, needed_bytes):
+            older = list_checkpoints(folder)[:-1]
+            names, freed = first_of([path.name for path in older]), _size(sum(map(bytes_of, older)))
+            advice = f", or delete {names} ({freed}), as a start with a lower checkpoint.keep does"
+            raise SaveError(
+                f"a checkpoint needs {_size(needed_bytes)}, but {folder} has {_size(needed_bytes - missing)} "
+                f"free: free {_size(missing)} more{advice if older else ''}"
+            )
     except OSError as error:
         raise SaveError(
             f"the checkpoint of step {step} cannot be written into {folder} ({error.strerror})"
         ) from None
     return partial
+
+
+def _missing_bytes(folder: Path, needed_bytes: int) -> int:
+    disk = shutil.disk_usage(folder)
+    return max(0, needed_bytes - disk.free) if disk.total else 0  # some FUSE file systems report 0
+
+
+def bytes_of(checkpoint: Path) -> int:
+    """Return the bytes of all files in a checkpoint's folder."""
+    return sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
 
 
 def commit(partial: Path, manifest: CheckpointManifest) -> Path:
@@ -110,7 +130,8 @@ def make_retained(steps: list[int], keep: int, keep_every: int) -> set[int]:
 
 
 def delete_others(folder: Path, keep: int, keep_every: int) -> None:
-    """Delete the checkpoints that `make_retained` does not keep. Called after a commit, never before.
+    """Delete the checkpoints that `make_retained` does not keep: after a commit, and before the first step of
+    a resume if there is no room.
 
     A checkpoint that cannot be deleted stays until the next call.
     """

@@ -49,5 +49,6 @@ def describe_missing(requests: Sequence[HostMemoryRequest]) -> str:
     return (
         f"copies of the training state need {needs[worst] / GIB:.2f} GiB of host memory on the machine of "
         f"rank {worst}, for {len(machines[worst])} processes; {left[worst] / GIB:.2f} GiB are free there, "
-        f"{missing / GIB:.2f} GiB are missing"
+        f"{missing / GIB:.2f} GiB are missing: use more machines, fewer processes on each, or more memory "
+        "(in a container: a higher limit)"
     )

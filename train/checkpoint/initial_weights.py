@@ -14,9 +14,16 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.models.hf import different_keys, hf_name, is_ignored
+from meshwright.models.hf import hf_name, is_ignored
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
+from meshwright.train.checkpoint.changes import (
+    FREE_HF_KEYS,
+    Change,
+    config_changes,
+    find_changes,
+    refuse_other_model,
+)
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import (
     CONFIG,
@@ -31,10 +38,11 @@ from meshwright.train.checkpoint.reader import open_checkpoint, open_files, read
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
-from meshwright.train.errors import CheckpointError, ConfigError
+from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
 from meshwright.train.model.choose import source_of
 
+INIT_FROM = "checkpoint.init_from"
 PREFIX = "model."  # of the weights' names in our checkpoints
 
 
@@ -48,21 +56,23 @@ class Weights:
     files: tuple[Path, ...] | None = None
 
 
-def find_weights(init_from: str | None, model: ModelConfig, resume_from: Path | None) -> Weights | None:
+def find_weights(
+    init_from: str | None, model: ModelConfig, resume_from: Path | None, changed_model: bool = False
+) -> Weights | None:
     """Return the weights that `checkpoint.init_from` names, checked against the model by name and shape.
 
-    Returns None without init_from, or if the run resumes from its own checkpoint. Raises CheckpointError and
-    ConfigError.
+    Returns None without init_from, or if the run resumes from its own checkpoint. Raises CheckpointError, and
+    ConfigError for weights of a model with another config, unless `changed_model`.
     """
     if init_from is None or resume_from:
         return None
     path = user_path(init_from, "checkpoint.init_from", CheckpointError)
     if (path / MANIFEST).is_file():
-        return _of_checkpoint(path, model)
+        return _of_checkpoint(path, model, changed_model)
     if (path / CONFIG).is_file():
         if isinstance(model, LlamaConfig):
-            return _of_folder(open_folder(path), model)
-        return _of_own_folder(open_weights(path), model)
+            return _of_folder(open_folder(path), model, changed_model)
+        return _of_own_folder(open_weights(path), model, changed_model)
     saved = [] if not path.is_dir() else [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
     hint = f", such as {saved[-1]}" if saved else ""
     problem = f" has neither {CONFIG} nor {MANIFEST}" if path.is_dir() else ": no such folder"
@@ -91,15 +101,13 @@ def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full"
     read_together(opening, {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()})
 
 
-def check_folder(folder: HfFolder) -> None:
-    """Raise CheckpointError unless a Hugging Face folder contains exactly the tensors that its config.json
-    implies, in dtypes that we read."""
+def check_folder(folder: HfFolder, model: LlamaConfig) -> None:
+    """Raise CheckpointError unless a Hugging Face folder contains exactly the tensors of this model, in
+    dtypes that we read."""
     saved = {
-        name: t.shape
-        for name, t in folder.tensors.items()
-        if not is_ignored(name, folder.config.tie_embeddings)
+        name: t.shape for name, t in folder.tensors.items() if not is_ignored(name, model.tie_embeddings)
     }
-    names = {hf_name(fqn): shape for fqn, shape in weight_shapes(folder.config).items()}
+    names = {hf_name(fqn): shape for fqn, shape in weight_shapes(model).items()}
     _check_tensors(folder.path, names, saved)
     _check_dtypes(folder, names)
 
@@ -121,22 +129,24 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
-def _of_folder(folder: HfFolder, model: LlamaConfig) -> Weights:
-    _check_config(
-        f"{folder.path}/{CONFIG}",
-        folder.config,
-        model,
-        f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml to use with --config",
+def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
+    way_out = (
+        f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml to use with --config"
     )
-    check_folder(folder)
+    changes = config_changes(folder.config, model, "model")
+    refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
+    check_folder(folder, model)
     return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files)
 
 
-def _of_own_folder(folder: HfWeights, model: ModelConfig) -> Weights:
+def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
     """Return the weights of a model that a factory builds, which has the folder's names, but for a prefix
     that one of them may lack, and a tied weight, which may be there under any of its names."""
     built = source_of(model).new()
-    _check_own_config(folder, built)
+    way_out = (
+        "Give the factory the same: meshwright.models.from_transformers:causal_lm takes model.args.folder"
+    )
+    refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
     names_of: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(fqn)
@@ -163,49 +173,31 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig) -> Weights:
     return Weights(folder.path, names, folder.files)
 
 
-# keys of config.json that may differ: the weights mean the same
-FREE_KEYS = re.compile(
-    r"architectures|.*version|_.*|(torch_)?dtype|use_cache|.*_token_id|.*dropout.*|.*_pdrop|initializer_range|"
-    r"max_position_embeddings"
-)
-
-
-def _check_own_config(folder: HfWeights, built: Any) -> None:
-    """Raise ConfigError with every key of a folder's config.json that a model of transformers has otherwise:
-    weights of equal shapes would compute something else."""
+def _own_changes(folder: HfWeights, built: Any) -> list[Change]:
+    """Return every key of a folder's config.json that a model of transformers has otherwise."""
     own: Any = getattr(built, "config", None)
     if not (hasattr(own, "to_dict") and hasattr(own, "from_dict")):
-        return
+        return []
     # through the class, which fills in defaults and rewrites old keys
     saved, asked = type(own).from_dict(dict(folder.hf_config)).to_dict(), own.to_dict()
     saved["model_type"] = folder.hf_config.get("model_type")
-    different = [
-        f"{key}={asked.get(key)} (saved: {value})"
-        for key, value in saved.items()
-        if asked.get(key) != value and not FREE_KEYS.fullmatch(key)
-    ]
-    if different:
-        raise ConfigError(
-            f"checkpoint.init_from: {folder.path}/{CONFIG} describes another model: {'; '.join(different)}. "
-            "Give the factory the same: meshwright.models.from_transformers:causal_lm takes model.args.folder"
-        )
+    return find_changes(saved, {key: asked.get(key) for key in saved}, FREE_HF_KEYS)
 
 
 # tables that older versions of transformers saved among the weights
 COMPUTED = r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$"
 
 
-def _of_checkpoint(path: Path, model: ModelConfig) -> Weights:
+def _of_checkpoint(path: Path, model: ModelConfig, meant: bool) -> Weights:
     manifest = read_manifest(path)
     raise_damage(
         path, find_damage(path, manifest, "full", [name for name in manifest.files if name == "config.yaml"])
     )
     if not (path / "config.yaml").is_file():
         raise CheckpointError(f"{path} has no config.yaml, so its model is unknown: use another checkpoint")
-    way_out = f"use the model section of {path}/config.yaml"
-    saved_model = load_config(path / "config.yaml").model
-    if isinstance(model, LlamaConfig) and isinstance(saved_model, LlamaConfig):
-        _check_config(f"{path}/config.yaml", saved_model, model, way_out)
+    changes = config_changes(load_config(path / "config.yaml").model, model, "model")
+    way_out = f"Use the model section of {path}/config.yaml"
+    refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
     names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
     _check_tensors(
         path,
@@ -213,20 +205,6 @@ def _of_checkpoint(path: Path, model: ModelConfig) -> Weights:
         {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
     )
     return Weights(path, names)
-
-
-def _check_config(source: str, saved_model: LlamaConfig, model: LlamaConfig, way_out: str) -> None:
-    """Raise ConfigError with every model key that differs. A max_seq_len below the saved one is allowed,
-    because the weights do not depend on it."""
-    different = [
-        f"model.{key}={value} (saved: {saved})"
-        for key, value, saved in different_keys(model, saved_model)
-        if key != "max_seq_len" or value > saved
-    ]
-    if different:
-        raise ConfigError(
-            f"checkpoint.init_from: {source} describes another model: {'; '.join(different)}. {way_out}"
-        )
 
 
 def _check_tensors(

@@ -16,7 +16,7 @@ from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor
 from meshwright.train.checkpoint.reader import open_checkpoint, read_together
 from meshwright.train.checkpoint.shards import random_state, set_numbers, training_tensors
-from meshwright.train.checkpoint.verify import verify_together
+from meshwright.train.checkpoint.verify import unnamed_files, verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import CheckpointError, UnreadableError
@@ -54,36 +54,22 @@ def refuse_different(
         if current.get(name) != saved.get(name)
     ]
     if different:
-        difference = _dtype_keys(current, saved) or "another model"
         raise CheckpointError(
-            f"{checkpoint} was saved with {difference}: {first_of(different, '; ')}. Use the config it "
-            "was saved with (its config.yaml), or another run.dir, with checkpoint.init_from for its weights"
+            f"{checkpoint} was saved with other tensors: {first_of(different, '; ')}. Use the config it was "
+            "saved with (its config.yaml; the dtypes are optim.state_dtype and parallel.storage_dtype), or "
+            "another run.dir, with checkpoint.init_from for its weights"
         )
-
-
-def _dtype_keys(current: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> str:
-    """Return the saved values of the config keys that differ if only dtypes differ, otherwise ""."""
-    if {name: tensor.shape for name, tensor in current.items()} != {
-        name: tensor.shape for name, tensor in saved.items()
-    }:
-        return ""
-    keys = {"model.": "parallel.storage_dtype", "optim.": "optim.state_dtype"}
-    settings = {
-        f"{key}={saved[name].dtype}"
-        for name in current
-        for prefix, key in keys.items()
-        if name.startswith(prefix) and current[name].dtype != saved[name].dtype
-    }
-    return " and ".join(sorted(settings))
 
 
 @dataclass(frozen=True)
 class Start:
-    """The verified checkpoint to resume from, and the newer ones that are damaged, each with the reason."""
+    """The verified checkpoint to resume from, the newer ones that are damaged, each with the reason, and what
+    the run trains otherwise (`compare_configs`), as `key old -> new`."""
 
     checkpoint: Path | None = None
     manifest: CheckpointManifest | None = None
     damaged: tuple[tuple[Path, str], ...] = ()
+    changes: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -124,13 +110,16 @@ def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> 
 
 
 def put_damaged_aside(start: Start, ranks: RankInfo) -> list[str]:
-    """Rename the damaged checkpoints, so that they no longer count, and return a line about each; every rank
-    calls it. Raises CheckpointError."""
-    renamed = broadcast_from_rank0(ranks, lambda: [put_aside(path) for path, _ in start.damaged])
-    return [
-        f"checkpoint: skipped: {why}. Renamed to {new}"
-        for (_, why), new in zip(start.damaged, renamed, strict=True)
-    ]
+    """Rename the damaged checkpoints, so that they no longer count, and return a line about each, and about
+    files in the checkpoint's folder that it does not name; every rank calls it. Raises CheckpointError."""
+
+    def rename() -> list[str]:
+        lines = [f"checkpoint: skipped: {why}. Renamed to {put_aside(path)}" for path, why in start.damaged]
+        if start.checkpoint and start.manifest and (names := unnamed_files(start.checkpoint, start.manifest)):
+            lines.append(f"warning: {start.checkpoint}: {first_of(names, '; ')}; not read")
+        return lines
+
+    return broadcast_from_rank0(ranks, rename)
 
 
 def _verify_named(config: CheckpointConfig, path: Path) -> CheckpointManifest:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
@@ -15,11 +15,11 @@ from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.load import find_checkpoint, load_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.config import CheckpointConfig
+from meshwright.train.config import CheckpointConfig, check_bounds
 from meshwright.train.distributed.ranks import read_rank_info
-from meshwright.train.errors import SaveError
+from meshwright.train.errors import CheckpointError, SaveError
 
-EXTRA = "extra.json"
+EXTRA, OPTIMIZER = "extra.json", "optimizer.json"
 
 
 def save(
@@ -29,20 +29,27 @@ def save(
     step: int,
     *,
     extra: Mapping[str, Any] | None = None,
-    keep: int = 2,
+    keep: int = 0,
 ) -> Path:
-    """Save model, optimizer and random state as `folder`/step-N, which is whole and verified, or not there.
-    Every rank calls it. Returns the checkpoint's path.
+    """Save model, optimizer (its state, and the numbers of its parameter groups, such as lr) and random state
+    as `folder`/step-N, which is whole and verified, or not there. Every rank calls it. Returns its path.
 
     Args:
         step: optimizer steps done
-        extra: plain data for JSON, such as the position in the data
-        keep: newest checkpoints to keep; 0 keeps all
+        extra: plain data for JSON, such as the position in the data, or a schedule's state_dict
+        keep: newest checkpoints of the folder to keep; 0 keeps all
 
-    Raises SaveError on all ranks if one fails.
+    Raises SaveError on all ranks if one fails, and if the folder has a checkpoint of this step or a later
+    one, which is of another training or should have been loaded. Nothing is deleted then.
     """
     config = CheckpointConfig(asynchronous=False, keep=keep)
-    texts = {"plan.yaml": plan_to_yaml(sharded.plan), EXTRA: json.dumps(dict(extra or {}))}
+    check_bounds("mw.save", config)
+    groups = groups_of(sharded.model, optimizer)
+    texts = {
+        "plan.yaml": plan_to_yaml(sharded.plan),
+        EXTRA: json.dumps(dict(extra or {})),
+        OPTIMIZER: json.dumps({"groups": groups}, default=Tensor.tolist),
+    }
     saver = CheckpointSaver(config, Path(folder), sharded.model, optimizer, sharded.mesh, texts)
     try:
         saver.save(TrainPosition(step=step, world_size=dist.get_world_size()))
@@ -57,11 +64,12 @@ def save(
 def load(
     folder: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer
 ) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest intact checkpoint of `folder`, of any mesh, into model and optimizer. Every rank calls
-    it. Returns the step and the `extra` that it was saved with; None if there is no checkpoint.
+    """Load the newest intact checkpoint of `folder`, of any mesh, into model and optimizer: the parameters,
+    the optimizer's state as it was, and the numbers of its parameter groups (set others afterwards). Every
+    rank calls it. Returns the step and the `extra` that it was saved with; None if there is no checkpoint.
 
     The model's tensors must be allocated (`materialize` or `load_weights`). Raises CheckpointError if the
-    checkpoint is of another model or optimizer.
+    checkpoint is of another model, or of an optimizer with other groups of parameters.
     """
     start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info())
     put_damaged_aside(start, ranks)
@@ -69,8 +77,36 @@ def load(
         return None
     create_state(sharded.model, optimizer)
     load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer)
-    extra = json.loads((start.checkpoint / EXTRA).read_text(encoding="utf-8"))
-    return start.manifest.position.step, extra
+    texts = {
+        name: (start.checkpoint / name).read_text(encoding="utf-8") if name in start.manifest.files else "{}"
+        for name in (EXTRA, OPTIMIZER)  # a checkpoint of train.main has neither
+    }
+    groups, saved = groups_of(sharded.model, optimizer), json.loads(texts[OPTIMIZER]).get("groups", [])
+    if saved and [group["parameters"] for group in groups] != [group["parameters"] for group in saved]:
+        raise CheckpointError(
+            f"{start.checkpoint / OPTIMIZER} has other groups of parameters than the optimizer: make the "
+            "optimizer with the groups that it was saved with"
+        )
+    for group, numbers in zip(optimizer.param_groups, saved, strict=False):
+        for key, number in numbers["numbers"].items():
+            if isinstance(group.get(key), Tensor):
+                group[key].copy_(torch.tensor(number))
+            else:
+                group[key] = tuple(number) if isinstance(number, list) else number
+    return start.manifest.position.step, json.loads(texts[EXTRA])
+
+
+def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return what optimizer.json contains: the names of each group's parameters, and the group's numbers,
+    such as lr, betas and weight_decay, but not switches such as fused."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        plain = {k: v for k, v in own.items() if isinstance(v, int | float | tuple | list | Tensor)}
+        numbers = {key: value for key, value in plain.items() if not isinstance(value, bool)}
+        groups.append({"parameters": [names[each] for each in group["params"]], "numbers": numbers})
+    return groups
 
 
 def create_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Saved:
 @dataclass(frozen=True)
 class _Job:
     """A save in progress. `limits`: minimum and maximum of each of this rank's shards, in the order of
-    `shards`; `problem`: why there are no shards."""
+    `shards`; `problem`: why there are no shards; `trial`: of a save that is not committed."""
 
     position: TrainPosition
     shards: dict[str, TensorShard]
@@ -74,6 +75,7 @@ class _Job:
     start_s: float
     stall_s: float
     problem: str
+    trial: bool = False
 
 
 class CheckpointSaver:
@@ -120,17 +122,18 @@ class CheckpointSaver:
             self._results.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
             return
         start_s = time.perf_counter()
-        tensors, random = training_tensors(self._model, self._optimizer), random_state()
-        shards = self._own_shards(tensors, random)
+        try:
+            tensors, random = training_tensors(self._model, self._optimizer), random_state()
+            shards = self._own_shards(tensors, random)
+            problem = self._allocate_copies(shards)
+        except RuntimeError as failed:  # of a collective, or the SaveError of a tensor, on all ranks
+            known = isinstance(failed, SaveError)
+            self.failed = str(failed) if known else self._cut_off_after(position.step, failed)
+            self._results.put(Saved(position.step, None, self.failed, 0.0, time.perf_counter() - start_s))
+            return
         limits = _limits(shards[name] for name in shards if name not in random)
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
         needed = needed_bytes(tensors, random, dist.get_world_size()) + _MANIFEST_BYTES
-        try:
-            problem = self._allocate_copies(shards)
-        except RuntimeError as failed:  # of a collective
-            self.failed = self._cut_off_after(position.step, failed)
-            self._results.put(Saved(position.step, None, self.cut_off, 0.0, time.perf_counter() - start_s))
-            return
         copies = {} if problem else self._copy(shards)
         job = _Job(
             position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem
@@ -155,16 +158,26 @@ class CheckpointSaver:
         """Return the results of saves since the last call."""
         return [self._results.get() for _ in range(self._results.qsize())]
 
-    def make_room(self) -> str:
-        """Allocate the host memory for copies of GPU state before the first save; every rank calls it.
+    def make_room(self, step: int, warn: Callable[[str], None]) -> None:
+        """Try before the first step, after `step` steps of earlier starts, whether a run that saves can save:
+        begin a save with an empty file from each rank and, on a GPU, with the host memory for the copies,
+        which is kept (on a CPU with too little, training waits for saves). Every rank calls it.
 
-        Returns the shortage, the same text on all ranks, or "". On a CPU nothing is allocated in advance:
-        with too little memory, training waits for saves.
+        Raises ConfigError on all ranks if not; with checkpoint.on_error=warn, only warns.
         """
-        if self._on_cpu:
-            return ""
-        shards = self._own_shards(training_tensors(self._model, self._optimizer), random_state())
-        return next(filter(None, gather_from_all(self._allocate_copies(shards), self._group)), "")
+        if not self._config.every:
+            return
+        try:
+            tensors, random = training_tensors(self._model, self._optimizer), random_state()
+            needed = needed_bytes(tensors, random, dist.get_world_size()) + _MANIFEST_BYTES
+            problem = "" if self._on_cpu else self._allocate_copies(self._own_shards(tensors, random))
+            nothing = torch.zeros(0, 2)
+            self._write(_Job(TrainPosition(step + 1), {}, nothing, {}, needed, 0.0, 0.0, problem, trial=True))
+        except SaveError as error:
+            message = f"checkpoint.every={self._config.every}, but no checkpoint can be saved: {error}"
+            if self._config.on_error == "stop":
+                raise ConfigError(f"{message}. To train all the same, try checkpoint.on_error=warn") from None
+            warn(f"warning: {message}")
 
     def _own_shards(
         self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
@@ -237,16 +250,15 @@ class CheckpointSaver:
         """Write this rank's file and take part in the commit. Raises SaveError on all ranks if it fails on
         one."""
         step, main = job.position.step, dist.get_rank() == 0
-        partial = self._folder / f".step-{step:08d}.partial"
+        folder = self._folder / f".step-{step:08d}.partial"
+        retention = (self._config.keep, self._config.keep_every) if job.trial else None
+        begin = partial(begin_save, self._folder, step, job.needed_bytes, retention)
         try:
-            self._agree(
-                (step, "room"),
-                _attempt(lambda: begin_save(self._folder, step, job.needed_bytes)) if main else None,
-            )
-            parts = self._gather((step, "part"), _attempt(lambda: self._write_part(partial, job)))
+            self._agree((step, "room"), _attempt(begin) if main else None)
+            parts = self._gather((step, "part"), _attempt(lambda: self._write_part(folder, job)))
             return Path(
                 self._agree(
-                    (step, "commit"), _attempt(lambda: self._commit(partial, job, parts)) if main else None
+                    (step, "commit"), _attempt(lambda: self._commit(folder, job, parts)) if main else None
                 )
             )
         except SaveError:
@@ -273,12 +285,15 @@ class CheckpointSaver:
         try:
             file = write_shard_file(partial / name, job.shards)
         except OSError as error:
-            raise SaveError(f"{partial / name} cannot be written ({error.strerror})") from None
+            raise SaveError(f"{partial / name} cannot be written on rank {rank} ({error.strerror})") from None
         return name, file, {key: tensor for key, tensor in job.tensors.items() if key.startswith("random.")}
 
     def _commit(
         self, partial: Path, job: _Job, parts: list[tuple[str, SavedFile, dict[str, SavedTensor]]]
     ) -> Path:
+        if job.trial:
+            abandon(self._folder, job.position.step)
+            return partial
         tensors = {name: tensor for name, tensor in job.tensors.items() if not name.startswith("random.")}
         files = {name: file for name, file, _ in parts}
         for _, _, random in parts:
@@ -335,19 +350,13 @@ def _attempt(work: Any) -> Any:
 
 def _limits(shards: Iterable[TensorShard]) -> Tensor:
     """Return limits[shards, 2]: minimum and maximum of each shard, on its device; both NaN if the shard
-    contains NaN. One pass over the memory."""
-    limits = [limit.float() for shard in shards for limit in shard.values.aminmax()]
+    contains NaN, zeros for integers. One pass over the memory."""
+    limits = [limit.float() for shard in shards for limit in _range(shard.values)]
     return torch.stack(limits).reshape(-1, 2) if limits else torch.zeros(0, 2)
 
 
-def make_room(saver: CheckpointSaver, config: CheckpointConfig, warn: Callable[[str], None]) -> None:
-    """Allocate the saver's host memory before the first step, if the run saves. Raises ConfigError if there
-    is too little, or only warns with checkpoint.on_error=warn."""
-    if not config.every or not (missing := saver.make_room()):
-        return
-    if config.on_error == "stop":
-        raise ConfigError(
-            f"checkpoint.every={config.every}, but {missing}. Use more machines, fewer processes on each, or "
-            "more memory (in a container: a higher limit), or try checkpoint.on_error=warn"
-        )
-    warn(f"warning: saves will fail unless memory becomes free: {missing}")
+def _range(values: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    if not values.is_floating_point():  # always finite
+        return values.new_zeros(2, dtype=torch.float32).unbind()  # type: ignore[return-value]
+    return (values.bfloat16() if values.itemsize == 1 else values).aminmax()  # float8 has no aminmax

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, part_of, whole
-from meshwright.train.checkpoint.manifest import SavedFile, describe_tensor, sharding_of
+from meshwright.train.checkpoint.manifest import SavedFile, describe_tensor, dtype_name, sharding_of
 from meshwright.train.errors import SaveError
 
 
@@ -39,7 +40,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """Return every tensor that training changes, by name: `model.FQN` and `optim.FQN.MOMENT`; a tied weight
     once. Numbers of an optimizer's state are returned as copies in tensors (`set_numbers`).
 
-    Raises SaveError for state that is neither a tensor nor a number.
+    Raises SaveError for state that is neither a tensor nor a number, and for a dtype that cannot be saved.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
@@ -56,6 +57,11 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
                 )
             if value is not None:
                 tensors[f"optim.{names[parameter]}.{key}"] = value
+    if unknown := [f"{name} ({dtype_name(t.dtype)})" for name, t in tensors.items() if t.dtype not in DTYPES]:
+        raise SaveError(
+            f"{first_of(unknown)} cannot be saved in this dtype (only {', '.join(map(dtype_name, DTYPES))}): "
+            "convert it, or register a buffer that can be computed with persistent=False"
+        )
     return tensors
 
 
@@ -127,8 +133,16 @@ DTYPES = {  # the names of safetensors
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -182,4 +196,4 @@ def file_header(shards: Mapping[str, TensorShard]) -> bytes:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory, without a copy if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data

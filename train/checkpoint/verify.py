@@ -27,8 +27,8 @@ from meshwright.train.errors import CheckpointError, UnreadableError
 
 
 def verify_alone(checkpoint: Path) -> CheckpointManifest:
-    """Verify every file of a checkpoint in this process, and return its manifest. Raises CheckpointError, or
-    UnreadableError if something cannot be read."""
+    """Verify every file that a checkpoint's manifest names, in this process, and return the manifest. Raises
+    CheckpointError, or UnreadableError if something cannot be read."""
     manifest = read_manifest(checkpoint)
     raise_damage(checkpoint, find_damage(checkpoint, manifest, "full", list(manifest.files)))
     return manifest
@@ -67,23 +67,28 @@ def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
 def find_damage(
     checkpoint: Path, manifest: CheckpointManifest, mode: VerifyMode, names: Sequence[str]
 ) -> list[str]:
-    """Return the differences from the manifest: the step in the folder's name, the list of files and, of the
-    files in `names`, the size and (mode full) the hash. Raises UnreadableError if something cannot be read:
-    only a proven difference counts."""
+    """Return the differences from the manifest: the step in the folder's name and, of the files in `names`,
+    the size and (mode full) the hash. Raises UnreadableError if something cannot be read: only a proven
+    difference counts."""
     problems, named = list[str](), re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
     if named and int(named[1]) != manifest.position.step:
         problems.append(f"its manifest is of step {manifest.position.step}")
-    problems += [
-        f"{one_line(name, 100)} is not in the manifest"
-        for name in _list(checkpoint)
-        if name != MANIFEST and name not in manifest.files
-    ]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         checks = [pool.submit(_differs, checkpoint / name, manifest.files[name], mode) for name in names]
         problems += [
             f"{name} {check.result()}" for name, check in zip(names, checks, strict=True) if check.result()
         ]
     return problems
+
+
+def unnamed_files(checkpoint: Path, manifest: CheckpointManifest) -> list[str]:
+    """Return a description of each file in a checkpoint's folder that the manifest does not name, and that is
+    never read: left by a file manager or an editor, for example."""
+    return [
+        f"{one_line(name, 100)} is not in the manifest"
+        for name in _list(checkpoint)
+        if name != MANIFEST and name not in manifest.files
+    ]
 
 
 def _list(checkpoint: Path) -> list[str]:

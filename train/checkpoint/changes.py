@@ -1,0 +1,88 @@
+"""What a run changes in the config of the checkpoint that it starts from: another model is refused, other
+changes are described."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.parallel.errors import PlanError, first_of
+from meshwright.parallel.plan.serialize import load_plan
+from meshwright.train.checkpoint.load import Start
+from meshwright.train.config import Config, ModelConfig
+from meshwright.train.config_parser import keys_of, load_config
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
+from meshwright.train.errors import ConfigError
+from meshwright.train.model.choose import source_of
+
+# keys that do not change what is trained
+FREE_KEYS = re.compile(
+    r"(checkpoint|metrics|parallel|profile)\..*|run\.(?!seed$).*|model\.blocks|"
+    r"data\.(cache_dir|prefetch|validation.*|verify)|"
+    r"train\.(eval_.*|gc_every_steps|max_skipped_steps|micro_batch_size)"
+)
+# the same in a config.json of transformers
+FREE_HF_KEYS = re.compile(
+    r"architectures|.*version|_.*|(torch_)?dtype|use_cache|.*_token_id|.*dropout.*|.*_pdrop|initializer_range|"
+    r"max_position_embeddings"
+)
+Change = tuple[str, Any, Any]  # a key, its saved value and the run's; None: no such key
+
+
+def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any], free: re.Pattern[str]) -> list[Change]:
+    """Return the keys with different values, but for those that `free` matches."""
+    keys = [key for key in {**saved, **current} if not free.fullmatch(key)]
+    return [(key, saved.get(key), current.get(key)) for key in keys if saved.get(key) != current.get(key)]
+
+
+def config_changes(saved: Config | ModelConfig, current: Config | ModelConfig, name: str) -> list[Change]:
+    """Return the keys of two configs, or of two sections `name`, whose change has an effect. A model with a
+    max_seq_len below the saved one is the same, because its weights do not depend on it."""
+    old, new = ({k.removeprefix("."): v for k, v, _ in keys_of(c, name)} for c in (saved, current))
+    changes = find_changes(old, new, FREE_KEYS)
+    return [c for c in changes if c[0] != "model.max_seq_len" or None in c or c[2] > c[1]]
+
+
+def refuse_other_model(
+    setting: str, source: Path, changes: Sequence[Change], way_out: str, meant: bool
+) -> None:
+    """Raise ConfigError with the keys of the model that differ from those in the file `source`, unless that
+    is meant (checkpoint.changed_model): weights of equal shapes would compute something else."""
+    if changes and not meant:
+        different = first_of([f"{key}={value} (saved: {saved})" for key, saved, value in changes], "; ", 6)
+        raise ConfigError(
+            f"{setting}: {source} describes another model: {different}. {way_out}; or set "
+            "checkpoint.changed_model=true, if the change is meant"
+        )
+
+
+def compare_configs(start: Start, config: Config, global_batch_size: int, ranks: RankInfo) -> Start:
+    """Return the start with what the run trains otherwise than its checkpoint; every rank calls it.
+
+    `global_batch_size`: of the run's plan. Raises ConfigError on all ranks for another model.
+    """
+    checkpoint = start.checkpoint
+    if checkpoint is None or not (checkpoint / "config.yaml").is_file():  # mw.save writes none
+        return start
+    changes = broadcast_from_rank0(ranks, lambda: _changes_since(checkpoint, config, global_batch_size))
+    return replace(start, changes=changes)
+
+
+def _changes_since(checkpoint: Path, config: Config, global_batch_size: int) -> tuple[str, ...]:
+    source, batch = checkpoint / "config.yaml", "train.global_batch_size"
+    saved = load_config(source)
+    model = config_changes(saved.model, config.model, "model")
+    for name, text in source_of(config.model).texts().items():
+        if (checkpoint / name).is_file():
+            built = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+            model += find_changes(built, json.loads(text), FREE_HF_KEYS)
+    setting, way_out = f"checkpoint.resume={config.checkpoint.resume}", f"Use the model section of {source}"
+    refuse_other_model(setting, source, model, way_out, config.checkpoint.changed_model)
+    others = [c for c in config_changes(saved, config, "") if c[0] != batch and not c[0].startswith("model.")]
+    with suppress(PlanError):  # there is none, or one of another version
+        saved_batch = load_plan(checkpoint / "plan.yaml").global_batch_size
+        others += [(batch, saved_batch, global_batch_size)] if saved_batch != global_batch_size else []
+    return tuple(f"{key} {was} -> {value}" for key, was, value in (*model, *others))
