@@ -51,6 +51,16 @@ def make_faults(good: Path, before: Path, outside: Path, rng: random.Random) -> 
     yield from _of_the_folder(before, outside)
 
 
+def make_strays(outside: Path, rng: random.Random) -> Iterator[Fault]:
+    """Files and folders beside those of the manifest, as file managers and editors leave them; some would run
+    code if they were read as what they look like."""
+    evil = pickle.dumps(Canary(outside / "CANARY"))
+    odd = "".join(rng.choices("._-~#$ abcXYZ0é\n", k=12)).replace("/", "") + "x"
+    for name in (".metadata", "extra.safetensors", "state.pt", ".DS_Store", ".config.yaml.swp", "a\nb", odd):
+        yield _single(name, lambda folder, name=name: (folder / name).write_bytes(evil))
+    yield _single(".ipynb_checkpoints", lambda folder: (folder / ".ipynb_checkpoints").mkdir())
+
+
 def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
     """Single bit flips: in each part of a safetensors file, in YAML, and in text, white space and hash of the
     manifest."""
@@ -231,11 +241,6 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
 
 def _of_the_folder(before: Path, outside: Path) -> Iterator[Fault]:
     evil = pickle.dumps(Canary(outside / "CANARY"))
-    for name in (".metadata", "extra.safetensors", "state.pt", "a\nb"):
-        yield _single(
-            f"a pickle {name!r} beside", lambda folder, name=name: (folder / name).write_bytes(evil)
-        )
-    yield _single("a folder beside", lambda folder: (folder / "more").mkdir())
     for name, make in {
         "the step before under this name": lambda folder: shutil.copytree(before, folder),
         "a file in place of the folder": lambda folder: folder.write_bytes(evil),

@@ -34,7 +34,7 @@ Change = tuple[str, Any, Any]  # a key, its saved value and the run's; None: no 
 
 def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any], free: re.Pattern[str]) -> list[Change]:
     """Return the keys with different values, but for those that `free` matches."""
-    keys = [key for key in {**saved, **current} if not free.fullmatch(key)]
+    keys = [key for key in {**current, **saved} if not free.fullmatch(key)]
     return [(key, saved.get(key), current.get(key)) for key in keys if saved.get(key) != current.get(key)]
 
 

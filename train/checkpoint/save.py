@@ -285,7 +285,7 @@ class CheckpointSaver:
         try:
             file = write_shard_file(partial / name, job.shards)
         except OSError as error:
-            raise SaveError(f"{partial / name} cannot be written on rank {rank} ({error.strerror})") from None
+            raise SaveError(f"{partial / name} cannot be written ({error.strerror})") from None
         return name, file, {key: tensor for key, tensor in job.tensors.items() if key.startswith("random.")}
 
     def _commit(

@@ -48,7 +48,7 @@ def steps(folder: Path) -> list[int]:
 
 def test_only_a_committed_step_counts_and_oldest_come_first(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nothing") == []
-    for step in (20, 3, 100_000_000):
+    for step in (3, 20, 100_000_000):
         assert verify_alone(commit_step(tmp_path, step)).position == TrainPosition(step)
     others = (
         ".step-00000007.partial",
@@ -193,8 +193,8 @@ def test_a_checkpoint_that_cannot_be_read_for_the_moment_is_not_damaged(
     group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fails for the newest checkpoint: nothing is renamed, and later the run resumes from it."""
-    newest = commit_step(tmp_path, 2)
     commit_step(tmp_path, 1)
+    newest = commit_step(tmp_path, 2)
 
     def fail(path: Path) -> SavedFile:
         raise OSError(5, "Input/output error")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,10 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_bytes, describe_missing, round_up
-from meshwright.train.checkpoint.save import CheckpointSaver, make_room
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig, OptimConfig
-from meshwright.train.console import Console
-from meshwright.train.errors import ConfigError
 from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.checkpoint_saves import Trainer, save
 from tests.support.worlds import run_ranks
@@ -57,7 +54,7 @@ def save_on_machines(folder: Path, free: tuple[int, int]) -> tuple[bool, int, st
     asynchronous, the bytes of this rank's copies, and errors."""
     trainer, machine = Trainer(), dist.get_rank() // 2 * 2
     saver = CheckpointSaver(
-        CheckpointConfig(),
+        CheckpointConfig(every=1),
         folder,
         trainer.model,
         trainer.optimizer,
@@ -66,8 +63,8 @@ def save_on_machines(folder: Path, free: tuple[int, int]) -> tuple[bool, int, st
         lambda: free[machine // 2],
         machine,
     )
-    assert saver.make_room() == "", "on a CPU nothing is allocated in advance"
-    assert not saver._copies
+    saver.make_room(0, print)
+    assert not saver._copies, "on a CPU nothing is allocated in advance"
     errors = "".join(save(saver, step).error for step in (1, 2))
     return saver._asynchronous, sum(copy.nbytes for copy in saver._copies.values()), errors
 
@@ -85,13 +82,14 @@ def save_with_less_and_less(folder: Path) -> list[tuple[bool, bool, str]]:
 
 
 def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]:
-    """Return the result of make_room, the errors of two saves, and the number of this rank's copies, where
+    """Return the warning of make_room, the errors of two saves, and the number of this rank's copies, where
     saves need copies as on GPUs. On rank `refused_on` the system refuses the first allocation."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = nn.Linear(4, 3)  # three rows: the last of four ranks has none
     fully_shard(model, mesh=mesh)
     optimizer = build_optimizer(model, OptimConfig())
-    saver = CheckpointSaver(CheckpointConfig(), folder, model, optimizer, mesh, {}, lambda: 2**30)
+    config, warnings = CheckpointConfig(every=1, on_error="warn"), [""]
+    saver = CheckpointSaver(config, folder, model, optimizer, mesh, {}, lambda: 2**30)
     saver._on_cpu, empty = False, torch.empty
 
     def refuse(*size: Any, **options: Any) -> torch.Tensor:
@@ -100,10 +98,10 @@ def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]
         return empty(*size, **options)
 
     with mock.patch.object(torch, "empty", refuse):
-        shortage = saver.make_room()
+        saver.make_room(0, warnings.append)
         errors = [save(saver, 1).error]
     errors.append(save(saver, 2).error)
-    return shortage, errors, len(saver._copies)
+    return warnings[-1], errors, len(saver._copies)
 
 
 def save_everywhere(folder: Path) -> tuple[list[Any], Any, Any]:
@@ -119,23 +117,5 @@ def test_all_ranks_decide_alike_whether_saves_are_asynchronous(tmp_path: Path) -
         assert copies >= 1, "the rank without a row has its random state"
         assert "host memory for copies of the training state" in refused
         assert "(out of memory)" in refused
-        assert errors_of_refused == [refused, ""], "no rank died, and the next save succeeds"
-
-
-class FullMachine:
-    def make_room(self) -> str:
-        return "all is taken"
-
-
-@pytest.mark.parametrize("on_error", ["stop", "warn"])
-def test_without_room_a_run_ends_before_its_first_step_or_warns(
-    on_error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = CheckpointConfig(every=500, on_error=on_error)  # type: ignore[arg-type]
-    if on_error == "stop":
-        message = r"checkpoint\.every=500, but all is taken\. .*more machines.*checkpoint\.on_error=warn"
-        with pytest.raises(ConfigError, match=message):
-            make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
-    else:
-        make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
-        assert "warning: saves will fail unless memory becomes free: all is taken" in capsys.readouterr().out
+        assert errors_of_refused[0] in refused
+        assert errors_of_refused[1] == "", "no rank died, and the next save succeeds"

@@ -92,7 +92,7 @@ def test_another_model_is_refused_key_by_key(hf_dir: Path, ours: Path) -> None:
         model = dataclasses.replace(config_of(hf_dir), **change)
         with pytest.raises(ConfigError, match=message + r"[;.] .*`python -m .* import .* --config"):
             find_weights(str(hf_dir), model, None)
-        with pytest.raises(ConfigError, match=message + r".*use the model section of .*/config\.yaml"):
+        with pytest.raises(ConfigError, match=message + r".*Use the model section of .*/config\.yaml"):
             find_weights(str(ours), model, None)
 
     try_each(OTHER_MODELS, refused)

@@ -196,7 +196,7 @@ def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: P
     assert trainer.save(tmp_path, 1).error == ""
     before = {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()}
     error = trainer.save(tmp_path, 1).error
-    assert error.startswith(f"{tmp_path / 'step-00000001'} already exists")
+    assert error.startswith(f"{tmp_path} contains step-00000001, so step 1 is not saved")
     assert "move it away" in error
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()} == before
     assert names(tmp_path) == ["step-00000001"]
@@ -209,9 +209,8 @@ def test_a_file_system_that_is_too_small_is_refused_and_one_of_unknown_size_is_n
     sizes = [(300 * 1024, 0, 300 * 1024), (0, 0, 0)]
     monkeypatch.setattr(commit_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(*sizes.pop(0)))
     error = trainer.save(tmp_path, 1).error
-    assert error.startswith("the checkpoint of step 1 needs 1.")
+    assert error.startswith("a checkpoint needs 1.")
     assert f"{tmp_path} has 0.3 MiB free" in error
-    assert "lower checkpoint.keep" in error
     assert names(tmp_path) == []
     assert trainer.save(tmp_path, 1).error == ""
 

@@ -1,7 +1,9 @@
 """Random faults of real checkpoints: each is detected before a tensor is used, whichever way the checkpoint
 is read."""
 
+import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.checkpoint import main as checkpoint_tool
 from meshwright.tools.convert_hf import main as convert
@@ -27,7 +30,7 @@ from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError
-from tests.support.checkpoint_faults import Fault, make_faults
+from tests.support.checkpoint_faults import Fault, make_faults, make_strays
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import Sharded, build_sharded, sharded_alone
 from tests.support.worlds import run_ranks
@@ -244,6 +247,33 @@ def test_no_fault_goes_undetected(
         chosen = [*flips, *rng.sample(kinds, EVERYDAY)]
     sweep(chosen, good, before, run, opened, tmp_path)
     assert [path.name for path in outside.iterdir()] == ["copy"], "code in a pickle was run"
+
+
+def test_what_no_manifest_names_is_a_warning_at_a_resume_and_an_error_for_the_tool(
+    saved: Path, run: Sharded, tmp_path: Path
+) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    resumes = ("resume named", "resume auto", "init_from")
+    ways = {name: way for name, way in ways_in(run, checkpoint, tmp_path).items() if name in resumes}
+    for stray in make_strays(outside, random.Random(seed)):
+        shutil.copytree(saved / checkpoint.name, checkpoint)
+        stray.damage(checkpoint)
+        (name,) = {path.name for path in checkpoint.iterdir()} - {*os.listdir(saved / checkpoint.name)}
+        for way, read in ways.items():
+            spoil(run)
+            read()
+            assert not is_untouched(run), (way, name)
+        start = find_checkpoint(CheckpointConfig(), checkpoint.parent, ALONE)
+        (line,) = put_damaged_aside(start, ALONE)
+        assert line == f"warning: {checkpoint}: {one_line(name)} is not in the manifest; not read"
+        with pytest.raises(CheckpointError, match=re.escape(f"{one_line(name)} is not in the manifest")):
+            checkpoint_tool(["verify", str(checkpoint)])
+        shutil.rmtree(checkpoint)
+    assert not [*outside.iterdir()], "code in a pickle was run"
 
 
 def test_without_a_fault_all_ways_are_open(

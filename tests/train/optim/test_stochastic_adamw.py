@@ -346,10 +346,10 @@ def test_a_checkpoint_in_another_dtype_is_refused_by_the_key_that_differs(tmp_pa
         here = saved | {name: SavedTensor((2, 3), "bfloat16")}
         with pytest.raises(
             CheckpointError,
-            match=rf"{key}=float32: {name}: .*bfloat16\[2, 3\].*saved float32.* another run\.dir",
+            match=rf"{name}: .*bfloat16\[2, 3\].*saved float32.* {key}.* another run\.dir",
         ):
             refuse_different(tmp_path, here, saved)
-    with pytest.raises(CheckpointError, match=r"another model: model\.w"):
+    with pytest.raises(CheckpointError, match=r"other tensors: model\.w"):
         refuse_different(tmp_path, saved | {"model.w": SavedTensor((2, 4), "bfloat16")}, saved)
 
 

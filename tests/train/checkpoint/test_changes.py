@@ -1,0 +1,114 @@
+"""What a run changes since its checkpoint: every key of the config is refused, described or of no effect."""
+
+import copy
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.models.llama import LlamaConfig
+from meshwright.models.rope_scaling import RopeScaling
+from meshwright.train.checkpoint.changes import compare_configs
+from meshwright.train.checkpoint.load import Start
+from meshwright.train.config import Config, FactoryConfig
+from meshwright.train.config_parser import config_to_yaml, keys_of
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import ConfigError
+from meshwright.train.model.factory import name_factory
+from tests.support.launch import EAGER, TINY, read_status, run, write_text
+
+ALONE = RankInfo(0, 1, 0, 1, False)
+WITHOUT_EFFECT = (
+    *(
+        "checkpoint.",
+        "metrics.",
+        "parallel.",
+        "profile.",
+        "data.cache_dir",
+        "data.prefetch",
+        "data.validation",
+    ),
+    *(
+        "data.verify",
+        "train.eval_",
+        "train.gc_every_steps",
+        "train.max_skipped_steps",
+        "train.micro_batch_size",
+    ),
+    *("run.device", "run.dir", "run.expandable_segments", "run.grace_s", "run.max_hours", "run.threads"),
+    *("run.timeouts", "train.global_batch_size"),  # the plan has the resolved one
+)
+
+
+def change(config: Config, key: str, rng: random.Random) -> None:
+    """Set a key to another value, which the parser may refuse."""
+    *path, name = key.split(".")
+    section: Any = config
+    for part in path:
+        section = getattr(section, part)
+    old, new = getattr(section, name), "other"
+    if isinstance(old, int | float):
+        new = not old if isinstance(old, bool) else old + rng.choice((1, 0.5, 1e-6))
+    object.__setattr__(section, name, {"other": 0.5} if isinstance(old, dict) else new)
+
+
+def test_every_key_of_the_config_has_its_effect(group: None, tmp_path: Path) -> None:
+    """Drawn keys, alone and together, changed in a run that resumes."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng, before = random.Random(seed), Config(model=LlamaConfig(rope_scaling=RopeScaling()))
+    (tmp_path / "config.yaml").write_text(config_to_yaml(before))
+    keys = [key.removeprefix(".") for key, _, _ in keys_of(before, "") if key != ".checkpoint.changed_model"]
+    for count in (*[1] * 10, *[4] * 10):
+        chosen, config = rng.sample(keys, count), copy.deepcopy(before)
+        for key in chosen:
+            change(config, key, rng)
+        if model := {key for key in chosen if key.startswith("model.")}:
+            with pytest.raises(ConfigError, match=r"^checkpoint\.resume=.* or set .*changed_model=true") as e:
+                compare_configs(Start(tmp_path), config, 8, ALONE)
+            assert {*re.findall(r"(\S+)=\S+ \(saved", str(e.value))} == model, (chosen, str(e.value))
+            object.__setattr__(config.checkpoint, "changed_model", True)
+        changes = compare_configs(Start(tmp_path), config, 8, ALONE).changes
+        described = {key for key in chosen if not key.startswith(WITHOUT_EFFECT)}
+        assert {line.split()[0] for line in changes} == described, chosen
+
+
+def test_a_shorter_context_is_the_same_model_and_another_argument_of_a_factory_is_not(
+    group: None, tmp_path: Path
+) -> None:
+    def compare(saved: Any, model: Any) -> None:
+        (tmp_path / "config.yaml").write_text(config_to_yaml(Config(model=saved)))
+        compare_configs(Start(tmp_path), Config(model=model), 8, ALONE)
+
+    factory = "tests.support.factories:mixer"
+    name_factory(factory)
+    compare(LlamaConfig(max_seq_len=4096), LlamaConfig(max_seq_len=2048))
+    compare(FactoryConfig(factory, {"width": 64}, "blocks.*"), FactoryConfig(factory, {"width": 64}))
+    with pytest.raises(ConfigError, match=r"model\.args=\{'width': 32\} \(saved: \{'width': 64\}\)"):
+        compare(FactoryConfig(factory, {"width": 64}), FactoryConfig(factory, {"width": 32}))
+    with pytest.raises(ConfigError, match=rf"model\.factory={factory} \(saved: None\)"):
+        compare(LlamaConfig(), FactoryConfig(factory))
+
+
+def test_a_resume_refuses_another_model_and_describes_other_changes_in_one_line(tmp_path: Path) -> None:
+    same = [*TINY, *EAGER, *write_text(tmp_path), "--checkpoint.every=2", f"--run.dir={tmp_path / 'run'}"]
+    assert run(1, *same, "--train.steps=2", "--train.global_batch_size=-1").returncode == 0
+    other = [*same, "--train.steps=3", "--model.n_heads=2", "--model.n_kv_heads=1", "--model.rope_theta=1e6"]
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.yaml")}
+    refused = run(1, *other)
+    assert refused.returncode == 2
+    assert re.search(
+        r"n_heads=2 \(saved: 4\); .*n_kv_heads=1 .*rope_theta=1000000.0 \(saved: 500000.0\)", refused.stderr
+    )
+    assert {path: path.read_bytes() for path in before} == before
+    changes = ["--run.seed=3", "--optim.lr=1e-3", "--checkpoint.changed_model=true", "--metrics.every=5"]
+    done = run(1, *other, *changes)
+    (line,) = re.findall(r"changed since the checkpoint: (.*)", done.stdout)
+    assert "model.n_heads 4 -> 2, model.n_kv_heads 2 -> 1" in line
+    assert (
+        "run.seed 0 -> 3, optim.lr 0.003 -> 0.001, train.steps 2 -> 3, train.global_batch_size 2 -> 8" in line
+    )
+    assert line.endswith("data order (by seed, length or text), which restarts from the beginning")
+    assert read_status(tmp_path / "run")["state"] == "finished"
