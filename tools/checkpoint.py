@@ -23,7 +23,7 @@ from meshwright.tools.load_weights import (
     read_full_tensors,
     write_weights,
 )
-from meshwright.train.checkpoint.commit import bytes_of, list_checkpoints, step_of
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
 from meshwright.train.checkpoint.ownership import describe_training
@@ -116,15 +116,15 @@ def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
             row |= {"samples": position.samples, "processes": position.world_size}
         except CheckpointError as error:
             row["problem"] = str(error)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         age_s = max(0.0, time.time() - path.lstat().st_mtime)  # since the last file was added
-        rows.append({**row, "size_bytes": bytes_of(path), "age_s": age_s, "path": path})
+        rows.append({**row, "size_bytes": size, "age_s": age_s, "path": path})
     return rows
 
 
 def verify(path: Path) -> dict[str, Any]:
     """Hash every byte of a checkpoint, or of all checkpoints of a run; return paths, bytes and seconds.
-    Raises CheckpointError for the first damaged one, for one that contains other files too, and if there is
-    none at all."""
+    Raises CheckpointError for the first one that is damaged or contains other files, and if there is none."""
     checkpoints = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
     if not checkpoints:
         raise CheckpointError(f"{path} contains no committed checkpoint: name another run or a checkpoint")

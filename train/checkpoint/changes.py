@@ -73,9 +73,12 @@ def compare_configs(start: Start, config: Config, global_batch_size: int, ranks:
 
 def _changes_since(checkpoint: Path, config: Config, global_batch_size: int) -> tuple[str, ...]:
     source, batch = checkpoint / "config.yaml", "train.global_batch_size"
-    saved = load_config(source)
+    try:
+        saved = load_config(source)
+    except ConfigError as error:
+        return (f"the version of config.yaml, which is not compared ({error})",)
     model = config_changes(saved.model, config.model, "model")
-    for name, text in source_of(config.model).texts().items():
+    for name, text in () if model else source_of(config.model).texts().items():
         if (checkpoint / name).is_file():
             built = json.loads((checkpoint / name).read_text(encoding="utf-8"))
             model += find_changes(built, json.loads(text), FREE_HF_KEYS)

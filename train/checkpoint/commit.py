@@ -50,12 +50,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def begin_save(folder: Path, step: int, needed_bytes: int, retention: tuple[int, int] | None = None) -> Path:
-    """Create an empty folder for a step's checkpoint and return it. With `retention` (keep, keep_every), make
-    room if there is too little.
-
-    Raises SaveError if the folder has a checkpoint of this step or a later one, before anything is deleted,
-    and if the disk has less than `needed_bytes` free.
-    """
+    """Create an empty folder for a step's checkpoint and return it. `retention` (keep, keep_every) may make
+    room if there is too little. Raises SaveError, before anything is deleted if the folder has a checkpoint
+    of this step or a later one, and if the disk has less than `needed_bytes` free."""
     partial = folder / f".{step_name(step)}.partial"
     try:
         _make_durable_folder(folder)
@@ -74,11 +71,12 @@ def begin_save(folder: Path, step: int, needed_bytes: int, retention: tuple[int,
             delete_others(folder, *retention)
         if missing := _missing_bytes(folder, needed_bytes):
             older = list_checkpoints(folder)[:-1]
-            names, freed = first_of([path.name for path in older]), _size(sum(map(bytes_of, older)))
-            advice = f", or delete {names} ({freed}), as a start with a lower checkpoint.keep does"
+            freed_bytes = sum(file.stat().st_size for path in older for file in path.iterdir())
+            names = f"{first_of([path.name for path in older])} ({_size(freed_bytes)})"
+            advice = f", or delete {names}, as a start with a lower checkpoint.keep does" if older else ""
             raise SaveError(
                 f"a checkpoint needs {_size(needed_bytes)}, but {folder} has {_size(needed_bytes - missing)} "
-                f"free: free {_size(missing)} more{advice if older else ''}"
+                f"free: free {_size(missing)} more{advice}"
             )
     except OSError as error:
         raise SaveError(
@@ -90,11 +88,6 @@ def begin_save(folder: Path, step: int, needed_bytes: int, retention: tuple[int,
 def _missing_bytes(folder: Path, needed_bytes: int) -> int:
     disk = shutil.disk_usage(folder)
     return max(0, needed_bytes - disk.free) if disk.total else 0  # some FUSE file systems report 0
-
-
-def bytes_of(checkpoint: Path) -> int:
-    """Return the bytes of all files in a checkpoint's folder."""
-    return sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
 
 
 def commit(partial: Path, manifest: CheckpointManifest) -> Path:
@@ -130,8 +123,7 @@ def make_retained(steps: list[int], keep: int, keep_every: int) -> set[int]:
 
 
 def delete_others(folder: Path, keep: int, keep_every: int) -> None:
-    """Delete the checkpoints that `make_retained` does not keep: after a commit, and before the first step of
-    a resume if there is no room.
+    """Delete the checkpoints that `make_retained` does not keep: after a commit, or if a resume has no room.
 
     A checkpoint that cannot be deleted stays until the next call.
     """

@@ -44,12 +44,8 @@ def save(
     """
     config = CheckpointConfig(asynchronous=False, keep=keep)
     check_bounds("mw.save", config)
-    groups = groups_of(sharded.model, optimizer)
-    texts = {
-        "plan.yaml": plan_to_yaml(sharded.plan),
-        EXTRA: json.dumps(dict(extra or {})),
-        OPTIMIZER: json.dumps({"groups": groups}, default=Tensor.tolist),
-    }
+    texts = {"plan.yaml": plan_to_yaml(sharded.plan), EXTRA: json.dumps(dict(extra or {}))}
+    texts[OPTIMIZER] = json.dumps(groups_of(sharded.model, optimizer), default=Tensor.tolist)
     saver = CheckpointSaver(config, Path(folder), sharded.model, optimizer, sharded.mesh, texts)
     try:
         saver.save(TrainPosition(step=step, world_size=dist.get_world_size()))
@@ -77,36 +73,44 @@ def load(
         return None
     create_state(sharded.model, optimizer)
     load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer)
-    texts = {
-        name: (start.checkpoint / name).read_text(encoding="utf-8") if name in start.manifest.files else "{}"
-        for name in (EXTRA, OPTIMIZER)  # a checkpoint of train.main has neither
-    }
-    groups, saved = groups_of(sharded.model, optimizer), json.loads(texts[OPTIMIZER]).get("groups", [])
-    if saved and [group["parameters"] for group in groups] != [group["parameters"] for group in saved]:
+    if OPTIMIZER in start.manifest.files:
+        set_groups(start.checkpoint / OPTIMIZER, sharded.model, optimizer)
+    known = EXTRA in start.manifest.files  # not in a checkpoint of train.main
+    extra = json.loads((start.checkpoint / EXTRA).read_text(encoding="utf-8")) if known else {}
+    return start.manifest.position.step, extra
+
+
+def set_groups(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Set the numbers of the parameter groups. Raises CheckpointError if the groups are others."""
+    saved, current = json.loads(file.read_text(encoding="utf-8")), groups_of(model, optimizer)
+    if [group["parameters"] for group in saved] != [group["parameters"] for group in current]:
         raise CheckpointError(
-            f"{start.checkpoint / OPTIMIZER} has other groups of parameters than the optimizer: make the "
-            "optimizer with the groups that it was saved with"
+            f"{file} has other groups than the optimizer: make it with those it was saved with"
         )
-    for group, numbers in zip(optimizer.param_groups, saved, strict=False):
+    for group, numbers in zip(optimizer.param_groups, saved, strict=True):
         for key, number in numbers["numbers"].items():
             if isinstance(group.get(key), Tensor):
                 group[key].copy_(torch.tensor(number))
             else:
                 group[key] = tuple(number) if isinstance(number, list) else number
-    return start.manifest.position.step, json.loads(texts[EXTRA])
 
 
 def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return what optimizer.json contains: the names of each group's parameters, and the group's numbers,
     such as lr, betas and weight_decay, but not switches such as fused."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    groups = []
-    for group in optimizer.param_groups:
-        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        plain = {k: v for k, v in own.items() if isinstance(v, int | float | tuple | list | Tensor)}
-        numbers = {key: value for key, value in plain.items() if not isinstance(value, bool)}
-        groups.append({"parameters": [names[each] for each in group["params"]], "numbers": numbers})
-    return groups
+    plain = int | float | tuple | list | Tensor
+    return [
+        {
+            "parameters": [names[parameter] for parameter in group["params"]],
+            "numbers": {
+                key: value
+                for key, value in group.items()
+                if isinstance(value, plain) and not (isinstance(value, bool) or key.startswith("param"))
+            },
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def create_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -83,23 +83,16 @@ def find_damage(
 
 def unnamed_files(checkpoint: Path, manifest: CheckpointManifest) -> list[str]:
     """Return a description of each file in a checkpoint's folder that the manifest does not name, and that is
-    never read: left by a file manager or an editor, for example."""
-    return [
-        f"{one_line(name, 100)} is not in the manifest"
-        for name in _list(checkpoint)
-        if name != MANIFEST and name not in manifest.files
-    ]
-
-
-def _list(checkpoint: Path) -> list[str]:
+    never read. Raises CheckpointError, or UnreadableError."""
     try:
-        return sorted(os.listdir(checkpoint))
+        unnamed = sorted({*os.listdir(checkpoint)} - {MANIFEST, *manifest.files})
     except NOT_FOUND as error:
         raise CheckpointError(
             f"{checkpoint} cannot be listed ({error.strerror}): use another checkpoint"
         ) from None
     except OSError as error:
         raise make_unreadable(checkpoint, error) from None
+    return [f"{one_line(name, 100)} is not in the manifest" for name in unnamed]
 
 
 def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:

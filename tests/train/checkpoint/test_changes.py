@@ -4,20 +4,21 @@ import copy
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope_scaling import RopeScaling
+from meshwright.train.checkpoint import changes as changes_module
 from meshwright.train.checkpoint.changes import compare_configs
 from meshwright.train.checkpoint.load import Start
 from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.factory import name_factory
-from tests.support.launch import EAGER, TINY, read_status, run, write_text
+from tests.support.launch import EAGER, TINY, read_status, run
 
 ALONE = RankInfo(0, 1, 0, 1, False)
 WITHOUT_EFFECT = (
@@ -55,13 +56,13 @@ def change(config: Config, key: str, rng: random.Random) -> None:
 
 
 def test_every_key_of_the_config_has_its_effect(group: None, tmp_path: Path) -> None:
-    """Drawn keys, alone and together, changed in a run that resumes."""
+    """Drawn keys are changed in a run that resumes."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     rng, before = random.Random(seed), Config(model=LlamaConfig(rope_scaling=RopeScaling()))
     (tmp_path / "config.yaml").write_text(config_to_yaml(before))
     keys = [key.removeprefix(".") for key, _, _ in keys_of(before, "") if key != ".checkpoint.changed_model"]
-    for count in (*[1] * 10, *[4] * 10):
+    for count in (3, 6, 6, 6):
         chosen, config = rng.sample(keys, count), copy.deepcopy(before)
         for key in chosen:
             change(config, key, rng)
@@ -76,24 +77,31 @@ def test_every_key_of_the_config_has_its_effect(group: None, tmp_path: Path) -> 
 
 
 def test_a_shorter_context_is_the_same_model_and_another_argument_of_a_factory_is_not(
-    group: None, tmp_path: Path
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compare(saved: Any, model: Any) -> None:
         (tmp_path / "config.yaml").write_text(config_to_yaml(Config(model=saved)))
         compare_configs(Start(tmp_path), Config(model=model), 8, ALONE)
 
     factory = "tests.support.factories:mixer"
-    name_factory(factory)
     compare(LlamaConfig(max_seq_len=4096), LlamaConfig(max_seq_len=2048))
-    compare(FactoryConfig(factory, {"width": 64}, "blocks.*"), FactoryConfig(factory, {"width": 64}))
     with pytest.raises(ConfigError, match=r"model\.args=\{'width': 32\} \(saved: \{'width': 64\}\)"):
         compare(FactoryConfig(factory, {"width": 64}), FactoryConfig(factory, {"width": 32}))
     with pytest.raises(ConfigError, match=rf"model\.factory={factory} \(saved: None\)"):
         compare(LlamaConfig(), FactoryConfig(factory))
+    texts = {
+        "hf_config.json": '{"rope_theta": 2.0, "use_cache": true}'
+    }  # the folder of the factory was changed
+    monkeypatch.setattr(changes_module, "source_of", lambda model: SimpleNamespace(texts=lambda: texts))
+    (tmp_path / "hf_config.json").write_text('{"rope_theta": 1.0, "use_cache": false}')
+    with pytest.raises(ConfigError, match=r"another model: rope_theta=2.0 \(saved: 1.0\)\. Use"):
+        compare(FactoryConfig(factory), FactoryConfig(factory))
 
 
 def test_a_resume_refuses_another_model_and_describes_other_changes_in_one_line(tmp_path: Path) -> None:
-    same = [*TINY, *EAGER, *write_text(tmp_path), "--checkpoint.every=2", f"--run.dir={tmp_path / 'run'}"]
+    (tmp_path / "a.txt").write_text("a line of a text\n" * 800)
+    data = [f"--data.source={tmp_path / 'a.txt'}", f"--data.cache_dir={tmp_path / 'cache'}"]
+    same = [*TINY, *EAGER, *data, "--checkpoint.every=2", f"--run.dir={tmp_path / 'run'}"]
     assert run(1, *same, "--train.steps=2", "--train.global_batch_size=-1").returncode == 0
     other = [*same, "--train.steps=3", "--model.n_heads=2", "--model.n_kv_heads=1", "--model.rope_theta=1e6"]
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.yaml")}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.train.checkpoint import commit as commit_module
-from meshwright.train.checkpoint.commit import bytes_of, list_checkpoints
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import ConfigError
@@ -91,6 +91,10 @@ def test_a_run_that_cannot_save_ends_before_its_first_step(tmp_path: Path) -> No
     assert read_status(tmp_path / "run")["state"] == "failed"
 
 
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 @pytest.mark.parametrize("way", ["by hand", "by a lower keep"])
 def test_advice_about_a_full_disk_helps_when_it_is_followed(
     way: str, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,14 +106,14 @@ def test_advice_about_a_full_disk_helps_when_it_is_followed(
     size = rng.randrange(4, 8) * 600_000 + 2**20
 
     def usage(folder: Path) -> Any:
-        return shutil._ntuple_diskusage(size, 0, size - bytes_of(folder))
+        return shutil._ntuple_diskusage(size, 0, size - size_of(folder))
 
     monkeypatch.setattr(commit_module.shutil, "disk_usage", usage)
     while not (error := trainer.save(tmp_path, step := step + rng.randrange(1, 9), keep=20).error):
         pass
     *older, newest = list_checkpoints(tmp_path)
     assert f"or delete {', '.join(path.name for path in older[:3])}" in error
-    assert f"({sum(map(bytes_of, older)) / 2**20:.1f} MiB)" in error
+    assert f"({sum(map(size_of, older)) / 2**20:.1f} MiB)" in error
     keep = rng.randrange(1, 3) if "keep" in way else 20
     for path in older if way == "by hand" else ():
         shutil.rmtree(path)
