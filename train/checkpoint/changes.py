@@ -32,18 +32,19 @@ FREE_HF_KEYS = re.compile(
 Change = tuple[str, Any, Any]  # a key, its saved value and the run's; None: no such key
 
 
-def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any], free: re.Pattern[str]) -> list[Change]:
-    """Return the keys with different values, but for those that `free` matches."""
-    keys = [key for key in {**current, **saved} if not free.fullmatch(key)]
-    return [(key, saved.get(key), current.get(key)) for key in keys if saved.get(key) != current.get(key)]
+def hf_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
+    """Return the keys of a saved config of transformers with other values; later versions may have more."""
+    keys = [key for key in saved if not FREE_HF_KEYS.fullmatch(key)]
+    return [(key, saved[key], current.get(key)) for key in keys if saved[key] != current.get(key)]
 
 
 def config_changes(saved: Config | ModelConfig, current: Config | ModelConfig, name: str) -> list[Change]:
     """Return the keys of two configs, or of two sections `name`, whose change has an effect. A model with a
     max_seq_len below the saved one is the same, because its weights do not depend on it."""
     old, new = ({k.removeprefix("."): v for k, v, _ in keys_of(c, name)} for c in (saved, current))
-    changes = find_changes(old, new, FREE_KEYS)
-    return [c for c in changes if c[0] != "model.max_seq_len" or None in c or c[2] > c[1]]
+    keys = [key for key in {**new, **old} if old.get(key) != new.get(key) and not FREE_KEYS.fullmatch(key)]
+    shorter = 0 < new.get("model.max_seq_len", 0) <= old.get("model.max_seq_len", 0)
+    return [(k, old.get(k), new.get(k)) for k in keys if not (shorter and k == "model.max_seq_len")]
 
 
 def refuse_other_model(
@@ -81,7 +82,7 @@ def _changes_since(checkpoint: Path, config: Config, global_batch_size: int) -> 
     for name, text in () if model else source_of(config.model).texts().items():
         if (checkpoint / name).is_file():
             built = json.loads((checkpoint / name).read_text(encoding="utf-8"))
-            model += find_changes(built, json.loads(text), FREE_HF_KEYS)
+            model += hf_changes(built, json.loads(text))
     setting, way_out = f"checkpoint.resume={config.checkpoint.resume}", f"Use the model section of {source}"
     refuse_other_model(setting, source, model, way_out, config.checkpoint.changed_model)
     others = [c for c in config_changes(saved, config, "") if c[0] != batch and not c[0].startswith("model.")]

@@ -17,13 +17,7 @@ from torch import nn
 from meshwright.models.hf import hf_name, is_ignored
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
-from meshwright.train.checkpoint.changes import (
-    FREE_HF_KEYS,
-    Change,
-    config_changes,
-    find_changes,
-    refuse_other_model,
-)
+from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import (
     CONFIG,
@@ -130,9 +124,7 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
-    way_out = (
-        f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml to use with --config"
-    )
+    way_out = f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml for --config"
     changes = config_changes(folder.config, model, "model")
     refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
     check_folder(folder, model)
@@ -143,9 +135,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
     """Return the weights of a model that a factory builds, which has the folder's names, but for a prefix
     that one of them may lack, and a tied weight, which may be there under any of its names."""
     built = source_of(model).new()
-    way_out = (
-        "Give the factory the same: meshwright.models.from_transformers:causal_lm takes model.args.folder"
-    )
+    way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
     refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
     names_of: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
@@ -181,7 +171,7 @@ def _own_changes(folder: HfWeights, built: Any) -> list[Change]:
     # through the class, which fills in defaults and rewrites old keys
     saved, asked = type(own).from_dict(dict(folder.hf_config)).to_dict(), own.to_dict()
     saved["model_type"] = folder.hf_config.get("model_type")
-    return find_changes(saved, {key: asked.get(key) for key in saved}, FREE_HF_KEYS)
+    return hf_changes(saved, asked)
 
 
 # tables that older versions of transformers saved among the weights
