@@ -1,7 +1,7 @@
 """Evaluation on held-out text and validation sets, each distributed over the data-parallel ranks."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,17 +63,34 @@ def score_sets(
     device: torch.device,
     data_parallel: dist.ProcessGroup,
     loss_of: LossOf,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Score]:
     """Return the score of every set: identical on all ranks and, except for rounding, on every mesh. `limit`:
-    evaluate at most the first `limit` sequences of each set; 0 is all."""
+    evaluate at most the first `limit` sequences of each set; 0 is all. `should_stop` is called before every
+    batch; if it returns True, the same on all ranks, there are no scores."""
     scores = {}
     for name, split in sets.items():
         batches = set_batches(split, sequences, shape, limit, device)
-        nats, tokens = evaluate(model, batches, data_parallel, loss_of).tolist()
+        try:
+            sums = evaluate(model, _until_stop(batches, should_stop), data_parallel, loss_of)
+        except StopRequested:
+            return {}
+        nats, tokens = sums.tolist()
         scores[name] = Score(
             nats, int(tokens), max(1, split.text_bytes) / max(1, _predicted(split, sequences))
         )
     return scores
+
+
+class StopRequested(Exception):
+    """The evaluation ends before its last batch."""
+
+
+def _until_stop(batches: Iterator[Batch], should_stop: Callable[[], bool]) -> Iterator[Batch]:
+    for batch in batches:
+        if should_stop():
+            raise StopRequested
+        yield batch
 
 
 def set_batches(

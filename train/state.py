@@ -1,6 +1,6 @@
 """The training state: model and optimizer, with the values that a run starts with."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,15 +36,12 @@ def restore(
     console.print_lines(describe_start(config.init_from, start.checkpoint))
     if start.checkpoint and start.manifest:
         load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
-        position = start.manifest.position
-        if not data.same_order(position):
+        if not data.same_order(start.manifest.position):
             console.print(
                 "data: run.seed, train.seq_len or the data has changed since the checkpoint; the data order "
                 "restarts from the beginning"
             )
-            position = replace(position, samples=0)
-        console.print(f"resumed from {start.checkpoint}: step {position.step} of {data.total_steps} is done")
-        return TrainState(model, optimizer, position)
-    if weights:
+        console.print(f"resumed from {start.checkpoint}: step {start.step} of {data.total_steps} is done")
+    elif weights:
         load_weights(weights, model, config.verify)
-    return TrainState(model, optimizer, TrainPosition())
+    return TrainState(model, optimizer, data.start)

@@ -135,7 +135,7 @@ def build_reporting(
     plan, steps = planned.plan, range(state.position.step + 1, data.total_steps + 1)
     throughput = make_throughput(config.job, plan, planned.device_name)
     is_main = dist.get_rank() == 0
-    shown = describe_run(config, planned, data.corpus.description, data.total_steps)
+    shown = describe_run(config, planned, data.corpus.description, steps)
     metrics = Metrics(
         config.metrics, throughput, folder, planned.device, is_main, planned.predicted, shown, console.print
     )
