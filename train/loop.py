@@ -74,7 +74,7 @@ def train_loop(
                 model, plan.units, optimizer, batch.micro_batches, config.train.grad_clip, data.group, loss_of
             )
             supervision.after_step(step, position.samples, batch, result)
-            reporting.after_step(step, batch)
+            reporting.after_step(step, batch, result)
             position = data.advance(position)
 
             saves.poll(step)

@@ -127,6 +127,7 @@ def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one
         {step: [row.get(key) for key in CURVE] for step, row in read_metrics(folder).items()}
         for folder in (cut, whole)
     )
+    expected[stopped_at][1] = None  # a stop does not evaluate
     assert got == expected, f"signal at step {signal_step}"
 
 
@@ -180,7 +181,7 @@ def test_a_run_can_be_measured_in_epochs_and_goes_on_into_the_next(tmp_path):
     assert run(1, *SMALL, *source, "--train.epochs=1.5", f"--run.dir={folder}").returncode == 0
     sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
     assert 8 < sequences < 64
-    assert read_status(folder)["step"] == int(1.5 * sequences) // 8 > sequences // 8
+    assert read_status(folder)["step"] == -(-round(1.5 * sequences) // 8) > sequences // 8
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_differences(data, again):

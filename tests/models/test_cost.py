@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.models.cost import flops_per_token, matmul_parameters
+from meshwright.models.cost import forward_flops, matmul_parameters
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.size import count_parameters
 
@@ -71,13 +71,5 @@ def test_flops_are_exactly_those_that_torch_counts(config: LlamaConfig, batch: i
     counts = counted_flops(config, batch, seq_len)
     assert counts.keys() == {"aten.mm", "aten.bmm"}
     assert counts["aten.mm"] == batch * seq_len * 6 * matmul_parameters(config)
-    assert sum(counts.values()) == batch * seq_len * flops_per_token(config, seq_len, "full")
-
-
-def test_causal_counts_half_of_attention_and_all_of_the_rest() -> None:
-    full, causal = (flops_per_token(SMALL, 128, kind) for kind in ("full", "causal"))
-    assert full - causal == 6 * SMALL.n_layers * SMALL.dim * 128
-    assert flops_per_token(SMALL, 256, "full") - full == 2 * (full - causal), (
-        "attention grows with the sequence"
-    )
-    assert causal - (full - causal) == 6 * matmul_parameters(SMALL)
+    products, scores = forward_flops(config, seq_len)
+    assert sum(counts.values()) == batch * seq_len * (3 * products + 2 * 3 * scores)

@@ -60,11 +60,11 @@ class Reporting:
         if self._kernels:
             self._kernels.before_step()
 
-    def after_step(self, step: int, data: StepData) -> None:
+    def after_step(self, step: int, data: StepData, result: StepResult) -> None:
         """Update metrics, profiler and kernel check; called after every step."""
         if self._kernels:
             self._kernels.after_step()
-        self._metrics.step_done(data.wait_s)
+        self._metrics.step_done(data.wait_s, result.trained)
         self._console.step_done(step)
         if (trace := self._profiler.after_step(step)) is not None:
             self._console.print(f"profile: {trace}; python -m tools.trace {trace.parents[1]}")

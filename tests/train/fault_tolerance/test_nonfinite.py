@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.config import CheckpointConfig
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.errors import NonFiniteError
@@ -68,7 +69,7 @@ def open_guard(model: Any, units: Any, group: Any, max_skipped: int) -> NonFinit
 
 def result_of(skipped: bool, device: str = "cpu") -> StepResult:
     zero = torch.zeros((), device=device)
-    return StepResult(zero, zero, torch.tensor(float(skipped), device=device))
+    return StepResult(zero, zero, torch.tensor(float(skipped), device=device), zero)
 
 
 def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager):
@@ -78,7 +79,7 @@ def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager):
         for n in range(1, allowed + 1):
             assert guard.step_done(2 * n, 0, data, result_of(True)) == [
                 f"warning: step {2 * n} was skipped: its loss or gradient is not finite ({n} of at most "
-                f"{allowed})"
+                f"{allowed} in 100 steps)"
             ]
             assert guard.step_done(2 * n + 1, 0, data, result_of(False)) == []
         with pytest.raises(
@@ -165,7 +166,7 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU a step's flag is read one step late."""
     supervision, saver = Mock(), Mock()
     supervision.finish_steps.side_effect = NonFiniteError("step 4")
-    saves = Saves(saver, "stop", supervision, Mock(), 3)
+    saves = Saves(saver, CheckpointConfig(), supervision, Mock(), 3)
     with pytest.raises(NonFiniteError):
         saves.save(TrainPosition(4))
     saver.save.assert_not_called()
