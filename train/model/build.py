@@ -102,6 +102,6 @@ def training_flops(job: TrainingJob) -> tuple[float, float]:
         total, trained, followed, of_blocks, followed_of_blocks = (
             sum(part) for part in zip(*sizes, strict=True)
         )
-        weights, inputs, attention = trained / total, followed / total, followed_of_blocks / of_blocks
+        weights, inputs, attention = trained / total, followed / total, followed_of_blocks / (of_blocks or 1)
     causal = 0.0 if job.document_mask else scores * (1 + 2 * attention)
     return products * (1 + weights + inputs) + 2 * causal, products * (1 + weights + inputs) + causal
