@@ -9,6 +9,7 @@ import torch
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.model.factory import call_factory, name_factory
 from tests.support.factories import RUN, causal_lm
 from tests.support.hf_models import make_tokens
