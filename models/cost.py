@@ -3,8 +3,6 @@
 Symbols: L layers, D dim, S sequence length.
 """
 
-from typing import Literal
-
 from meshwright.models.llama import LlamaConfig
 from meshwright.models.size import count_parameters
 
@@ -17,11 +15,8 @@ def matmul_parameters(config: LlamaConfig) -> int:
     return counts.n_blocks * (counts.block - norms) + config.vocab_size * config.dim
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int, attention: Literal["full", "causal"]) -> float:
-    """Return forward and backward operations per token without recompute: 6 N + 12 L D S (PaLM, appendix B).
-
-    N is `matmul_parameters`. "causal" counts half of attention's 12 L D S, because scores above the diagonal
-    are masked. Both counts are in use: state which one a utilization is based on.
-    """
-    full = 12.0 * config.n_layers * config.dim * seq_len
-    return 6.0 * matmul_parameters(config) + (full if attention == "full" else full / 2)
+def forward_flops(config: LlamaConfig, seq_len: int) -> tuple[float, float]:
+    """Return the operations of a forward per token: 2 N of products with weights, where N is
+    `matmul_parameters`, and 2 L D S of attention, half of the full square: scores above the diagonal are
+    masked. With a backward of twice as many they are those of PaLM, appendix B: 6 N + 12 L D S in full."""
+    return 2.0 * matmul_parameters(config), 2.0 * config.n_layers * config.dim * seq_len

@@ -36,14 +36,16 @@ class CheckpointConfig:
     """When to save, and what to resume from.
 
     Args:
-        every: optimizer steps between checkpoints; the last step and a stopped run are also saved; 0 is never
+        every: optimizer steps between checkpoints; the last step and a stop are also saved; -1 saves only
+            these, 0 never
         keep: number of newest checkpoints to keep; 0 keeps all
         keep_every: additionally keep every checkpoint whose step is a multiple of this number; 0 is off
         asynchronous: copy the state to host memory and write it in the background; false pauses training
             until the checkpoint is written (so does a CPU run without memory for the copy)
         on_error: when a save fails, stop ends the run as failed after the step, warn prints a warning and
-            continues training. A GPU run allocates the host memory for the copy before the first step; if
-            there is too little, stop reports a config error and warn a warning
+            continues training, and after a last save that failed the run ends as failed too. A GPU run
+            allocates the host memory for the copy before the first step; if there is too little, stop reports
+            a config error and warn a warning
         resume: auto resumes from the newest checkpoint of run.dir that passes verification, or starts from
             step 0 if there is none; none starts from step 0, and the path of a checkpoint from there, in a
             run.dir without newer checkpoints of another start. The same command again goes on
@@ -56,7 +58,7 @@ class CheckpointConfig:
             (other heads, rope_theta, an argument of the factory ...), which is refused otherwise
     """
 
-    every: int = bounded(0, low=0)
+    every: int = bounded(-1, low=-1)
     keep: int = bounded(2, low=0)
     keep_every: int = bounded(0, low=0)
     asynchronous: bool = True
@@ -183,8 +185,9 @@ class TrainConfig:
 
     Args:
         steps: number of optimizer steps
-        epochs: instead of steps: passes over the training text (may be a fraction); for a mixture, one epoch
-            has as many sequences as all its sources together; 0 uses steps
+        epochs: instead of steps: passes over the training text (may be a fraction), whatever the global batch
+            sizes of the run's starts; counted anew if the data, seq_len or run.seed changes. For a mixture,
+            one epoch has as many sequences as all its sources together; 0 uses steps
         seq_len: tokens per sequence
         micro_batch_size: sequences per rank in one forward and backward; auto is global_batch_size divided by
             the data-parallel degree, or 1 if global_batch_size is -1; with parallel.plan=auto the planner
@@ -194,10 +197,10 @@ class TrainConfig:
         grad_clip: maximum global gradient norm; 0 does not clip
         z_loss: weight of the squared log-partition of the logits, which keeps them from drifting (PaLM:
             1e-4); part of the reported training loss, not of evaluations; 0 is off
-        max_skipped_steps: number of steps that may be skipped because their loss or gradient is not finite;
-            one more ends the run; 0 ends it at the first
+        max_skipped_steps: number of steps, among 100 in a row, that may be skipped because their loss or
+            gradient is not finite; one more saves the state before it and ends the run; 0: the first does
         eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before
-            training; 0 is never
+            training; a stop ends an evaluation; 0 is never
         eval_sequences: maximum number of sequences per held-out or validation set in an evaluation; 0 is all
         gc_every_steps: optimizer steps between Python garbage collections, on all ranks after the same step;
             0 leaves the timing to Python, which pauses each rank at a different moment

@@ -83,7 +83,8 @@ def _describe(row: dict[str, Any]) -> str:
     if "eval_loss" in row:
         parts.append(f"eval loss {row['eval_loss']:.4f}")
     if "tokens_per_s" in row:
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+        rate, trained = (f"{row[name]:,.0f}" for name in ("tokens_per_s", "trained_tokens_per_s"))
+        parts.append(f"{rate} tokens/s" if trained == rate else f"{rate} tokens/s ({trained} trained)")
         if "mfu" in row:
             parts.append(f"MFU {row['mfu']:.1%} (causal {row['mfu_causal']:.1%})")
         parts.append(f"{row['peak_memory_gib']:.2f} GiB")

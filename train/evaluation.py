@@ -1,7 +1,7 @@
 """Evaluation on held-out text and validation sets, each distributed over the data-parallel ranks."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,13 +63,17 @@ def score_sets(
     device: torch.device,
     data_parallel: dist.ProcessGroup,
     loss_of: LossOf,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Score]:
     """Return the score of every set: identical on all ranks and, except for rounding, on every mesh. `limit`:
-    evaluate at most the first `limit` sequences of each set; 0 is all."""
+    evaluate at most the first `limit` sequences of each set; 0 is all; none if `should_stop` returns
+    True, the same on all ranks, before a batch."""
     scores = {}
     for name, split in sets.items():
         batches = set_batches(split, sequences, shape, limit, device)
-        nats, tokens = evaluate(model, batches, data_parallel, loss_of).tolist()
+        if (sums := evaluate(model, batches, data_parallel, loss_of, should_stop)) is None:
+            return {}
+        nats, tokens = sums.tolist()
         scores[name] = Score(
             nats, int(tokens), max(1, split.text_bytes) / max(1, _predicted(split, sequences))
         )
@@ -104,9 +108,11 @@ def evaluate(
     batches: Iterable[Batch],
     data_parallel: dist.ProcessGroup,
     loss_of: LossOf,
-) -> Tensor:
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Tensor | None:
     """Return (sum of the loss in nats, number of targets) over all batches of `data_parallel`, float64 [2] on
-    the device. The z-loss is not included; weights and gradients do not change.
+    the device; None if `should_stop`, called before every batch, returns True. The z-loss is not included;
+    weights and gradients do not change.
 
     Every rank needs the same number of batches, at least one. Training calls it with autograd enabled,
     because without it the compiled blocks would need a second graph.
@@ -114,6 +120,8 @@ def evaluate(
     totals = None
     with without_backward(model), _loss_only(model, loss_of):
         for batch in batches:
+            if should_stop():
+                return None
             loss = loss_of(model, batch, None).detach()
             add = torch.stack((loss, count_targets(batch).float())).double()
             totals = add if totals is None else totals + add

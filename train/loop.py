@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Literal
+from pathlib import Path
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.config import Config
+from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.data.training_data import TrainingData
 from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
@@ -28,27 +28,37 @@ def train_loop(
     saver: CheckpointSaver,
     supervision: Supervision,
     reporting: Reporting,
-) -> TrainPosition:
-    """Train from `state.position` to the last step, or until the ranks agree to stop; return the position.
+) -> tuple[TrainPosition, Path | None]:
+    """Train from `state.position` to the last step, or until the ranks agree to stop; return the position and
+    the last checkpoint that was committed, if any.
 
     Raises SaveError if a checkpoint could not be saved, NonFiniteError, PeerLostError, RecompileError, and
     DataError.
     """
 
     def evaluate(step: int) -> dict[str, Score]:
+        """Return the scores, none if the ranks agree to stop before the end."""
         supervision.enter("evaluation", step)
-        sets = data.evaluated, data.sequences, data.batch
-        return score_sets(model, *sets, config.train.eval_sequences, data.device, data.group, loss_of)
+        sets, limit = (data.evaluated, data.sequences, data.batch), config.train.eval_sequences
+        return score_sets(model, *sets, limit, data.device, data.group, loss_of, supervision.should_stop)
+
+    def save_good(step: int) -> None:
+        """Save the state after `step`, the last one that was not skipped."""
+        if saves.due(step, last=True):
+            saves.save(data.advance(position, step - position.step))
 
     model, optimizer, position, stopping = state.model, state.optimizer, state.position, False
-    saves = Saves(saver, config.checkpoint.on_error, supervision, reporting, position.step)
+    saves = Saves(saver, config.checkpoint, supervision, reporting, position.step)
+    supervision.save_before_failing(save_good)
     with (
         closing(data.load_from(position, config.data.prefetch)) as loader,
         reporting.profiling(),
         saves.finished_at_exit(),
     ):
         if config.train.eval_every and position.step == 0:
-            reporting.report_evaluation(0, evaluate(0))
+            if scores := evaluate(0):
+                reporting.report_evaluation(0, scores)
+            stopping = not scores
         reporting.start_clock()
         while position.step < data.total_steps and not stopping:
             step, last = position.step + 1, position.step + 1 == data.total_steps
@@ -57,28 +67,35 @@ def train_loop(
 
             supervision.before_step(step)
             reporting.before_step(step, reported)
-            batch, lr = loader.next(), learning_rate(config.optim, step, data.total_steps)
+            batch = loader.next()
+            lr = learning_rate(config.optim, step, data.total_steps, data.schedule_shift)
             set_learning_rate(optimizer, lr)
             result = train_step(
                 model, plan.units, optimizer, batch.micro_batches, config.train.grad_clip, data.group, loss_of
             )
             supervision.after_step(step, position.samples, batch, result)
-            reporting.after_step(step, batch)
+            reporting.after_step(step, batch, result)
             position = data.advance(position)
 
             saves.poll(step)
             stopping = supervision.should_stop()
-            saving = _due(config.checkpoint.every, step, last or stopping)
+            saving = saves.due(step, last or stopping)
+            evaluating = evaluating and not stopping
             with reporting.paused(reported or saving):
-                if reported:
-                    scores = evaluate(step) if evaluating else {}
-                    about = data.describe_step(position, batch) | supervision.skipped_steps
-                    reporting.report(step, result, lr, about, scores)
+                about = data.describe_step(position, batch) | supervision.skipped_steps if reported else {}
+                if reported and not evaluating:
+                    reporting.report(step, result, lr, about, {})
                 if saving:
                     saves.save(position)
+                if evaluating:  # after the save, which an evaluation must not cost
+                    scores = evaluate(step)
+                    reporting.report(step, result, lr, about, scores)
+                    stopping = not scores
+                    if saves.due(step, stopping):
+                        saves.save(position)
         supervision.finish_steps()
     saves.raise_failure()
-    return position
+    return position, saves.committed
 
 
 def _due(every: int, step: int, last: bool) -> bool:
@@ -91,20 +108,27 @@ class Saves:
     def __init__(
         self,
         saver: CheckpointSaver,
-        on_error: Literal["stop", "warn"],
+        config: CheckpointConfig,
         supervision: Supervision,
         reporting: Reporting,
         step: int,
     ) -> None:
         """`step`: the last finished step."""
-        self._saver, self._stops = saver, on_error == "stop"
+        self._saver, self._config = saver, config
         self._supervision, self._reporting = supervision, reporting
-        self._step = step
+        self._step = self._saved_step = step
+        self.committed: Path | None = None  # the last checkpoint
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether to save after this step, which may be the last one of this process."""
+        every = self._config.every
+        return step > self._saved_step and every != 0 and (last or (every > 0 and step % every == 0))
 
     def save(self, position: TrainPosition) -> None:
         """Start a save, after checking that all steps so far were finite and flushing their rows to disk."""
         self._supervision.enter("checkpoint", position.step)
         self._supervision.finish_steps()
+        self._saved_step = position.step
         self._reporting.flush()
         self._saver.save(position)
         self.poll(position.step)
@@ -123,15 +147,16 @@ class Saves:
             )
         for save in finished:
             if not save.error:
+                self.committed = save.path
                 self._reporting.print(
                     f"saved {save.path} (training waited {save.stall_s:.2f} s, committed after "
                     f"{save.total_s:.2f} s)"
                 )
                 self._reporting.progress(step)
-            elif self._stops:
+                continue
+            self._reporting.print(f"warning: not saved: {save.error}")
+            if self._config.on_error == "stop":
                 self._supervision.request_stop(save.error)
-            else:
-                self._reporting.print(f"warning: not saved: {save.error}")
 
     @contextmanager
     def finished_at_exit(self) -> Iterator[None]:
@@ -145,6 +170,7 @@ class Saves:
             self.poll(self._step)
 
     def raise_failure(self) -> None:
-        """Raise SaveError if the last save failed and `checkpoint.on_error` is stop."""
-        if self._saver.failed and self._stops:
+        """Raise SaveError if the last save failed: whatever `checkpoint.on_error`, such a run is neither
+        finished nor stopped as requested."""
+        if self._saver.failed:
             raise SaveError(self._saver.failed)

@@ -14,7 +14,7 @@ from meshwright.train.checkpoint.changes import compare_configs
 from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.ownership import admit, find_start, judge
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.config import CheckpointConfig, Config
+from meshwright.train.config import Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import check_data
@@ -94,12 +94,12 @@ def run(config: Config, ranks: RankInfo) -> bool:
             meant = config.checkpoint.changed_model
             weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint, meant)
             failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
-            log_run_summary(console, ranks, planned, config.job, config.run.dir)
+            log_run_summary(console, ranks, planned, config)
 
             supervision.enter("data")
             timeout = group_timeout(config.run)
             mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
-            data = load_training_data(config, planned, mesh, ranks, start.checkpoint, console.print)
+            data = load_training_data(config, planned, mesh, ranks, start, console.print)
             supervision.enter("set-up")
             supervision.begin(folder, start, failed_starts)
             console.print_lines(admit(config, folder, ranks, admission, start))
@@ -118,13 +118,18 @@ def run(config: Config, ranks: RankInfo) -> bool:
                 supervision.training(config.train, plan, model, data, loss_of),
                 reporting,
             ):
-                reached = train_loop(config, plan, loss_of, state, data, saver, supervision, reporting)
+                reached, saved = train_loop(config, plan, loss_of, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
             reporting.finish()
             supervision.finish(reached.step, stopped)
-            progress = f"step {reached.step} of {data.total_steps}"
-            stop = _describe_stop(progress, supervision.stop_reason, config.checkpoint, saver.failed)
-            console.print(stop if stopped else f"finished: {progress}; tensorboard --logdir {folder}/tb")
+            saved = saved or (start.checkpoint if start.step == reached.step else None)
+            progress, kept = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
+            again = f"the same command {'resumes it' if saved else 'starts where this run did'}"
+            console.print(
+                f"stopped at {progress} ({supervision.stop_reason}), {kept}; {again}"
+                if stopped
+                else f"finished: {progress}, {kept}; tensorboard --logdir {folder}/tb"
+            )
     return stopped
 
 
@@ -144,18 +149,11 @@ def _build_saver(
     return saver
 
 
-def _describe_stop(progress: str, reason: str, config: CheckpointConfig, failed: str) -> str:
-    return f"stopped at {progress} ({reason}), {_describe_save(config, failed)}"
-
-
-def _describe_save(config: CheckpointConfig, failed: str) -> str:
-    """Describe whether a stopped run is saved, and how to resume it. `failed`: error of its last save, or
-    ""."""
-    if not config.every:
-        return "not saved, because checkpoint.every is 0; the same command starts over"
-    if failed:
-        return f"not saved: {failed}"
-    return "saved; the same command resumes it"
+def _describe_kept(config: Config, checkpoint: Path | None) -> str:
+    """Describe where the last step is saved, or why it is not."""
+    if checkpoint:
+        return f"saved in {checkpoint}"
+    return "nothing to save" if config.checkpoint.every else "not saved, because checkpoint.every is 0"
 
 
 if __name__ == "__main__":

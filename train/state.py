@@ -1,6 +1,6 @@
 """The training state: model and optimizer, with the values that a run starts with."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,15 +36,12 @@ def restore(
     console.print_lines(describe_start(config.init_from, start.checkpoint))
     if start.checkpoint and start.manifest:
         load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
-        position = start.manifest.position
         changes = list(start.changes)
-        if not data.same_order(position):
-            position = replace(position, samples=0)
+        if not data.same_order(start.manifest.position):
             changes += ["data order (by seed, length or text), which restarts from the beginning"]
         if changes:
             console.print(f"changed since the checkpoint: {', '.join(changes)}")
-        console.print(f"resumed from {start.checkpoint}: step {position.step} of {data.total_steps} is done")
-        return TrainState(model, optimizer, position)
-    if weights:
+        console.print(f"resumed from {start.checkpoint}: step {start.step} of {data.total_steps} is done")
+    elif weights:
         load_weights(weights, model, config.verify)
-    return TrainState(model, optimizer, TrainPosition())
+    return TrainState(model, optimizer, data.start)

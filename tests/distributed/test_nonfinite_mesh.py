@@ -49,7 +49,8 @@ MESSAGES = {
     "not finite",
     "nan_parameter": "rank 1 has parameters that are not finite: layers.1.attention.wq.weight",
 }
-WARNING = f"warning: step {FAULTY_STEP} was skipped: its loss or gradient is not finite (1 of at most 1)"
+SKIPPED = "its loss or gradient is not finite (1 of at most 1 in 100 steps)"
+WARNING = f"warning: step {FAULTY_STEP} was skipped: {SKIPPED}"
 Seen = dict[str, list[dict[str, Any]]]  # case -> of every rank
 
 

@@ -9,6 +9,7 @@ import torch
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.model.factory import call_factory, name_factory
 from tests.support.factories import RUN, causal_lm
 from tests.support.hf_models import make_tokens
@@ -114,12 +115,13 @@ def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(trained: Pa
 
 
 def test_the_first_bad_value_of_a_model_of_ones_own_is_named(data, tmp_path: Path) -> None:
-    keys = ["--optim.lr=1e38", "--optim.warmup_steps=0", "--train.max_skipped_steps=0", "--train.steps=4"]
-    failed = run(1, *MIXER, *data, *keys, f"--run.dir={tmp_path / 'run'}")
+    keys = ["--optim.lr=1e37", "--optim.warmup_steps=0", "--train.max_skipped_steps=0", "--train.steps=4"]
+    failed = run(1, *MIXER, *data, *keys, "--checkpoint.every=-1", f"--run.dir={tmp_path / 'run'}")
     assert failed.returncode == 1
     assert "Traceback" not in failed.stderr
     assert "is not finite" in failed.stderr
-    assert "the output of 0 " in failed.stderr, "the embedding"
+    assert "the output of 1.norm " in failed.stderr
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000001"]
 
 
 @pytest.mark.sampled(3, day=0)

@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.config_parser import load_config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.main import main
 from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
@@ -127,6 +126,7 @@ def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one
         {step: [row.get(key) for key in CURVE] for step, row in read_metrics(folder).items()}
         for folder in (cut, whole)
     )
+    expected[stopped_at][1] = None  # a stop does not evaluate
     assert got == expected, f"signal at step {signal_step}"
 
 
@@ -171,16 +171,6 @@ def read_all(terminal: int, into: bytearray) -> None:
     with contextlib.suppress(OSError):  # reading a terminal raises it when no program has it open
         while part := os.read(terminal, 65536):
             into += part
-
-
-def test_a_run_can_be_measured_in_epochs_and_goes_on_into_the_next(tmp_path):
-    folder = tmp_path / "run"
-    (tmp_path / "short.txt").write_text("".join(f"{n} squares to {n * n}\n" for n in range(45)))
-    source = [f"--data.source={tmp_path / 'short.txt'}", "--data.eval_fraction=0"]
-    assert run(1, *SMALL, *source, "--train.epochs=1.5", f"--run.dir={folder}").returncode == 0
-    sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
-    assert 8 < sequences < 64
-    assert read_status(folder)["step"] == int(1.5 * sequences) // 8 > sequences // 8
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_differences(data, again):

@@ -1,15 +1,19 @@
 """Cost formulas, compared with the model on the meta device and with published sizes."""
 
 import dataclasses
+import os
+import random
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.models.cost import flops_per_token, matmul_parameters
+from meshwright.models.cost import forward_flops, matmul_parameters
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.size import count_parameters
+from meshwright.train.config import Config
+from meshwright.train.model.build import freeze, training_flops
 
 SMALL = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128)
 LLAMA_8B = LlamaConfig(
@@ -48,10 +52,13 @@ def test_counts_are_those_of_the_built_model(config: LlamaConfig, tied: bool) ->
     assert counts.head == sum(p.numel() for p in model.head.parameters()) - tied_numel
 
 
-def counted_flops(config: LlamaConfig, batch: int, seq_len: int) -> dict[str, int]:
+def counted_flops(
+    config: LlamaConfig, batch: int, seq_len: int, frozen: tuple[str, ...] = ()
+) -> dict[str, int]:
     """Return the operations of one forward and backward by kind, counted by torch; attention unmasked."""
     tokens = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
     model = build_on_meta(config)
+    freeze(model, frozen)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
@@ -71,13 +78,20 @@ def test_flops_are_exactly_those_that_torch_counts(config: LlamaConfig, batch: i
     counts = counted_flops(config, batch, seq_len)
     assert counts.keys() == {"aten.mm", "aten.bmm"}
     assert counts["aten.mm"] == batch * seq_len * 6 * matmul_parameters(config)
-    assert sum(counts.values()) == batch * seq_len * flops_per_token(config, seq_len, "full")
+    products, scores = forward_flops(config, seq_len)
+    assert sum(counts.values()) == batch * seq_len * (3 * products + 2 * 3 * scores)
 
 
-def test_causal_counts_half_of_attention_and_all_of_the_rest() -> None:
-    full, causal = (flops_per_token(SMALL, 128, kind) for kind in ("full", "causal"))
-    assert full - causal == 6 * SMALL.n_layers * SMALL.dim * 128
-    assert flops_per_token(SMALL, 256, "full") - full == 2 * (full - causal), (
-        "attention grows with the sequence"
-    )
-    assert causal - (full - causal) == 6 * matmul_parameters(SMALL)
+@pytest.mark.parametrize("draw", range(6))
+def test_the_backward_of_a_model_with_frozen_weights_is_the_one_that_torch_counts(draw: int) -> None:
+    rng = random.Random(f"{os.environ['MESHWRIGHT_TESTS_SEED']} {draw}")
+    parts = ["tok_embeddings.*", *(f"layers.{i}.*" for i in range(3)), "*.w1.*", "*.wk.*"]
+    first = rng.sample(parts[:4], rng.randint(1, 3)) if draw % 2 else parts[: rng.randint(1, 4)]
+    frozen = tuple({*first, *rng.sample(parts[4:], rng.randint(0, 1))})
+    config = dataclasses.replace(SMALL, n_kv_heads=4, tie_embeddings=rng.random() < 0.3, max_seq_len=1024)
+    job = dataclasses.replace(Config(model=config).job, seq_len=40, freeze=frozen)
+    full, causal = training_flops(job)
+    counts = counted_flops(config, 3, 40, frozen)
+    assert 3 * 40 * full == pytest.approx(sum(counts.values())), f"{frozen} {config}"
+    assert full - causal == pytest.approx(counts["aten.bmm"] / 2 / (3 * 40))
+    assert training_flops(dataclasses.replace(job, document_mask=True))[0] == pytest.approx(2 * causal - full)

@@ -27,6 +27,7 @@ RUN = [
     "--optim.lr=3e-3",
     "--metrics.every=1",
     "--run.threads=1",
+    "--checkpoint.every=0",
 ]
 
 

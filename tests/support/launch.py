@@ -30,6 +30,7 @@ TINY = [
     "--optim.lr=3e-3",
     "--metrics.every=1",
     "--run.threads=1",
+    "--checkpoint.every=0",
 ]
 EAGER = ["--parallel.compile.enabled=false"]
 LIMIT_S = 240.0  # of every wait: the machine may be busy

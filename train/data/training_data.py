@@ -1,8 +1,7 @@
 """The training data of a run: corpus, sequences, sample order, batch shape and number of steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
+from meshwright.train.checkpoint.load import Start
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import Corpus, check_evaluation, check_sequences, load_on_all_ranks
@@ -35,7 +35,9 @@ class TrainingData:
         batch: how a global batch is divided, and this rank's part
         group: the data-parallel ranks
         device: of this process
-        total_steps: optimizer steps of the run, from its beginning
+        steps: `train.steps`
+        asked: sequences of `train.epochs`, which count instead of steps; 0: steps count
+        start: the position at which this process begins to train
     """
 
     corpus: Corpus
@@ -44,7 +46,22 @@ class TrainingData:
     batch: BatchShape
     group: dist.ProcessGroup
     device: torch.device
-    total_steps: int
+    steps: int
+    asked: int
+    start: TrainPosition
+
+    @property
+    def total_steps(self) -> int:
+        """The number of the run's last optimizer step. With `train.epochs` it follows from the sequences that
+        are left: those so far may have been trained with another global batch size."""
+        left = -(-(self.asked - self.start.samples) // self.batch.global_batch_size)
+        return self.start.step + max(0, left) if self.asked else self.steps
+
+    @property
+    def schedule_shift(self) -> float:
+        """The steps by which the schedule is behind the run: it follows the sequences, counted in steps of
+        this global batch size, if these measure the run; 0 unless the batch size or the data has changed."""
+        return self.start.step - self.start.samples / self.batch.global_batch_size if self.asked else 0.0
 
     @property
     def evaluated(self) -> dict[str, TokenStream]:
@@ -56,11 +73,16 @@ class TrainingData:
         advance."""
         return TrainLoader(self.order, self.sequences, self.batch, position.samples, self.device, ahead)
 
-    def advance(self, position: TrainPosition) -> TrainPosition:
-        """Return the position one optimizer step later."""
+    def starting_at(self, saved: TrainPosition) -> "TrainingData":
+        """Return the data of a process that resumes from `saved`, from its beginning if the sample order is
+        another one."""
+        return replace(self, start=saved if self.same_order(saved) else replace(saved, samples=0))
+
+    def advance(self, position: TrainPosition, steps: int = 1) -> TrainPosition:
+        """Return the position that many optimizer steps later."""
         return TrainPosition(
-            step=position.step + 1,
-            samples=position.samples + self.batch.global_batch_size,
+            step=position.step + steps,
+            samples=position.samples + steps * self.batch.global_batch_size,
             seed=self.order.seed,
             seq_len=self.sequences.seq_len,
             world_size=dist.get_world_size(),
@@ -86,7 +108,7 @@ def load_training_data(
     planned: RunPlan,
     mesh: DeviceMesh,
     ranks: RankInfo,
-    resume_from: Path | None,
+    start: Start,
     print_: Callable[[str], None],
 ) -> TrainingData:
     """Load the training data; raw text is tokenized first. Collective: every rank must call it. `print_`:
@@ -95,23 +117,25 @@ def load_training_data(
     Raises the same DataError on every rank.
     """
     plan, train = planned.plan, config.train
-    corpus = load_on_all_ranks(config.data, ranks, resume_from, print_)
+    corpus = load_on_all_ranks(config.data, ranks, start.checkpoint, print_)
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, train.seq_len, source_of(config.model).vocab_size
     )
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if train.eval_every:
         check_evaluation(corpus)
-    steps_of_epochs = max(1, int(train.epochs * sum(counts)) // plan.global_batch_size)
-    return TrainingData(
+    data = TrainingData(
         corpus=corpus,
         sequences=sequences,
         order=SampleOrder(corpus.sources, sequences, config.run.seed),
         batch=make_batch_shape(plan, mesh),
         group=data_parallel_group(mesh, group_timeout(config.run)),
         device=planned.device,
-        total_steps=steps_of_epochs if train.epochs else train.steps,
+        steps=train.steps,
+        asked=max(1, round(train.epochs * sum(counts))) if train.epochs else 0,
+        start=TrainPosition(),
     )
+    return data.starting_at(start.manifest.position) if start.manifest else data
 
 
 def make_batch_shape(plan: Plan, mesh: DeviceMesh) -> BatchShape:

@@ -201,8 +201,14 @@ class _Step:
     copied: torch.cuda.Event | None
 
 
+WINDOW_STEPS = 100  # consecutive steps among which skipped ones count: a long run may have a few now and then
+
+
 class NonFiniteGuard:
     """Counts skipped steps; every rank calls it and gets the same result at the same step.
+
+    Before too many of them end the run, `save_good` is called with the last step that was not skipped (0:
+    none): the skipped ones have changed nothing, and a restart repeats them.
 
     On a CPU a step's flag is read immediately. On a GPU it is copied to the host without waiting, and read
     after the next step has been enqueued, so that the device always has work: the warning and the end of the
@@ -219,10 +225,13 @@ class NonFiniteGuard:
         data_parallel: dist.ProcessGroup,
         loss_of: LossOf,
     ) -> None:
-        """`max_skipped` steps may be skipped. The other arguments serve to repeat the first step above that
-        limit and to name its sequences: model, units, group and loss of train_step, order and shape of the
-        training loop."""
-        self.skipped = 0
+        """`max_skipped` of WINDOW_STEPS steps may be skipped. The other arguments serve to repeat the first
+        step above that limit and to name its sequences: model, units, group and loss of train_step, order and
+        shape of the training loop."""
+        self.skipped = 0  # by this process
+        self.save_good: Callable[[int], None] = lambda step: None
+        self._recent: list[int] = []  # skipped steps
+        self._good = 0  # the last step that was not skipped
         self._max_skipped, self._order, self._shape = max_skipped, order, shape
         self._model, self._units, self._data_parallel, self._loss_of = model, units, data_parallel, loss_of
         self._steps: deque[_Step] = deque()
@@ -240,21 +249,26 @@ class NonFiniteGuard:
         return self._read(0)
 
     def _read(self, left: int) -> list[str]:
-        """Read the flags of all steps but the last `left`."""
-        lines = []
-        while len(self._steps) > left:
+        """Read the flags of all steps but the last `left`, of all if one is the step that ends the run."""
+        lines, last = list[str](), None
+        while len(self._steps) > left or (last and self._steps):
             done = self._steps.popleft()
             if done.copied is not None:
                 done.copied.synchronize()
             if not done.skipped.item():
+                self._good = done.step
                 continue
             self.skipped += 1
-            if self.skipped > self._max_skipped:
-                raise NonFiniteError(self._diagnose(done))
+            self._recent = [step for step in self._recent if step > done.step - WINDOW_STEPS] + [done.step]
+            if len(self._recent) > self._max_skipped:
+                last = last or done
             lines.append(
                 f"warning: step {done.step} was skipped: its loss or gradient is not finite "
-                f"({self.skipped} of at most {self._max_skipped})"
+                f"({len(self._recent)} of at most {self._max_skipped} in {WINDOW_STEPS} steps)"
             )
+        if last:
+            self.save_good(self._good)  # before the diagnosis, which needs more memory than a step
+            raise NonFiniteError(self._diagnose(last))
         return lines
 
     def _diagnose(self, done: _Step) -> str:
@@ -298,8 +312,8 @@ def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], 
     places = [finding.first.place for finding in findings if finding.first is not None]
     lines = [
         f"the loss or gradient of step {step} is not finite, and at most "
-        f"train.max_skipped_steps={max_skipped} steps may be skipped. Diagnosis by repeating the step "
-        f"(sequences {positions} of the data order):"
+        f"train.max_skipped_steps={max_skipped} of {WINDOW_STEPS} steps may be skipped. Diagnosis by "
+        f"repeating the step (sequences {positions} of the data order):"
     ]
     lines += _damaged(findings)
     firsts = [

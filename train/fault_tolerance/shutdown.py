@@ -39,9 +39,9 @@ class ShutdownRequest:
 class GracefulShutdown:
     """Decides when to stop: all ranks agree on it at the same step, without waiting for the device.
 
-    Any rank may request a stop (a signal, the time limit, an error). At the end of each step every rank
-    starts a tiny all-reduce over gloo, on the host, and reads the one of the previous step: all ranks stop
-    after the same step, and the GPU's queue is never drained.
+    Any rank may request a stop (a signal, the time limit, an error). After each step, and before each batch
+    of an evaluation, every rank starts a tiny all-reduce over gloo, on the host, and reads the previous one:
+    all ranks stop at the same point, and the GPU's queue is never drained.
 
     A separate thread receives signals, so that a blocked main thread (in a collective with a dead rank, or in
     the compiler) does not delay them. The first signal requests a stop; a second one ends the process
@@ -121,8 +121,8 @@ class GracefulShutdown:
                 self._request = ShutdownRequest(reason, failed)
 
     def should_stop(self) -> bool:
-        """Return whether to stop; every rank calls it once a step, and all get True at the same step. Raises
-        PeerLostError."""
+        """Return whether to stop; every rank calls it at the same points, and all get True at the same one.
+        Raises PeerLostError."""
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self.request("run.max_hours")
         if self._group is None:

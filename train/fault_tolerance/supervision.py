@@ -1,7 +1,7 @@
 """Supervision of a run: the watchdog, the agreed stop and status.json; during training also garbage
 collection, recompiles and values that are not finite."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -115,6 +115,11 @@ class Supervision:
         finally:
             self._garbage.close()
 
+    def save_before_failing(self, save: Callable[[int], None]) -> None:
+        """Have `save` called with the last step that was not skipped before too many skipped ones end the
+        run."""
+        self._nonfinite.save_good = save
+
     def enter(self, section: Section, step: int = 0) -> None:
         """Enter a section, which has its own timeout of the watchdog."""
         self._watchdog.enter(section, step)
@@ -148,8 +153,9 @@ class Supervision:
         self._shutdown.request(reason, failed=True)
 
     def should_stop(self) -> bool:
-        """Return whether all ranks stop after this step; every rank calls it once a step. Raises SaveError if
-        the stop is because a checkpoint could not be saved, and PeerLostError."""
+        """Return whether all ranks stop; every rank calls it after each step, and before each batch of an
+        evaluation. Raises SaveError if the stop is because a checkpoint could not be saved, and
+        PeerLostError."""
         stopping = self._shutdown.should_stop()
         if stopping and self._shutdown.failed:
             raise SaveError(self.stop_reason)

@@ -23,7 +23,7 @@ from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
 from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.build import training_flops
 from meshwright.train.step import StepResult
 
 
@@ -56,7 +56,7 @@ class GradientNorms:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The constants that turn a step time into rates.
+    """The constants that turn a step time into rates. `tokens_per_step`: positions, with those of padding.
 
     `peak_flops`: peak of one device in FLOP/s; None if unknown, then no MFU is reported.
     """
@@ -90,6 +90,7 @@ class Metrics:
         self._spikes = SpikeDetector()
         self._rows = MetricsWriter(folder, config.tensorboard, shown, warn) if is_main else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
+        self._trained = torch.zeros((), dtype=torch.float64, device=device)  # tokens
         self._graphs: int | None = None
         self._predicted = dict(predicted)
         rates = self._rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
@@ -107,10 +108,12 @@ class Metrics:
         if self._norms is not None:
             self._norms.request(reported)
 
-    def step_done(self, data_wait_s: float) -> None:
-        """Count a step; graphs that are compiled after this process's first step count as recompiles."""
+    def step_done(self, data_wait_s: float, trained: Tensor) -> None:
+        """Count a step and its `trained` tokens; graphs that are compiled after this process's first step
+        count as recompiles."""
         self._steps += 1
         self._wait_s += data_wait_s
+        self._trained += trained
         if self._graphs is None:
             self._graphs = count_compiled_graphs()
 
@@ -148,6 +151,7 @@ class Metrics:
         row: dict[str, Any] = {"step": step, "loss": loss}
         row |= _scores_row(scores or {})
         row |= {"grad_norm": grad_norm, "lr": lr, **self._rates(step_time_s), "step_time_s": step_time_s}
+        row["trained_tokens_per_s"] = self._trained.item() / steps / step_time_s
         row |= {"peak_memory_gib": memory_gib, "reserved_memory_gib": reserved_gib}
         row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles)}
         row |= used
@@ -162,6 +166,7 @@ class Metrics:
             self._reported.append({name: row[name] for name in self._predicted})
         self._write(row, texts)
         self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
+        self._trained.zero_()
         return row
 
     def log_eval(self, step: int, scores: Mapping[str, Score]) -> dict[str, Any]:
@@ -250,11 +255,15 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
 
 def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughput:
     """Return the Throughput of a plan on devices named `device_name`."""
-    seq_len, hardware, dtype = job.seq_len, find_hardware(device_name), plan.units[0].param_dtype
+    hardware, dtype, (full, causal) = (
+        find_hardware(device_name),
+        plan.units[0].param_dtype,
+        training_flops(job),
+    )
     return Throughput(
-        tokens_per_step=plan.global_batch_size * seq_len,
-        flops_per_token=source_of(job.model).flops_per_token(seq_len, "full"),
-        flops_per_token_causal=source_of(job.model).flops_per_token(seq_len, "causal"),
+        tokens_per_step=plan.global_batch_size * job.seq_len,
+        flops_per_token=full,
+        flops_per_token_causal=causal,
         world_size=plan.mesh.world_size,
         peak_flops=hardware.peak_tflops[dtype] * 1e12 if hardware else None,
     )

@@ -60,11 +60,11 @@ class Reporting:
         if self._kernels:
             self._kernels.before_step()
 
-    def after_step(self, step: int, data: StepData) -> None:
+    def after_step(self, step: int, data: StepData, result: StepResult) -> None:
         """Update metrics, profiler and kernel check; called after every step."""
         if self._kernels:
             self._kernels.after_step()
-        self._metrics.step_done(data.wait_s)
+        self._metrics.step_done(data.wait_s, result.trained)
         self._console.step_done(step)
         if (trace := self._profiler.after_step(step)) is not None:
             self._console.print(f"profile: {trace}; python -m tools.trace {trace.parents[1]}")
@@ -135,7 +135,7 @@ def build_reporting(
     plan, steps = planned.plan, range(state.position.step + 1, data.total_steps + 1)
     throughput = make_throughput(config.job, plan, planned.device_name)
     is_main = dist.get_rank() == 0
-    shown = describe_run(config, planned, data.corpus.description, data.total_steps)
+    shown = describe_run(config, planned, data.corpus.description, steps)
     metrics = Metrics(
         config.metrics, throughput, folder, planned.device, is_main, planned.predicted, shown, console.print
     )

@@ -52,9 +52,9 @@ UNIT_KEYS = (
 )
 
 
-def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> RunSummary:
+def describe_run(config: Config, planned: RunPlan, data: str, steps: range) -> RunSummary:
     """Return the summary for TensorBoard: config, plan, and the step predicted by the planner. `data`: a
-    description of the data; `steps`: steps of the run."""
+    description of the data; `steps`: steps of this process."""
     plan, device_name, timeline = planned.plan, planned.device_name, planned.timeline
     facts = run_facts(config.job, plan, device_name, data, steps)
     texts = {
@@ -71,14 +71,15 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> Run
     return RunSummary(texts, images, values, first_keys(values, sys.argv[1:]))
 
 
-def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
+def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: range) -> dict[str, str]:
     """Return one line each on model, data, training, hardware and software, by label."""
     model, mesh, tokens = source_of(job.model), plan.mesh, plan.global_batch_size * job.seq_len
     python, axes = platform.python_version(), " x ".join(f"{a} {getattr(mesh, a)}" for a in mesh.axes)
     return {
         "Model": f"{model.parameters:,} parameters in {len(model.units.checkpointed)} layers",
         "Data": data,
-        "Training": f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens",
+        "Training": f"{len(steps):,} steps of {tokens:,} tokens, to step {steps.stop - 1:,}: "
+        f"{len(steps) * tokens:,} tokens",
         "Hardware": f"{mesh.world_size} x {device_name}: {axes}",
         "Software": f"meshwright {__version__}, torch {torch.__version__}, Python {python}",
     }
@@ -141,10 +142,9 @@ def _code(text: str) -> str:
     return f"```\n{text}\n```"
 
 
-def log_run_summary(
-    console: Console, ranks: RankInfo, planned: RunPlan, job: TrainingJob, run_dir: str | None
-) -> None:
-    """Print the first log lines of a run: versions, device, model, plan."""
+def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config: Config) -> None:
+    """Print the first log lines of a run: versions, device, model, plan, saves."""
+    job, run_dir, every = config.job, config.run.dir, config.checkpoint.every
     plan, plural = planned.plan, "es" if ranks.world_size > 1 else ""
     console.print(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     console.print(
@@ -165,4 +165,6 @@ def log_run_summary(
             f"advice: {line}" for line in (*advise(plan, ranks.local_world_size), *unused_keys(job.parallel))
         )
     console.print(f"run: {run_dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
+    steps = f"every {every} steps, at a stop and at the end" if every > 0 else "at a stop and at the end"
+    console.print(f"saves: {steps if every else 'none, because checkpoint.every is 0: no weights are kept'}")
     console.print_lines(f"planner: {line}" for line in planned.reasons)

@@ -203,6 +203,7 @@ TAGS = {
     "lr": "optimizer/lr",
     "skipped_steps": "optimizer/skipped_steps",
     "tokens_per_s": "speed/tokens_per_s",
+    "trained_tokens_per_s": "speed/trained_tokens_per_s",
     "tokens_per_s_per_gpu": "speed/tokens_per_s_per_gpu",
     "mfu": "speed/mfu",
     "mfu_causal": "speed/mfu_causal",

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.config import ModelConfig, TrainConfig
+from meshwright.train.config import ModelConfig, TrainConfig, TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.choose import source_of
 
@@ -76,3 +76,32 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError(
             f"train.freeze={list(patterns)} matches all parameters and leaves nothing to train: remove one"
         )
+
+
+def training_flops(job: TrainingJob) -> tuple[float, float]:
+    """Return the operations of forward and backward per token, without recomputation: with all scores of
+    attention, and with those below the diagonal.
+
+    A frozen weight has no gradient, and nothing before the first trained parameter has a backward. With
+    `document_mask` scores do not count, so that both are lower bounds: how many are computed depends on the
+    documents.
+    """
+    source = source_of(job.model)
+    products, scores = source.forward_flops(job.seq_len)
+    weights = inputs = attention = 1.0  # the parts of the backward that are computed
+    if job.freeze:
+        model, blocks = source.new(), tuple(f"{name}." for name in source.units.checkpointed)
+        freeze(model, job.freeze)
+        sizes, reached = list[tuple[int, ...]](), False
+        for name, module in model.named_modules():
+            for p in module.parameters(recurse=False):
+                if p.dim() > 1 and not isinstance(module, nn.Embedding):
+                    n, of_block = p.numel(), p.numel() * f"{name}.".startswith(blocks)
+                    sizes.append((n, n * p.requires_grad, n * reached, of_block, of_block * reached))
+                reached |= p.requires_grad
+        total, trained, followed, of_blocks, followed_of_blocks = (
+            sum(part) for part in zip(*sizes, strict=True)
+        )
+        weights, inputs, attention = trained / total, followed / total, followed_of_blocks / (of_blocks or 1)
+    causal = 0.0 if job.document_mask else scores * (1 + 2 * attention)
+    return products * (1 + weights + inputs) + 2 * causal, products * (1 + weights + inputs) + causal

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.cost import flops_per_token
+from meshwright.models.cost import forward_flops
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.models.size import count_parameters
 from meshwright.parallel.fsdp import copy_shard
@@ -17,7 +17,7 @@ from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import TrainingJob
 from meshwright.train.data.batch import Batch
-from meshwright.train.model.source import Attention, AttentionHeads, LossOf
+from meshwright.train.model.source import AttentionHeads, LossOf
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block
@@ -71,8 +71,8 @@ class LlamaSource:
         model.head.loss.z_loss = z_loss
         return model
 
-    def flops_per_token(self, seq_len: int, attention: Attention) -> float:
-        return flops_per_token(self.config, seq_len, attention)
+    def forward_flops(self, seq_len: int) -> tuple[float, float]:
+        return forward_flops(self.config, seq_len)
 
     def initialise(self, sharded: ShardedModel, seed: int) -> None:
         """As `init_weights`."""

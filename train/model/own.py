@@ -32,7 +32,7 @@ from meshwright.train.config import FactoryConfig, TrainingJob
 from meshwright.train.data.batch import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import call_factory
-from meshwright.train.model.source import Attention, AttentionHeads, LossOf
+from meshwright.train.model.source import AttentionHeads, LossOf
 
 HF_CONFIG = "hf_config.json"  # in a checkpoint: what transformers needs to build the model
 EXAMPLE_TOKENS = 16
@@ -124,14 +124,8 @@ class OwnSource:
     def new(self, z_loss: float = 0.0) -> nn.Module:
         return call_factory(self.config).module
 
-    def flops_per_token(self, seq_len: int, attention: Attention) -> float:
-        products, causal = self._forward_flops(seq_len)
-        return 3 * (products + causal * (2 if attention == "full" else 1)) / seq_len
-
     @cache  # noqa: B019 (a source lives as long as the process)
-    def _forward_flops(self, seq_len: int) -> tuple[float, float]:
-        """Return the operations of a sequence's forward: of products, and of causal attention."""
-
+    def forward_flops(self, seq_len: int) -> tuple[float, float]:
         def count(call: Callable[[], Any]) -> dict[str, float]:
             phase, _ = record_call(call, ())
             sums = {"matmul": 0.0, "attention": 0.0}
@@ -141,7 +135,7 @@ class OwnSource:
 
         with torch.no_grad():
             sums = run_on_fakes(self.module, with_sizes(self.example, 1, seq_len), around=count)
-        return sums["matmul"], sums["attention"]
+        return sums["matmul"] / seq_len, sums["attention"] / seq_len
 
     def initialise(self, sharded: ShardedModel, seed: int) -> None:
         """By the modules' own initialisers."""

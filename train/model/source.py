@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,7 +13,6 @@ from meshwright.train.data.batch import Batch
 
 # model, micro batch, divisor (None: 1) -> the loss in nats, summed over tokens and divided
 LossOf = Callable[[nn.Module, Batch, Tensor | None], Tensor]
-Attention = Literal["full", "causal"]  # FLOPs of all scores, or of those below the diagonal
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class ModelSource(Protocol):
     def new(self, z_loss: float = 0.0) -> nn.Module:
         """Return the model on the meta device. `z_loss`: of a model that computes its loss itself."""
 
-    def flops_per_token(self, seq_len: int, attention: Attention) -> float:
-        """Return the operations of forward and backward per token, without recomputation."""
+    def forward_flops(self, seq_len: int) -> tuple[float, float]:
+        """Return the operations of a forward per token: of products with weights, and of causal attention."""
 
     def initialise(self, sharded: ShardedModel, seed: int) -> None:
         """Allocate the tensors of a sharded model and write initial values, the same on every mesh."""

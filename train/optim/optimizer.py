@@ -9,13 +9,15 @@ from torch import nn
 from meshwright.train.config import OptimConfig
 
 
-def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`."""
+def learning_rate(config: OptimConfig, step: int, total_steps: int, shift: float = 0.0) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`; the schedule after
+    the warm-up is at `shift` steps less (`TrainingData.schedule_shift`)."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    decay_steps = max(1, total_steps - config.warmup_steps)
+    length = total_steps - shift
+    decay_steps = max(1, length - config.warmup_steps)
     if config.schedule == "wsd":
-        decay_steps = max(1, min(decay_steps, round(total_steps * config.decay_ratio)))
+        decay_steps = max(1, min(decay_steps, round(length * config.decay_ratio)))
     done = min(1.0, max(0.0, (step - (total_steps - decay_steps)) / decay_steps))
     if config.schedule == "constant":
         return config.lr

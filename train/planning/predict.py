@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import cache, partial
-from typing import Literal
 
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.errors import PlanError
@@ -17,13 +16,11 @@ from meshwright.parallel.planner.search import Cluster, SearchResult, check_lega
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
-from meshwright.train.model.build import freeze
+from meshwright.train.model.build import freeze, training_flops
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.resolve import make_shape, model_units
 from meshwright.train.planning.trace_model import model_workload
-
-ATTENTION_KINDS: tuple[Literal["full"], Literal["causal"]] = ("full", "causal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +58,9 @@ def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
     work = run_workload(job, plan)
     memory = predict_step_memory(plan, work)
     timeline = simulate_step(plan, step_times(plan, work, hardware, gpus_per_node))
-    seq_len = job.seq_len
-    rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
+    rate = plan.global_batch_size * job.seq_len / timeline.step_s / plan.mesh.world_size
     peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
-    full, causal = (
-        rate * source_of(job.model).flops_per_token(seq_len, kind) / peak_flops for kind in ATTENTION_KINDS
-    )
+    full, causal = (rate * flops / peak_flops for flops in training_flops(job))
     # without a name, peak_tflops is not a device's own: on a CPU, it is the best measured rate of one core
     mfu, mfu_causal = (full, causal) if hardware.device_names else (None, None)
     allocator, reserved = allocator_bytes(memory, hardware), reserved_bytes(memory, hardware)

@@ -159,7 +159,7 @@ def test_a_run_shows_config_plan_and_the_predicted_step(config: Config, tmp_path
     plan = plan_run(config.job, 2)
     timeline = predict(config.job, plan, load_hardware()["cpu"], 2).timeline
     planned = RunPlan(torch.device("cpu"), CPU, plan, 0, {}, ("tp=2: faster",), timeline)
-    board_of(tmp_path / "run", describe_run(config, planned, "1,000 tokens", 350), range(2))
+    board_of(tmp_path / "run", describe_run(config, planned, "1,000 tokens", range(1, 351)), range(2))
     page = Page(tmp_path)
     texts = {
         name: page.runs.Tensors("run/tb", name)[0].tensor_proto.string_val[0].decode()
