@@ -43,9 +43,9 @@ class CheckpointConfig:
         asynchronous: copy the state to host memory and write it in the background; false pauses training
             until the checkpoint is written (so does a CPU run without memory for the copy)
         on_error: when a save fails, stop ends the run as failed after the step, warn prints a warning and
-            continues training, and after a last save that failed the run ends as failed too. A GPU run
-            allocates the host memory for the copy before the first step; if there is too little, stop reports
-            a config error and warn a warning
+            continues training, and after a last save that failed the run ends as failed too. If a save would
+            fail (folder, disk space, dtype of a tensor, on a GPU host memory for the copy), stop reports a
+            config error before the first step and warn a warning
         resume: auto resumes from the newest checkpoint of run.dir that passes verification, or starts from
             step 0 if there is none; none starts from step 0, and the path of a checkpoint from there, in a
             run.dir without newer checkpoints of another start. The same command again goes on

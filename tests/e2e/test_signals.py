@@ -140,7 +140,9 @@ def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous
 
 
 def hold_in_a_save(launch: Launch, folder: Path) -> str:
-    """Stop all ranks while a checkpoint is being written; return the name it will have."""
+    """Stop all ranks while a checkpoint is being written; return the name it will have. Before the first step
+    a run only tries to save."""
+    wait_for_step(launch, folder, 1)
     while True:
         wait(launch, lambda: partials(folder))
         launch.send_signal(signal.SIGSTOP)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -170,6 +171,8 @@ def round_trips(folder: Path, seed: int) -> dict[str, str]:
         saved = trainer.save(folder / name, 1)
         assert saved.path, saved.error
         load_checkpoint(saved.path, verify_alone(saved.path), other, trainer.optimizer)
+        with safe_open(saved.path / "rank-00000.safetensors", framework="pt") as file:
+            assert file.get_tensor("model.table").dtype == dtype
         outcomes[name] = "exact" if other.content() == trainer.model.content() else "other values"
     return outcomes
 
