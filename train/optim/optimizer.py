@@ -25,6 +25,21 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, shift: float
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
+def describe_short_run(config: OptimConfig, steps: int, sequences: int, batch: int) -> list[str]:
+    """Return a line for each of warm-up, decay and epoch that a run of `steps` steps of `batch` sequences,
+    `sequences` in an epoch, is too short for."""
+    warmup, decay, lines = config.warmup_steps, round(steps * config.decay_ratio), []
+    if warmup >= steps:
+        reached = f"the learning rate rises to {steps / warmup:.0%} of optim.lr and does not decay"
+        lines.append(f"optim.warmup_steps={warmup}, but the run has {steps} steps: {reached}")
+    elif config.schedule == "wsd" and decay > steps - warmup:
+        left = f"only {steps - warmup} follow the warm-up: the decay has these"
+        lines.append(f"optim.decay_ratio={config.decay_ratio} is {decay} of {steps} steps, but {left}")
+    if batch > sequences:
+        lines.append(f"an epoch has {sequences} sequences, so a step of {batch} trains some of them twice")
+    return [f"warning: {line}" for line in lines]
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
     """Return AdamW with two parameter groups, with and without weight decay: torch's fused AdamW, or
     RoundedAdamW if parameters or moments are bfloat16, whose rounding depends on `seed`.
