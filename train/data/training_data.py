@@ -59,10 +59,11 @@ class TrainingData:
         return self.start.step + max(0, left) if self.asked else self.steps
 
     @property
-    def schedule_shift(self) -> float:
-        """The steps by which the schedule is behind the run: it follows the sequences, counted in steps of
-        this global batch size, if these measure the run; 0 unless the batch size or the data has changed."""
-        return self.start.step - self.start.samples / self.batch.global_batch_size if self.asked else 0.0
+    def schedule(self) -> tuple[int, float]:
+        """`total_steps`, and the steps by which the schedule is behind: with `train.epochs` it follows the
+        sequences, in steps of this global batch size. 0 unless the batch size or the data has changed."""
+        behind = self.start.step - self.start.samples / self.batch.global_batch_size
+        return self.total_steps, behind if self.asked else 0.0
 
     @property
     def evaluated(self) -> dict[str, TokenStream]:

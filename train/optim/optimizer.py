@@ -10,8 +10,8 @@ from meshwright.train.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, shift: float = 0.0) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`; the schedule after
-    the warm-up is at `shift` steps less (`TrainingData.schedule_shift`)."""
+    """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`; after the warm-up
+    the schedule is `shift` steps behind (`TrainingData.schedule`)."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     length = total_steps - shift
