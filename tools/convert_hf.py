@@ -50,7 +50,7 @@ from meshwright.train.model.own import HF_CONFIG
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
 HF_CONFIG_BYTES = 2**24
 # checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
-# size: the default is never
+# size: the default is only at the end
 SAVE_EVERY = 500
 TOKENIZER_FILES = (
     "tokenizer.json",

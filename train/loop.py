@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+
+from torch import nn
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.manifest import TrainPosition
@@ -36,29 +39,17 @@ def train_loop(
     DataError.
     """
 
-    def evaluate(step: int) -> dict[str, Score]:
-        """Return the scores, none if the ranks agree to stop before the end."""
-        supervision.enter("evaluation", step)
-        sets, limit = (data.evaluated, data.sequences, data.batch), config.train.eval_sequences
-        return score_sets(model, *sets, limit, data.device, data.group, loss_of, supervision.should_stop)
-
-    def save_good(step: int) -> None:
-        """Save the state after `step`, the last one that was not skipped."""
-        if saves.due(step, last=True):
-            saves.save(data.advance(position, step - position.step))
-
     model, optimizer, position, stopping = state.model, state.optimizer, state.position, False
-    saves = Saves(saver, config.checkpoint, supervision, reporting, position.step)
-    supervision.save_before_failing(save_good)
+    saves = Saves(saver, config.checkpoint, supervision, reporting, data)
+    evaluate = partial(_evaluate, config.train.eval_sequences, model, loss_of, data, supervision)
     with (
         closing(data.load_from(position, config.data.prefetch)) as loader,
         reporting.profiling(),
         saves.finished_at_exit(),
     ):
         if config.train.eval_every and position.step == 0:
-            if scores := evaluate(0):
-                reporting.report_evaluation(0, scores)
-            stopping = not scores
+            stopping = not (scores := evaluate(0))
+            reporting.report_evaluation(0, scores)
         reporting.start_clock()
         while position.step < data.total_steps and not stopping:
             step, last = position.step + 1, position.step + 1 == data.total_steps
@@ -67,8 +58,7 @@ def train_loop(
 
             supervision.before_step(step)
             reporting.before_step(step, reported)
-            batch = loader.next()
-            lr = learning_rate(config.optim, step, data.total_steps, data.schedule_shift)
+            batch, lr = loader.next(), learning_rate(config.optim, step, *data.schedule)
             set_learning_rate(optimizer, lr)
             result = train_step(
                 model, plan.units, optimizer, batch.micro_batches, config.train.grad_clip, data.group, loss_of
@@ -78,24 +68,27 @@ def train_loop(
             position = data.advance(position)
 
             saves.poll(step)
-            stopping = supervision.should_stop()
-            saving = saves.due(step, last or stopping)
-            evaluating = evaluating and not stopping
-            with reporting.paused(reported or saving):
-                about = data.describe_step(position, batch) | supervision.skipped_steps if reported else {}
-                if reported and not evaluating:
-                    reporting.report(step, result, lr, about, {})
-                if saving:
-                    saves.save(position)
-                if evaluating:  # after the save, which an evaluation must not cost
+            stopping, scores = supervision.should_stop(), {}
+            with reporting.paused(reported or saves.due(step, last or stopping)):
+                if evaluating and not stopping:
+                    saves.save_if_due(position, last)  # an evaluation must not cost what has been trained
                     scores = evaluate(step)
-                    reporting.report(step, result, lr, about, scores)
                     stopping = not scores
-                    if saves.due(step, stopping):
-                        saves.save(position)
+                if reported:
+                    about = data.describe_step(position, batch) | supervision.skipped_steps
+                    reporting.report(step, result, lr, about, scores)
+                saves.save_if_due(position, last or stopping)
         supervision.finish_steps()
-    saves.raise_failure()
-    return position, saves.committed
+    return position, saves.last_checkpoint()
+
+
+def _evaluate(
+    limit: int, model: nn.Module, loss_of: LossOf, data: TrainingData, supervision: Supervision, step: int
+) -> dict[str, Score]:
+    """Return the scores, none if the ranks agree to stop before the end. `limit`: as in `score_sets`."""
+    supervision.enter("evaluation", step)
+    sets, ranks = (data.evaluated, data.sequences, data.batch), (data.device, data.group)
+    return score_sets(model, *sets, limit, *ranks, loss_of, supervision.should_stop)
 
 
 def _due(every: int, step: int, last: bool) -> bool:
@@ -111,18 +104,23 @@ class Saves:
         config: CheckpointConfig,
         supervision: Supervision,
         reporting: Reporting,
-        step: int,
+        data: TrainingData,
     ) -> None:
-        """`step`: the last finished step."""
-        self._saver, self._config = saver, config
+        self._saver, self._config, self._data = saver, config, data
         self._supervision, self._reporting = supervision, reporting
-        self._step = self._saved_step = step
-        self.committed: Path | None = None  # the last checkpoint
+        self._step = self._saved_step = data.start.step
+        self._committed: Path | None = None  # the last checkpoint
+        supervision.save_before_failing(self._save_good)
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to save after this step, which may be the last one of this process."""
         every = self._config.every
         return step > self._saved_step and every != 0 and (last or (every > 0 and step % every == 0))
+
+    def save_if_due(self, position: TrainPosition, last: bool) -> None:
+        """`save` if that is due after the position's step."""
+        if self.due(position.step, last):
+            self.save(position)
 
     def save(self, position: TrainPosition) -> None:
         """Start a save, after checking that all steps so far were finite and flushing their rows to disk."""
@@ -147,7 +145,7 @@ class Saves:
             )
         for save in finished:
             if not save.error:
-                self.committed = save.path
+                self._committed = save.path
                 self._reporting.print(
                     f"saved {save.path} (training waited {save.stall_s:.2f} s, committed after "
                     f"{save.total_s:.2f} s)"
@@ -169,8 +167,13 @@ class Saves:
             self._saver.wait()
             self.poll(self._step)
 
-    def raise_failure(self) -> None:
-        """Raise SaveError if the last save failed: whatever `checkpoint.on_error`, such a run is neither
-        finished nor stopped as requested."""
+    def last_checkpoint(self) -> Path | None:
+        """Return the last checkpoint, if any. Raises SaveError if the last save failed: whatever
+        `checkpoint.on_error`, such a run is neither finished nor stopped as requested."""
         if self._saver.failed:
             raise SaveError(self._saver.failed)
+        return self._committed
+
+    def _save_good(self, step: int) -> None:
+        """Save the state after `step`, the last one that was not skipped."""
+        self.save_if_due(self._data.advance(self._data.start, step - self._data.start.step), last=True)

@@ -45,7 +45,7 @@ from meshwright.train.metrics.reporting import build_reporting
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
-from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.optim.optimizer import build_optimizer, describe_short_run
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.state import TrainState, restore
 
@@ -104,6 +104,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             supervision.begin(folder, start, failed_starts)
             console.print_lines(admit(config, folder, ranks, admission, start))
             console.print(f"data: {data.corpus.description}")
+            size = sum(data.order.sizes), data.batch.global_batch_size
+            console.print_lines(describe_short_run(config.optim, data.total_steps, *size))
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
 

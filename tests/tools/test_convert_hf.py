@@ -118,7 +118,7 @@ def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path)
     config = parse_config([f"--config={out / 'config.yaml'}"])
     assert config.model == config_from_hf(json.loads((hf_dir / "config.json").read_text()))
     assert config.train.seq_len == config.model.max_seq_len  # 96, less than the default
-    assert config.checkpoint.every > 0, "its config saves checkpoints, although the default is never"
+    assert config.checkpoint.every > 0, "its config saves on the way, although the default is only at the end"
     weights = load_full_weights(out)
     whole = consolidate(out, tmp_path / "whole.safetensors", force=False)
     check_same(load_file(whole), weights)

@@ -1,5 +1,6 @@
 """The training data of a run: corpus, sequences, sample order, batch shape and number of steps."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,14 +55,15 @@ class TrainingData:
     def total_steps(self) -> int:
         """The number of the run's last optimizer step. With `train.epochs` it follows from the sequences that
         are left: those so far may have been trained with another global batch size."""
-        left = -(-(self.asked - self.start.samples) // self.batch.global_batch_size)
+        left = math.ceil((self.asked - self.start.samples) / self.batch.global_batch_size)
         return self.start.step + max(0, left) if self.asked else self.steps
 
     @property
-    def schedule_shift(self) -> float:
-        """The steps by which the schedule is behind the run: it follows the sequences, counted in steps of
-        this global batch size, if these measure the run; 0 unless the batch size or the data has changed."""
-        return self.start.step - self.start.samples / self.batch.global_batch_size if self.asked else 0.0
+    def schedule(self) -> tuple[int, float]:
+        """`total_steps`, and the steps by which the schedule is behind: with `train.epochs` it follows the
+        sequences, in steps of this global batch size. 0 unless the batch size or the data has changed."""
+        behind = self.start.step - self.start.samples / self.batch.global_batch_size
+        return self.total_steps, behind if self.asked else 0.0
 
     @property
     def evaluated(self) -> dict[str, TokenStream]:
@@ -72,11 +74,6 @@ class TrainingData:
         """Return a loader of this rank's micro batches from `position` on, at most `ahead` steps in
         advance."""
         return TrainLoader(self.order, self.sequences, self.batch, position.samples, self.device, ahead)
-
-    def starting_at(self, saved: TrainPosition) -> "TrainingData":
-        """Return the data of a process that resumes from `saved`, from its beginning if the sample order is
-        another one."""
-        return replace(self, start=saved if self.same_order(saved) else replace(saved, samples=0))
 
     def advance(self, position: TrainPosition, steps: int = 1) -> TrainPosition:
         """Return the position that many optimizer steps later."""
@@ -135,7 +132,8 @@ def load_training_data(
         asked=max(1, round(train.epochs * sum(counts))) if train.epochs else 0,
         start=TrainPosition(),
     )
-    return data.starting_at(start.manifest.position) if start.manifest else data
+    saved = start.manifest.position if start.manifest else TrainPosition()
+    return replace(data, start=saved if data.same_order(saved) else replace(saved, samples=0))
 
 
 def make_batch_shape(plan: Plan, mesh: DeviceMesh) -> BatchShape:

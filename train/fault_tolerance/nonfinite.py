@@ -201,7 +201,7 @@ class _Step:
     copied: torch.cuda.Event | None
 
 
-WINDOW_STEPS = 100  # consecutive steps among which skipped ones count: a long run may have a few now and then
+WINDOW_STEPS = 100  # consecutive steps in which skipped ones count: a long run may have a few now and then
 
 
 class NonFiniteGuard:

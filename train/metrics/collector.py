@@ -255,11 +255,8 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
 
 def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughput:
     """Return the Throughput of a plan on devices named `device_name`."""
-    hardware, dtype, (full, causal) = (
-        find_hardware(device_name),
-        plan.units[0].param_dtype,
-        training_flops(job),
-    )
+    hardware, dtype = find_hardware(device_name), plan.units[0].param_dtype
+    full, causal = training_flops(job)
     return Throughput(
         tokens_per_step=plan.global_batch_size * job.seq_len,
         flops_per_token=full,

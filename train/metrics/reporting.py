@@ -92,8 +92,9 @@ class Reporting:
         self.progress(step)
 
     def report_evaluation(self, step: int, scores: Mapping[str, Score]) -> None:
-        """Write and show an evaluation outside a reported step."""
-        self._console.report(self._metrics.log_eval(step, scores))
+        """Write and show an evaluation outside a reported step, if it was completed."""
+        if scores:
+            self._console.report(self._metrics.log_eval(step, scores))
 
     def progress(self, step: int) -> None:
         """Call `on_progress` with `step` after all rows so far are written."""

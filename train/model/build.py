@@ -99,9 +99,7 @@ def training_flops(job: TrainingJob) -> tuple[float, float]:
                     n, of_block = p.numel(), p.numel() * f"{name}.".startswith(blocks)
                     sizes.append((n, n * p.requires_grad, n * reached, of_block, of_block * reached))
                 reached |= p.requires_grad
-        total, trained, followed, of_blocks, followed_of_blocks = (
-            sum(part) for part in zip(*sizes, strict=True)
-        )
+        total, trained, followed, of_blocks, followed_of_blocks = map(sum, zip(*sizes, strict=True))
         weights, inputs, attention = trained / total, followed / total, followed_of_blocks / (of_blocks or 1)
     causal = 0.0 if job.document_mask else scores * (1 + 2 * attention)
     return products * (1 + weights + inputs) + 2 * causal, products * (1 + weights + inputs) + causal

@@ -10,8 +10,8 @@ from meshwright.train.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, shift: float = 0.0) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`; the schedule after
-    the warm-up is at `shift` steps less (`TrainingData.schedule_shift`)."""
+    """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`; after the warm-up
+    the schedule is `shift` steps behind (`TrainingData.schedule`)."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     length = total_steps - shift
@@ -23,6 +23,21 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, shift: float
         return config.lr
     shape = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def describe_short_run(config: OptimConfig, steps: int, sequences: int, batch: int) -> list[str]:
+    """Return a line for each of warm-up, decay and epoch that a run of `steps` steps of `batch` sequences,
+    `sequences` in an epoch, is too short for."""
+    warmup, decay, lines = config.warmup_steps, round(steps * config.decay_ratio), []
+    if warmup >= steps:
+        reached = f"the learning rate rises to {steps / warmup:.0%} of optim.lr and does not decay"
+        lines.append(f"optim.warmup_steps={warmup}, but the run has {steps} steps: {reached}")
+    elif config.schedule == "wsd" and decay > steps - warmup:
+        left = f"only {steps - warmup} follow the warm-up: the decay has these"
+        lines.append(f"optim.decay_ratio={config.decay_ratio} is {decay} of {steps} steps, but {left}")
+    if batch > sequences:
+        lines.append(f"an epoch has {sequences} sequences, so a step of {batch} trains some of them twice")
+    return [f"warning: {line}" for line in lines]
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:

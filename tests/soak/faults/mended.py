@@ -20,7 +20,7 @@ MENDED = (
     ),
     Fault(
         "imported-model-never-saves",
-        "the config of an imported model leaves checkpoint.every at never",
+        "the config of an imported model leaves checkpoint.every at its default, which saves only at the end",
         'sections["checkpoint"] = {"every": SAVE_EVERY}',
         "pass",
         tests=("tests/tools/test_convert_hf.py",),

@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_not_raised(tmp_path: Path) 
         ("running", True, ""),
         ("stopped", True, "run the same command again"),
         ("failed", False, "nothing was saved: the same command starts where this run did"),
-        ("finished", True, "a larger train.steps continues the run"),
+        ("finished", True, "a larger train.steps (or epochs) continues the run"),
     ],
 )
 def test_it_says_how_to_go_on(state: State, saved: bool, instruction: str, tmp_path: Path) -> None:

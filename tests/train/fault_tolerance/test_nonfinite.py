@@ -175,7 +175,7 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU a step's flag is read one step late."""
     supervision, saver = Mock(), Mock()
     supervision.finish_steps.side_effect = NonFiniteError("step 4")
-    saves = Saves(saver, CheckpointConfig(), supervision, Mock(), 3)
+    saves = Saves(saver, CheckpointConfig(), supervision, Mock(), Mock())
     with pytest.raises(NonFiniteError):
         saves.save(TrainPosition(4))
     saver.save.assert_not_called()

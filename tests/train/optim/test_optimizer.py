@@ -7,7 +7,12 @@ import torch
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.train.config import OptimConfig
-from meshwright.train.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.optim.optimizer import (
+    build_optimizer,
+    describe_short_run,
+    learning_rate,
+    set_learning_rate,
+)
 
 CONFIG = OptimConfig(lr=1e-2, warmup_steps=10, schedule="cosine", min_lr_ratio=0.1, decay_ratio=0.2)
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
@@ -128,3 +133,13 @@ def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> N
         torch.testing.assert_close(
             weight, expected, rtol=1e-5, atol=1e-6, msg=lambda text, fqn=fqn: f"{fqn}: {text}"
         )
+
+
+def test_a_run_that_is_too_short_for_warm_up_decay_or_epoch_is_told_so():
+    config = dataclasses.replace(CONFIG, schedule="wsd", decay_ratio=0.5)
+    assert describe_short_run(config, 20, 8, 8) == []
+    (decay,), (warm_up, epoch) = describe_short_run(config, 12, 8, 8), describe_short_run(CONFIG, 3, 7, 8)
+    assert all(fact in decay for fact in ("optim.decay_ratio=0.5", "6 of 12 steps", "only 2 "))
+    reached = f"{rates('cosine', 3)[-1]:.0%} of optim.lr"
+    assert all(fact in warm_up for fact in ("optim.warmup_steps=10", "3 steps", reached))
+    assert all(fact in epoch for fact in ("7 sequences", "a step of 8"))
