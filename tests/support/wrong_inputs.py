@@ -113,7 +113,7 @@ TRAIN: list[Case] = [
     ("--checkpoint.resume={tmp}/lacks", ("{tmp}/lacks", "rank-00000.safetensors", "missing")),
     (
         "--checkpoint.resume={tmp}/good --model.n_layers=1",
-        ("{tmp}/good", "layers.1.attention.wk.weight", "checkpoint.init_from"),
+        ("{tmp}/good", "model.n_layers=1 (saved: 2)", "checkpoint.changed_model"),
     ),
 ]
 
