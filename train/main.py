@@ -90,7 +90,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
         with supervision.in_folder(folder, ranks):
             admission, start = find_start(config, folder, ranks)
-            start = compare_configs(start, config, plan.global_batch_size, ranks)
+            start = compare_configs(start, config, plan, ranks)
             meant = config.checkpoint.changed_model
             weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint, meant)
             failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
@@ -104,8 +104,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             supervision.begin(folder, start, failed_starts)
             console.print_lines(admit(config, folder, ranks, admission, start))
             console.print(f"data: {data.corpus.description}")
-            size = sum(data.order.sizes), data.batch.global_batch_size
-            console.print_lines(describe_short_run(config.optim, data.total_steps, *size))
+            sequences, batch_size = sum(data.order.sizes), data.batch.global_batch_size
+            console.print_lines(describe_short_run(config.optim, data.total_steps, sequences, batch_size))
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
 
@@ -127,11 +127,9 @@ def run(config: Config, ranks: RankInfo) -> bool:
             saved = saved or (start.checkpoint if start.step == reached.step else None)
             progress, kept = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
             again = f"the same command {'resumes it' if saved else 'starts where this run did'}"
-            console.print(
-                f"stopped at {progress} ({supervision.stop_reason}), {kept}; {again}"
-                if stopped
-                else f"finished: {progress}, {kept}; tensorboard --logdir {folder}/tb"
-            )
+            finished = f"finished: {progress}, {kept}; tensorboard --logdir {folder}/tb"
+            why = supervision.stop_reason
+            console.print(f"stopped at {progress} ({why}), {kept}; {again}" if stopped else finished)
     return stopped
 
 

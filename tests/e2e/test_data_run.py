@@ -126,7 +126,11 @@ def test_other_data_than_the_checkpoints_begins_its_order_anew_and_says_so(store
     result = run(1, *base, f"--data.source={stores['code']}", "--train.steps=2")
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stdout.splitlines() if "since the checkpoint" in line)
-    for fact in ("data: ", "run.seed", "train.seq_len", "order restarts"):
+    for fact in (
+        f"data.source {stores['web']} -> {stores['code']}",
+        "data order",
+        "restarts from the beginning",
+    ):
         assert fact in line
     sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
     assert read_metrics(folder)[2]["epoch"] == pytest.approx(8 / sequences), "the sequences of one step"

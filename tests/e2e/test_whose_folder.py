@@ -69,6 +69,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "of another training": (nothing, ["--checkpoint.resume=RUN/../other/step-00000001"]),
     "back beside newer ones": (nothing, ["--checkpoint.resume=RUN/checkpoints/step-00000001"]),
     "of another size": (nothing, ["--model.ffn_dim=96"]),
+    "of another dtype": (nothing, ["--optim.state_dtype=bfloat16"]),
     "damaged": (damage, []),
     "data that is too short": (nothing, ["--train.seq_len=400000", "--model.max_seq_len=400000"]),
     "a plan that cannot be": (nothing, ["--parallel.dp_shard=3"]),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.errors import PlanError, first_of
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.checkpoint.load import Start
 from meshwright.train.config import Config, ModelConfig
@@ -60,19 +61,17 @@ def refuse_other_model(
         )
 
 
-def compare_configs(start: Start, config: Config, global_batch_size: int, ranks: RankInfo) -> Start:
-    """Return the start with what the run trains otherwise than its checkpoint; every rank calls it.
-
-    `global_batch_size`: of the run's plan. Raises ConfigError on all ranks for another model.
-    """
+def compare_configs(start: Start, config: Config, plan: Plan, ranks: RankInfo) -> Start:
+    """Return the start with what the run trains otherwise than its checkpoint; every rank calls it. Raises
+    ConfigError on all ranks for another model, and for other dtypes of its state."""
     checkpoint = start.checkpoint
     if checkpoint is None or not (checkpoint / "config.yaml").is_file():  # mw.save writes none
         return start
-    changes = broadcast_from_rank0(ranks, lambda: _changes_since(checkpoint, config, global_batch_size))
+    changes = broadcast_from_rank0(ranks, lambda: _changes_since(checkpoint, config, plan))
     return replace(start, changes=changes)
 
 
-def _changes_since(checkpoint: Path, config: Config, global_batch_size: int) -> tuple[str, ...]:
+def _changes_since(checkpoint: Path, config: Config, plan: Plan) -> tuple[str, ...]:
     source, batch = checkpoint / "config.yaml", "train.global_batch_size"
     try:
         saved = load_config(source)
@@ -87,6 +86,18 @@ def _changes_since(checkpoint: Path, config: Config, global_batch_size: int) -> 
     refuse_other_model(setting, source, model, way_out, config.checkpoint.changed_model)
     others = [c for c in config_changes(saved, config, "") if c[0] != batch and not c[0].startswith("model.")]
     with suppress(PlanError):  # there is none, or one of another version
-        saved_batch = load_plan(checkpoint / "plan.yaml").global_batch_size
-        others += [(batch, saved_batch, global_batch_size)] if saved_batch != global_batch_size else []
+        saved_plan = load_plan(checkpoint / "plan.yaml")
+        _refuse_other_dtypes(setting, (saved, saved_plan), (config, plan))
+        batches = saved_plan.global_batch_size, plan.global_batch_size
+        others += [(batch, *batches)] if batches[0] != batches[1] else []
     return tuple(f"{key} {was} -> {value}" for key, was, value in (*model, *others))
+
+
+def _refuse_other_dtypes(setting: str, saved: tuple[Config, Plan], current: tuple[Config, Plan]) -> None:
+    """Raise ConfigError if the saved state has other dtypes than that of the run."""
+    was, now = (
+        {"optim.state_dtype": config.optim.state_dtype, "parallel.storage_dtype": plan.storage_dtype}
+        for config, plan in (saved, current)
+    )
+    if different := [f"{key}={was[key]}, not {now[key]}" for key in was if was[key] != now[key]]:
+        raise ConfigError(f"{setting}: it was saved with {' and '.join(different)}: use the same dtypes")

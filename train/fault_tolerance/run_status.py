@@ -80,7 +80,8 @@ def _how_to_continue(state: State, saved: bool) -> str:
         return ""
     if not saved:
         return "nothing was saved: the same command starts where this run did"
-    return "a larger train.steps (or epochs) continues the run" if state == "finished" else "run the same command again"
+    more = "a larger train.steps (or epochs) continues the run"
+    return more if state == "finished" else "run the same command again"
 
 
 def read_status(folder: Path) -> Status | None:

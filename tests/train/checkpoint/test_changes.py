@@ -19,8 +19,9 @@ from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, read_status, run
+from tests.support.plans import plan_of
 
-ALONE = RankInfo(0, 1, 0, 1, False)
+ALONE, PLAN = RankInfo(0, 1, 0, 1, False), plan_of(1)
 WITHOUT_EFFECT = (
     *(
         "checkpoint.",
@@ -68,10 +69,10 @@ def test_every_key_of_the_config_has_its_effect(group: None, tmp_path: Path) -> 
             change(config, key, rng)
         if model := {key for key in chosen if key.startswith("model.")}:
             with pytest.raises(ConfigError, match=r"^checkpoint\.resume=.* or set .*changed_model=true") as e:
-                compare_configs(Start(tmp_path), config, 8, ALONE)
+                compare_configs(Start(tmp_path), config, PLAN, ALONE)
             assert {*re.findall(r"(\S+)=\S+ \(saved", str(e.value))} == model, (chosen, str(e.value))
             object.__setattr__(config.checkpoint, "changed_model", True)
-        changes = compare_configs(Start(tmp_path), config, 8, ALONE).changes
+        changes = compare_configs(Start(tmp_path), config, PLAN, ALONE).changes
         described = {key for key in chosen if not key.startswith(WITHOUT_EFFECT)}
         assert {line.split()[0] for line in changes} == described, chosen
 
@@ -81,7 +82,7 @@ def test_a_shorter_context_is_the_same_model_and_another_argument_of_a_factory_i
 ) -> None:
     def compare(saved: Any, model: Any) -> None:
         (tmp_path / "config.yaml").write_text(config_to_yaml(Config(model=saved)))
-        compare_configs(Start(tmp_path), Config(model=model), 8, ALONE)
+        compare_configs(Start(tmp_path), Config(model=model), PLAN, ALONE)
 
     factory = "tests.support.factories:mixer"
     compare(LlamaConfig(max_seq_len=4096), LlamaConfig(max_seq_len=2048))
