@@ -84,9 +84,7 @@ def set_groups(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     """Set the numbers of the parameter groups. Raises CheckpointError if the groups are others."""
     saved, current = json.loads(file.read_text(encoding="utf-8")), groups_of(model, optimizer)
     if [group["parameters"] for group in saved] != [group["parameters"] for group in current]:
-        raise CheckpointError(
-            f"{file} has other groups than the optimizer: make it with those it was saved with"
-        )
+        raise CheckpointError(f"{file} has other groups than the optimizer: use those it was saved with")
     for group, numbers in zip(optimizer.param_groups, saved, strict=True):
         for key, number in numbers["numbers"].items():
             if isinstance(group.get(key), Tensor):
@@ -99,18 +97,17 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
     """Return what optimizer.json contains: the names of each group's parameters, and the group's numbers,
     such as lr, betas and weight_decay, but not switches such as fused."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    plain = int | float | tuple | list | Tensor
-    return [
-        {
-            "parameters": [names[parameter] for parameter in group["params"]],
-            "numbers": {
-                key: value
-                for key, value in group.items()
-                if isinstance(value, plain) and not (isinstance(value, bool) or key.startswith("param"))
-            },
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        parameters, others = [names[each] for each in group["params"]], group.keys() - {"params"}
+        numbers = {key: group[key] for key in sorted(others) if _is_numbers(group[key])}
+        groups.append({"parameters": parameters, "numbers": numbers})
+    return groups
+
+
+def _is_numbers(value: Any) -> bool:
+    values = value if isinstance(value, tuple | list) else [value]
+    return all(isinstance(each, int | float | Tensor) and not isinstance(each, bool) for each in values)
 
 
 def create_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -159,12 +159,9 @@ class CheckpointSaver:
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def make_room(self, step: int, warn: Callable[[str], None]) -> None:
-        """Try before the first step, after `step` steps of earlier starts, whether a run that saves can save:
-        begin a save with an empty file from each rank and, on a GPU, with the host memory for the copies,
-        which is kept (on a CPU with too little, training waits for saves). Every rank calls it.
-
-        Raises ConfigError on all ranks if not; with checkpoint.on_error=warn, only warns.
-        """
+        """Try before the first step, after `step` steps of earlier starts, whether a run that saves can save,
+        with an empty file from each rank and, on a GPU, the host memory for the copies, which is kept. Every
+        rank calls it. Raises ConfigError on all ranks if not, or only warns with checkpoint.on_error=warn."""
         if not self._config.every:
             return
         try:
@@ -251,8 +248,8 @@ class CheckpointSaver:
         one."""
         step, main = job.position.step, dist.get_rank() == 0
         folder = self._folder / f".step-{step:08d}.partial"
-        retention = (self._config.keep, self._config.keep_every) if job.trial else None
-        begin = partial(begin_save, self._folder, step, job.needed_bytes, retention)
+        keep = (self._config.keep, self._config.keep_every) if job.trial else None
+        begin = partial(begin_save, self._folder, step, job.needed_bytes, keep)
         try:
             self._agree((step, "room"), _attempt(begin) if main else None)
             parts = self._gather((step, "part"), _attempt(lambda: self._write_part(folder, job)))
