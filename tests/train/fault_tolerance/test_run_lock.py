@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError, LockError
-from meshwright.train.fault_tolerance.run_lock import NOTE, lock_folder, make_run_folder
+from meshwright.train.fault_tolerance.run_lock import NOTE, lock_folder, make_run_folder, take_folder
 from tests.support.forks import Fork, fork
 from tests.support.worlds import LIMIT_S, run_ranks
 
@@ -156,6 +157,47 @@ def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: St
     lock.release()
     lock.release()  # a second time does nothing
     assert not (folder / NOTE).exists()
+
+
+class Listening(Console):
+    """A console that releases the lock once somebody says that he waits for it."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__(True)
+        self._holder = holder
+
+    def print(self, text: str) -> None:
+        assert "waiting for it" in text
+        self._holder.release()
+
+
+def waits_for(holder: Holder, folder: Path, launch: str) -> bool:
+    """Whether a start waits for the lock that another process has, which then releases it."""
+    try:
+        with take_folder(folder, RankInfo(0, 1, 0, 1, True, launch), Listening(holder)):
+            assert holder.process.wait(LIMIT_S) == 0
+    except LockError:
+        return False
+    return True
+
+
+def test_another_host_and_the_same_torchrun_are_waited_for(start: Start, folder: Path) -> None:
+    """A network file system keeps the lock of a dead machine; torchrun starts again before all have ended."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        for host, theirs, ours, waits in (
+            (HOST, "", "", False),
+            (HOST, "torchrun 1", "torchrun 2", False),
+            (HOST, "torchrun 1", "torchrun 1", True),
+            ("elsewhere", "", "", True),
+        ):
+            holder = start()
+            holder.take()
+            write_lock(folder, host=host, pid=1, since="now", started=0, launch=theirs)
+            assert waits_for(holder, folder, ours) == waits, (host, theirs, ours)
+            holder.kill()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, folder: Path) -> None:
