@@ -23,12 +23,14 @@ from meshwright.train.distributed.exit import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
+    escape_unencodable,
     exit_process,
     print_error,
     print_user_error,
 )
 from meshwright.train.distributed.process_group import group_timeout, init_distributed
 from meshwright.train.distributed.ranks import (
+    ALONE,
     RankInfo,
     check_same_settings,
     comparable_settings,
@@ -52,8 +54,10 @@ from meshwright.train.state import TrainState, restore
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Train, and turn any exception into one message and an exit code."""
-    ranks = read_rank_info()
+    escape_unencodable()
+    ranks = ALONE
     try:
+        ranks = read_rank_info()
         config = parse_config(sys.argv[1:] if arguments is None else arguments)
         stopped = run(config, ranks)
     except USER_ERRORS as error:
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         exit_process(ranks, EXIT_STOPPED, error)
     except Exception as error:
         lost = as_peer_lost_error(error)
-        print_error(f"PeerLostError: {lost}" if lost else traceback.format_exc())
+        print_error(f"{type(lost).__name__}: {lost}" if lost else traceback.format_exc())
         exit_process(ranks, EXIT_FAILED, lost or error)
     # torchrun treats every exit code except 0 as a failure
     exit_process(ranks, EXIT_STOPPED if stopped and not ranks.under_torchrun else 0)

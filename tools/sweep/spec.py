@@ -14,8 +14,7 @@ import msgspec
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, report, structure
 from meshwright.parallel.yaml_io import load_mapping
-from meshwright.tools.run_reader import flatten
-from meshwright.train.config_parser import has_value, is_config_key, key_hint, known_keys
+from meshwright.train.config_parser import has_value, is_config_key, key_hint, leaves
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
@@ -109,7 +108,7 @@ def _complete(path: Path, written: Mapping[str, Any], changes: Mapping[str, Any]
 def _flat(keys: Any) -> Any:
     """Return the config keys of one place in the spec, dotted; a value that is not a mapping is returned
     unchanged."""
-    return flatten(keys, keep=known_keys()) if isinstance(keys, dict) else keys
+    return dict(leaves(keys)) if isinstance(keys, dict) else keys
 
 
 def make_cells(spec: Spec) -> list[SweepRun]:
@@ -151,16 +150,7 @@ def override_text(key: str, value: Any) -> str:
 
 def value_text(value: Any) -> str:
     """Format a YAML value on one line, even one that is not valid in a config."""
-    return value if isinstance(value, str) else json.dumps(value) if _is_plain(value) else str(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether JSON can represent the value. It cannot represent dates, which YAML makes of 2024-01-31."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _wrong_values(spec: Spec) -> Iterator[str]:
@@ -192,11 +182,6 @@ def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
                 )
             elif not has_value(key):
                 yield f"{place}: unknown key {one_line(key, 80)}. {key_hint(key)}"
-            elif not _is_plain(value):
-                yield (
-                    f"{place}: {key}={one_line(value, 80)} is a date in YAML, which no key accepts: put it "
-                    "in quotes"
-                )
             elif key == "run.seed" and spec.seeds:
                 yield (
                     f"{'--override' if key in given else place}: run.seed is also set by seeds: remove one "

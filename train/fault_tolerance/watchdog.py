@@ -185,7 +185,7 @@ class Watchdog:
         message = self._diagnose(report, fired)
         if message is not None:
             message = f"{message}\n  {_files_message(self._folder, files)}\n"
-            os.write(2, message.encode())  # not sys.stderr, whose lock the stuck thread may hold
+            os.write(2, message.encode("utf-8", "replace"))  # the stuck thread may hold sys.stderr's lock
             self._announce(message)
         ends_s = time.monotonic() + LINGER_S
         _error_of(files, LINGER_S / 2)
