@@ -14,14 +14,14 @@ from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
+from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import StepTimes, host_bytes, step_times
+from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.fsdp_schedule import simulate_step, step_seconds
-from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
@@ -41,16 +41,6 @@ PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest bl
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
 MIN_TIMED = 12  # plans simulated before any is pruned, for the list of runners-up
 NEAREST = 24  # plans whose memory is predicted in full if none fits, to find the smallest
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """The machines of a run: the kind of device, the number per node, and the memory available per
-    process."""
-
-    hardware: Hardware
-    gpus_per_node: int
-    available_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +100,7 @@ def search(
     config: ParallelConfig,
     model: ModelUnits,
     shape: RunShape,
-    machines: Cluster,
+    machines: Devices,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
     """Search the legal plans by branch and bound. `ranked` of the result is empty if none fits.
@@ -193,7 +183,7 @@ class _Search:
     config: ParallelConfig
     model: ModelUnits
     shape: RunShape
-    machines: Cluster
+    machines: Devices
     trace: Callable[[Plan], ModelWorkload]
     ranked: list[Candidate] = field(default_factory=list)
     does_not_fit: list[Candidate] = field(default_factory=list)
@@ -257,7 +247,7 @@ class _Search:
     def evaluate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory and, if it fits, its simulated step."""
         memory = self._memory(candidate.choices, candidate.plan)
-        needed = reserved_bytes(memory, self.machines.hardware)
+        needed = reserved_bytes(memory, self.machines.kind)
         evaluated = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
         if needed > self.machines.available_bytes:
             return evaluated
@@ -304,7 +294,7 @@ class _Search:
         return self.steps_s[key]
 
     def _timed(self, choices: Mapping[str, Any], plan: Plan) -> tuple[Plan, StepTimes]:
-        kind, per_node = self.machines.hardware, self.machines.gpus_per_node
+        kind, per_node = self.machines.kind, self.machines.gpus_per_node
         return plan, step_times(plan, self._work(choices, plan), kind, per_node)
 
     def _blocks(self, plan: Plan) -> int:
@@ -334,7 +324,7 @@ class _Search:
         key = _plan_key(choices)
         if key not in self.bounds:
             work = self._work(choices, plan)
-            times = step_times(plan, work, self.machines.hardware, self.machines.gpus_per_node)
+            times = step_times(plan, work, self.machines.kind, self.machines.gpus_per_node)
             self.bounds[key] = Bounds(
                 times,
                 times.step_lower_bound_s(plan.accumulation),
@@ -379,7 +369,7 @@ class _Search:
         def fits(count: int) -> bool:
             choices = {**candidate.choices, "activation_checkpoint_blocks": count}
             memory = self._memory(choices, self._plan(choices))
-            needed[count] = reserved_bytes(memory, self.machines.hardware)
+            needed[count] = reserved_bytes(memory, self.machines.kind)
             return needed[count] <= self.machines.available_bytes
 
         # The resharding and prefetching tried first need the least memory: the others never need fewer
@@ -391,7 +381,7 @@ class _Search:
         if fits(blocks - 1):
             # the allocator reserves a share in addition to what is saved
             spare = (self.machines.available_bytes - needed[blocks - 1]) / (
-                1 + self.machines.hardware.reserved_share
+                1 + self.machines.kind.reserved_share
             )
             keeping = (*_without_gathering({**candidate.choices, "activation_checkpoint": "none"}), 0)
             saved = max(
@@ -405,19 +395,8 @@ class _Search:
         return None if self._host_mistake(settled) else settled
 
     def _host_mistake(self, candidate: Candidate) -> PlanError | None:
-        kind = self.machines.hardware
-        if (
-            candidate.choices["activation_checkpoint"] != "offload"
-            or candidate.host_bytes <= kind.host_memory_gib * GIB
-        ):
-            return None
-        return PlanError(
-            f"parallel.activation_checkpoint=offload needs {candidate.host_bytes / GIB:.1f} GiB of host "
-            f"memory per process, but {kind.host_memory_gib:g} GiB are available (host_memory_gib in "
-            f"configs/hardware/{kind.name}.yaml): offload fewer blocks "
-            f"(parallel.activation_checkpoint_blocks), or "
-            "use full"
-        )
+        problem = self.machines.host_problem(candidate.plan, candidate.host_bytes)
+        return PlanError(problem) if problem else None
 
 
 def _without(choices: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:

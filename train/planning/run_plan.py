@@ -14,7 +14,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.process_group import init_distributed
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
-from meshwright.train.memory import device_memory_bytes
+from meshwright.train.memory import device_memory_bytes, free_host_bytes
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.resolve import plan_on_device
 
@@ -71,10 +71,19 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
     """
     if planned.peak_bytes is not None:  # the planner has checked it
         return planned
-    available = torch.tensor(device_memory_bytes(planned.device, ranks))
-    dist.all_reduce(available, op=dist.ReduceOp.MIN)
-    peak_bytes = broadcast_from_rank0(ranks, lambda: _needed_bytes(job, planned, ranks, int(available)))
+    available = _smallest_memory(planned.device, ranks)
+    peak_bytes = broadcast_from_rank0(ranks, lambda: _needed_bytes(job, planned, ranks, *available))
     return replace(planned, peak_bytes=peak_bytes)
+
+
+def _smallest_memory(device: torch.device, ranks: RankInfo) -> tuple[int, int | None]:
+    """Return the bytes of device memory and of host memory that each process has, of the rank that has the
+    least; None on a CPU, where they are the same. Every rank calls it."""
+    on_cpu = device.type == "cpu"
+    host = 0 if on_cpu else free_host_bytes() // ranks.local_world_size
+    available = torch.tensor([device_memory_bytes(device, ranks), host])
+    dist.all_reduce(available, op=dist.ReduceOp.MIN)
+    return int(available[0]), None if on_cpu else int(available[1])
 
 
 def _choose(
@@ -84,6 +93,7 @@ def _choose(
     machine that no file describes, as a CPU, is measured first, by all ranks, if there is a legal plan."""
 
     # late: large imports, rarely needed
+    from meshwright.parallel.planner.devices import Devices
     from meshwright.parallel.planner.hardware import find_hardware, load_hardware
     from meshwright.train.calibration.measure import FALLBACK, measure_here
     from meshwright.train.planning.auto import choose_for_device
@@ -97,18 +107,24 @@ def _choose(
         kind = measured.hardware
         console.print(f"planner: {measured.line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, kind))
+    available, host = _smallest_memory(device, ranks)
+    machines = Devices(available, ranks.local_world_size, kind, host)
+    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, machines))
     return RunPlan(device, device_name, **vars(chosen))
 
 
-def _needed_bytes(job: TrainingJob, planned: RunPlan, ranks: RankInfo, available_bytes: int) -> int:
+def _needed_bytes(
+    job: TrainingJob, planned: RunPlan, ranks: RankInfo, available_bytes: int, host_bytes: int | None
+) -> int:
+    from meshwright.parallel.planner.devices import Devices
     from meshwright.parallel.planner.hardware import find_hardware
-    from meshwright.train.planning.suggest import Devices, check_fits
+    from meshwright.train.planning.suggest import check_fits
 
     # On a CPU, host memory is the device memory: cpu_offload saves nothing.
     plan = planned.plan
     if planned.device.type == "cpu":
         plan = replace(plan, cpu_offload=False)
         job = replace(job, parallel=replace(job.parallel, cpu_offload=False))
-    devices = Devices(available_bytes, ranks.local_world_size, find_hardware(planned.device_name))
+    kind = find_hardware(planned.device_name)
+    devices = Devices(available_bytes, ranks.local_world_size, kind, host_bytes)
     return check_fits(job, plan, devices, planned.device_name).peak_bytes

@@ -11,9 +11,9 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import Cluster
+from meshwright.parallel.planner.cost_model import host_bytes
+from meshwright.parallel.planner.devices import Devices
+from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
@@ -27,26 +27,6 @@ MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
 SHOWN = 3  # number of savings that are suggested
 WORTH = 0.01  # share of the peak: a change that frees less is not suggested
 RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices of a run.
-
-    Args:
-        available_bytes: of each process
-        gpus_per_node: processes that share a node
-        hardware: the kind of device; None if no file in configs/hardware describes it
-    """
-
-    available_bytes: int
-    gpus_per_node: int
-    hardware: Hardware | None = None
-
-    def needed_bytes(self, memory: PredictedMemory) -> int:
-        """Return the bytes that a process needs, with those of allocator and process if the hardware is
-        known."""
-        return reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -84,21 +64,24 @@ class Suggestion:
 
 def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str) -> PredictedMemory:
     """Return the plan's predicted memory. Raises PlanError, with the nearest changes that fit, if a process
-    needs more than it has."""
+    needs more of its device's or its host's memory than it has."""
     memory = predict_memory(job, plan)
-    needed = devices.needed_bytes(memory)
-    if needed <= devices.available_bytes:
+    needed, on_host = devices.needed_bytes(memory), host_bytes(plan, run_workload(job, plan))
+    if devices.fits(needed, on_host):
         return memory
-    parts = memory.at_peak.gib() | {"allocator and process": (needed - memory.peak_bytes) / GIB}
-    kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in parts.items() if gib > 0.05)
+    if needed > devices.available_bytes:
+        parts = memory.at_peak.gib() | {"allocator and process": (needed - memory.peak_bytes) / GIB}
+        kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in parts.items() if gib > 0.05)
+        problem = (
+            f"this plan needs {needed / GIB:.1f} GiB per process, but {device_name} has "
+            f"{devices.available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
+        )
+    else:
+        problem = f"{devices.host_problem(plan, on_host)}.\n"
     # the dtype that auto resolves to on this device
     parallel = dataclasses.replace(job.parallel, param_dtype=plan.units[0].param_dtype)
     fits = suggest_fits(dataclasses.replace(job, parallel=parallel), plan.mesh.world_size, devices)
-    raise PlanError(
-        f"this plan needs {needed / GIB:.1f} GiB per process, but {device_name} has "
-        f"{devices.available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
-        + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits)
-    )
+    raise PlanError(problem + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits))
 
 
 def fewest_processes(job: TrainingJob, devices_of: Callable[[int], Devices]) -> int:
@@ -188,15 +171,13 @@ def _needed_bytes(
         needed = devices.needed_bytes(predict_step_memory(plan, work))
     except PlanError:
         return None
-    return needed if needed <= devices.available_bytes else None
+    return needed if devices.fits(needed, host_bytes(plan, work)) else None
 
 
 def _leanest_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
     """Return the bytes that the best plan for parallel.plan=auto needs, from a search in which all open keys
     except tp have the values that need the least memory; None if none fits."""
-    assert devices.hardware is not None, "the planner needs a hardware description"
-    cluster = Cluster(devices.hardware, devices.gpus_per_node, devices.available_bytes)
-    ranked = search_leanest(job, processes, cluster, seq_len).ranked
+    ranked = search_leanest(job, processes, devices, seq_len).ranked
     return ranked[0].needed_bytes if ranked else None
 
 
@@ -244,7 +225,7 @@ def suggest_savings(job: TrainingJob, plan: Plan, devices: Devices) -> list[Sugg
     for keys in _changes_of_single_keys(current, plan):
         try:
             needed_bytes, changed_s = _estimate(with_keys(current, keys), plan.mesh.world_size, devices)
-        except (PlanError, ValueError):  # not a legal plan
+        except (PlanError, ValueError):  # not a legal plan, or not with this host
             continue
         if peak_bytes - needed_bytes > WORTH * peak_bytes:
             time_known = "parallel.cpu_offload" not in keys  # the predicted step time excludes its copies
@@ -255,8 +236,11 @@ def suggest_savings(job: TrainingJob, plan: Plan, devices: Devices) -> list[Sugg
 
 
 def _estimate(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, float | None]:
-    """Return the peak bytes of a process, and the seconds of a step if the hardware is known, else None."""
+    """Return the peak bytes of a process, and the seconds of a step if the hardware is known, else None.
+    Raises PlanError if the host's memory is too small."""
     plan = plan_run(job, processes, devices.gpus_per_node)
+    if problem := devices.host_problem(plan, host_bytes(plan, run_workload(job, plan))):
+        raise PlanError(problem)
     if devices.hardware is None:
         return predict_memory(job, plan).peak_bytes, None
     predicted = predict(job, plan, devices.hardware, devices.gpus_per_node)
