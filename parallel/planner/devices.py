@@ -3,9 +3,22 @@
 from dataclasses import dataclass
 
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
-from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.host_memory import HostMemory
 from meshwright.parallel.planner.memory_model import reserved_bytes
+
+# by kind of host memory: the key that needs it, and what to do if there is too little
+WAYS_OUT = {
+    "activations": (
+        "parallel.activation_checkpoint=offload",
+        "offload fewer blocks (parallel.activation_checkpoint_blocks), or use full",
+    ),
+    "state": ("parallel.cpu_offload=true", "shard over more processes, or set parallel.cpu_offload=false"),
+    "copies": (
+        "checkpoint.every",
+        "shard over more processes, start fewer on each node, or set checkpoint.on_error=warn",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -16,13 +29,16 @@ class Devices:
         available_bytes: of each process
         gpus_per_node: processes that share a node
         hardware: the kind of device; None if no file in configs/hardware describes it
-        host_bytes: host memory for each process, beside the device's; None: not limited
+        host_bytes: host memory for each process, beside the device's; None: the device's is the host's, as on
+            a CPU
+        host_source: where `host_bytes` is from
     """
 
     available_bytes: int
     gpus_per_node: int
     hardware: Hardware | None = None
     host_bytes: int | None = None
+    host_source: str = "free on the node that has the least"
 
     @property
     def kind(self) -> Hardware:
@@ -30,30 +46,28 @@ class Devices:
         assert self.hardware is not None, "the planner needs a hardware description"
         return self.hardware
 
-    def needed_bytes(self, memory: PredictedMemory) -> int:
-        """Return the bytes that a process needs, with those of allocator and process if the hardware is
-        known."""
-        return reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
+    def needed_bytes(self, memory: PredictedMemory, host: HostMemory) -> int:
+        """Return the device memory that a process needs: with that of allocator and process if the hardware
+        is known, and with what is offloaded if the device's memory is the host's."""
+        needed = reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
+        return needed + self.kept_bytes(host)
 
-    def fits(self, needed_bytes: int, host_bytes: int) -> bool:
+    def kept_bytes(self, host: HostMemory) -> int:
+        """Return the bytes of the device's memory that offloading does not free, because it is the host's."""
+        return host.activations + host.state if self.host_bytes is None else 0
+
+    def fits(self, needed_bytes: int, host: HostMemory) -> bool:
         """Whether a process that needs so much memory of its device and of its host has it."""
-        on_host = self.host_bytes is None or host_bytes <= self.host_bytes
-        return needed_bytes <= self.available_bytes and on_host
+        return needed_bytes <= self.available_bytes and not self.host_problem(host)
 
-    def host_problem(self, plan: Plan, host_bytes: int) -> str:
-        """Say what of a plan needs more host memory than there is, and what to do; "" if it is enough."""
-        if self.host_bytes is None or host_bytes <= self.host_bytes:
+    def host_problem(self, host: HostMemory) -> str:
+        """Say what needs more host memory than there is, and what to do; "" if there is enough."""
+        if self.host_bytes is None or host.total <= self.host_bytes:
             return ""
-        ways_out = {}
-        if any(unit.activation_checkpoint == "offload" for unit in plan.units):
-            ways_out["parallel.activation_checkpoint=offload"] = (
-                "offload fewer blocks (parallel.activation_checkpoint_blocks), or use full"
-            )
-        if plan.cpu_offload:
-            ways_out["parallel.cpu_offload=true"] = (
-                "shard over more processes, or set parallel.cpu_offload=false"
-            )
+        kinds = {kind: held for kind in WAYS_OUT if (held := getattr(host, kind))}
+        needs = ", ".join(f"{WAYS_OUT[kind][0]} {held / GIB:.1f}" for kind, held in kinds.items())
         return (
-            f"{' and '.join(ways_out)}: the plan needs {host_bytes / GIB:.1f} GiB of host memory per process, but "
-            f"{self.host_bytes / GIB:.1f} GiB are available for each: {'; '.join(ways_out.values())}"
+            f"this plan needs {host.total / GIB:.1f} GiB of host memory per process ({needs}), but each of "
+            f"the {self.gpus_per_node} on a node has {self.host_bytes / GIB:.1f} GiB ({self.host_source}): "
+            + "; ".join(WAYS_OUT[kind][1] for kind in kinds)
         )

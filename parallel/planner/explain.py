@@ -106,7 +106,8 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     yield (
         f"offload: a copy of the activations of {name} takes {copy_s * MILLI:.1f} ms each way, its forward "
         f"{block.forward_s * MILLI:.1f} ms and its backward {block.backward_s * MILLI:.1f} ms; "
-        f"{best.host_bytes / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for copies"
+        f"{best.host.activations / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for "
+        "copies"
     )
 
 
@@ -205,7 +206,7 @@ def _compare(other: Candidate, key: str, best: Candidate, machines: Devices) -> 
     value = _format_value(other.choices[key])
     if key == "activation_checkpoint" and _has_mixed_blocks(other):
         value += f" for {other.choices['activation_checkpoint_blocks']} blocks"
-    if other.timeline is None and other.needed_bytes <= machines.available_bytes:
+    if other.timeline is None and machines.fits(other.needed_bytes, other.host):
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
         return f"{value} does not fit ({_gib(other)} of {machines.available_bytes / GIB:.1f} GiB)"

@@ -48,8 +48,10 @@ class Target:
         """Return the devices for the planner. Processes on a CPU share its memory."""
         assert self.hardware is not None, "callers need --gpu, which is checked with the options"
         sharing = min(self.gpus, self.gpus_per_node) if self.hardware.cores else 1
-        available, host = (gib * GIB for gib in (self.hardware.memory_gib, self.hardware.host_memory_gib))
-        return Devices(int(available / sharing), self.gpus_per_node, self.hardware, int(host))
+        host = None if self.hardware.cores else int(self.hardware.host_memory_gib * GIB)
+        source = f"host_memory_gib in configs/hardware/{self.hardware.name}.yaml"
+        available = int(self.hardware.memory_gib * GIB / sharing)
+        return Devices(available, self.gpus_per_node, self.hardware, host, source)
 
 
 @dataclass(frozen=True)

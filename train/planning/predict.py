@@ -108,7 +108,8 @@ def shape_on(job: TrainingJob, world_size: int, cluster: Devices) -> RunShape:
 
 
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
-    """Return the model's workload under the plan, with its trained shares and the size of moments.
+    """Return the model's workload under the plan, with its trained shares, the size of moments, and whether
+    it is saved.
 
     Raises ConfigError if a pattern of `train.freeze` matches nothing.
     """
@@ -121,7 +122,8 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
         job.document_mask,
         cache_folder(job.parallel.compile),
     )
-    return dataclasses.replace(work, trained=trained, moment_bytes=DTYPE_BYTES[job.state_dtype])
+    moment_bytes = DTYPE_BYTES[job.state_dtype]
+    return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, saves=job.saves)
 
 
 @cache

@@ -355,14 +355,14 @@ def test_offload_needs_host_memory() -> None:
         return dataclasses.replace(machines(gib), host_bytes=int(host_gib * GIB))
 
     all_blocks = find(8, cluster(40, 21.0), **closed, activation_checkpoint_blocks=BLOCKS).best
-    assert all_blocks.host_bytes == (BLOCKS - 1) * KEPT["offload"]
+    assert all_blocks.host.activations == (BLOCKS - 1) * KEPT["offload"]
     with pytest.raises(PlanError, match=r"parallel\.activation_checkpoint=offload") as error:
         find(8, cluster(40, 16.0), **closed, activation_checkpoint_blocks=BLOCKS)
     message = str(error.value)
     assert re.search(r"20\.0 GiB of host memory per process.* 16\.0 GiB", message)
     assert re.search(r"fewer blocks \(parallel\.activation_checkpoint_blocks\), or use full$", message)
     some = find(8, cluster(500, 16.0), **closed, activation_checkpoint_blocks=5).best
-    assert some.host_bytes == 4 * KEPT["offload"]
+    assert some.host.activations == 4 * KEPT["offload"]
 
 
 def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:

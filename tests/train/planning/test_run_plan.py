@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,7 +21,7 @@ def check(available_bytes: list[int]) -> tuple[str, int, int]:
     rank, job = dist.get_rank(), parse_config([*TINY, *EAGER]).job
     planned = RunPlan(torch.device("cpu"), "CPU", plan_run(job, 2))
     with (
-        mock.patch.object(run_plan, "device_memory_bytes", return_value=available_bytes[rank]),
+        mock.patch.object(run_plan, "device_memory_bytes", return_value=(available_bytes[rank],) * 2),
         mock.patch.object(suggest, "suggest_fits", return_value=[]),  # test_resolve.py has them
         mock.patch.object(suggest, "predict_memory", wraps=predict.predict_memory) as predictions,
     ):
@@ -33,18 +32,16 @@ def check(available_bytes: list[int]) -> tuple[str, int, int]:
     return message, peak_bytes, predictions.call_count
 
 
-@pytest.mark.parametrize("poor", [0, 1])
-def test_the_rank_with_least_memory_decides_for_all(poor: int) -> None:
-    available = [8 * GIB, 8 * GIB]
-    available[poor] = 2**14
-    ((message0, _, predictions0), (message1, _, predictions1)) = run_ranks(2, check, available)
-    assert message0 == message1
-    assert "has 0.0 GiB for each" in message0
-    assert (predictions0 > 0, predictions1) == (True, 0)
+def check_each(available: list[list[int]]) -> list[tuple[str, int, int]]:
+    return [check(available_bytes) for available_bytes in available]
 
 
-def test_one_rank_asks_and_all_know() -> None:
-    (rank0, rank1) = run_ranks(2, check, [8 * GIB, 8 * GIB])
-    assert rank0[:2] == rank1[:2]
-    assert rank0[1] > 0
-    assert (rank0[2], rank1[2]) == (1, 0)
+def test_the_rank_with_least_memory_decides_for_all_and_one_rank_predicts() -> None:
+    available = [[8 * GIB, 8 * GIB], [2**14, 8 * GIB], [8 * GIB, 2**14]]
+    enough, *too_little = zip(*run_ranks(2, check_each, available), strict=True)
+    for rank0, rank1 in too_little:
+        assert rank0[0] == rank1[0]
+        assert "has 0.0 GiB for each" in rank0[0]
+    assert enough[0][:2] == enough[1][:2]
+    assert enough[0][1] > 0
+    assert [rank[2] for rank in enough] == [1, 0]
