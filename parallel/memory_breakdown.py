@@ -7,6 +7,12 @@ from collections.abc import Mapping
 GIB = 2**30
 
 
+def round_up(size_bytes: int) -> int:
+    """Return the size rounded up to a power of two, as torch allocates pinned host memory
+    (ATen/core/CachingHostAllocator.h); 0 stays 0."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryBreakdown:
     """Bytes of one rank.

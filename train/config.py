@@ -339,6 +339,7 @@ class TrainingJob:
         document_mask: attention does not cross documents
         z_loss: weight of the squared log-partition of the logits
         state_dtype: dtype of the optimizer's two moments
+        saves: checkpoints are written, and a run without the memory for it ends
     """
 
     model: ModelConfig
@@ -350,6 +351,7 @@ class TrainingJob:
     document_mask: bool
     z_loss: float
     state_dtype: Literal["float32", "bfloat16"]
+    saves: bool
 
 
 @dataclass(frozen=True)
@@ -380,6 +382,7 @@ class Config:
             document_mask=self.data.document_mask,
             z_loss=train.z_loss,
             state_dtype=self.optim.state_dtype,
+            saves=self.checkpoint.every != 0 and self.checkpoint.on_error == "stop",
         )
 
     def __post_init__(self) -> None:

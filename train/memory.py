@@ -47,11 +47,13 @@ class GarbageCollector:
             self._took_over = False
 
 
-def device_memory_bytes(device: torch.device, ranks: RankInfo) -> int:
-    """Memory available to one process: a full GPU, or its share of the node's free host memory."""
+def device_memory_bytes(device: torch.device, ranks: RankInfo) -> tuple[int, int]:
+    """Memory that is free for the tensors of one process, and all there is: of its GPU, which others may use
+    too, or of its share of the node's free host memory."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return free_host_bytes() // ranks.local_world_size
+        free, in_total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device), in_total
+    return (free_host_bytes() // ranks.local_world_size,) * 2
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:

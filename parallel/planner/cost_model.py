@@ -472,21 +472,6 @@ def sent_blocks(plan: Plan, work: ModelWorkload) -> dict[str, str]:
     return dict(pairwise(names))
 
 
-def host_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return the host memory of a rank: offloaded activations, and the state that `cpu_offload` moves. That
-    pinned memory is allocated in powers of two is not counted."""
-    sent = sum(work.modules[name].saved_bytes.at(plan.micro_batch_size) for name in sent_blocks(plan, work))
-    return int(sent) + (stored_bytes(plan, work) if plan.cpu_offload else 0)
-
-
-def stored_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return the bytes of a rank's shards of parameters, gradients and moments, without padding."""
-    parameters = sum(work.modules[name].parameters for name in plan.modules)
-    trained = trained_parameters(plan.modules, work)
-    values = DTYPE_BYTES[plan.storage_dtype] * (parameters + trained) + 2 * work.moment_bytes * trained
-    return int(values / plan.mesh.shards)
-
-
 def copy_times(plan: Plan, work: ModelWorkload, hardware: Hardware) -> Mapping[str, float]:
     """Return the seconds of one copy of each offloaded block's activations, in the order of the forward; 0
     for the last block, whose activations stay. The latency of a copy is negligible."""

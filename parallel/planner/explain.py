@@ -9,7 +9,8 @@ from typing import Any
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import MeshPlan, regathered
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.search import EQUAL, Candidate, Cluster, SearchResult
+from meshwright.parallel.planner.devices import Devices
+from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult
 from meshwright.parallel.planner.search_space import CHOICES
 from meshwright.parallel.planner.stream_simulator import OFFLOAD
 
@@ -17,7 +18,7 @@ MILLI = 1e3
 MOST_COMPARED = 3  # alternatives listed per key
 
 
-def give_reasons(choice: SearchResult, machines: Cluster, times: StepTimes) -> list[str]:
+def give_reasons(choice: SearchResult, machines: Devices, times: StepTimes) -> list[str]:
     """Return one sentence on memory, one on communication, and one per key with alternatives, which states
     the cost of the nearest other values. `times` are those of the best plan."""
     best = choice.best
@@ -38,7 +39,7 @@ def _tie(choice: SearchResult) -> Iterator[str]:
         yield f"plans within {EQUAL:.0%} of the fastest count as equal; this is the simplest of them"
 
 
-def _memory(choice: SearchResult, machines: Cluster) -> str:
+def _memory(choice: SearchResult, machines: Devices) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
         f"{tried} plans tried, {len(choice.does_not_fit)} too large for the memory and {len(choice.pruned)} "
@@ -105,7 +106,8 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     yield (
         f"offload: a copy of the activations of {name} takes {copy_s * MILLI:.1f} ms each way, its forward "
         f"{block.forward_s * MILLI:.1f} ms and its backward {block.backward_s * MILLI:.1f} ms; "
-        f"{best.host_bytes / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for copies"
+        f"{best.host.activations / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for "
+        "copies"
     )
 
 
@@ -126,7 +128,7 @@ ACCUMULATION = {
 }
 
 
-def _accumulation(choice: SearchResult, machines: Cluster) -> Iterator[str]:
+def _accumulation(choice: SearchResult, machines: Devices) -> Iterator[str]:
     """Compare the ways to accumulate gradients: the step, and the memory that is free for what they keep."""
     for key, way in ACCUMULATION.items():
         for other in _alternatives_for(choice, key):
@@ -134,7 +136,7 @@ def _accumulation(choice: SearchResult, machines: Cluster) -> Iterator[str]:
             yield f"{key}={chosen}: {_compare_accumulation(choice.best, other, key, machines, way)}"
 
 
-def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Cluster, way: _Way) -> str:
+def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Devices, way: _Way) -> str:
     """Return what the best plan saves by its value of `key`, or what the other value would."""
     assert best.timeline is not None
     available = machines.available_bytes
@@ -157,7 +159,7 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
     return f"{way.words} it would take {step_s}; {way.kept} would take {memory}"
 
 
-def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
+def _alternatives(choice: SearchResult, machines: Devices) -> Iterator[str]:
     for key in CHOICES:
         if key == "dp_replicate" or key in ACCUMULATION:  # it follows from the other degrees
             continue
@@ -199,12 +201,12 @@ def _distance(value: Any, chosen: Any) -> float:
     return abs(log(value / chosen)) if isinstance(value, int) and value and chosen else 0.0
 
 
-def _compare(other: Candidate, key: str, best: Candidate, machines: Cluster) -> str:
+def _compare(other: Candidate, key: str, best: Candidate, machines: Devices) -> str:
     """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
     value = _format_value(other.choices[key])
     if key == "activation_checkpoint" and _has_mixed_blocks(other):
         value += f" for {other.choices['activation_checkpoint_blocks']} blocks"
-    if other.timeline is None and other.needed_bytes <= machines.available_bytes:
+    if other.timeline is None and machines.fits(other.needed_bytes, other.host):
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
         return f"{value} does not fit ({_gib(other)} of {machines.available_bytes / GIB:.1f} GiB)"

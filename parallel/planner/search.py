@@ -14,15 +14,16 @@ from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
+from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
-from meshwright.parallel.planner.cost_model import StepTimes, host_bytes, step_times
+from meshwright.parallel.planner.cost_model import StepTimes, step_times
+from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.fsdp_schedule import simulate_step, step_seconds
-from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.host_memory import HostMemory, host_memory
+from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
     CHOICES,
@@ -44,16 +45,6 @@ NEAREST = 24  # plans whose memory is predicted in full if none fits, to find th
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
-    """The machines of a run: the kind of device, the number per node, and the memory available per
-    process."""
-
-    hardware: Hardware
-    gpus_per_node: int
-    available_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Candidate:
     """One legal plan.
 
@@ -65,7 +56,7 @@ class Candidate:
         lower_bound_s: seconds of a step in which all FSDP communication is hidden
         needed_bytes: memory per rank including allocator overhead; if `memory` is None, a lower bound without
             that overhead
-        host_bytes: host memory per rank
+        host: host memory per rank
         memory: by kind; None if the bounds decided without it
         timeline: the simulated step; None for a plan that does not fit or was pruned
         at_least: the number of blocks is only a lower bound; the fewest that fit are still to be found
@@ -75,7 +66,7 @@ class Candidate:
     plan: Plan
     lower_bound_s: float
     needed_bytes: int
-    host_bytes: int = 0
+    host: HostMemory = field(default_factory=HostMemory)
     memory: PredictedMemory | None = None
     timeline: Timeline | None = None
     at_least: bool = False
@@ -110,14 +101,14 @@ def search(
     config: ParallelConfig,
     model: ModelUnits,
     shape: RunShape,
-    machines: Cluster,
+    machines: Devices,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
     """Search the legal plans by branch and bound. `ranked` of the result is empty if none fits.
 
     Raises:
-        PlanError: no combination is legal (the message is that of the simplest one), or `selective_policy`
-            is invalid
+        PlanError: no combination is legal, or has the host memory (the message is that of the simplest one),
+            or `selective_policy` is invalid
     """
     if config.activation_checkpoint == "auto" and (
         mistakes := [*policy_mistakes(config.selective_policy, model.attention_ops)]
@@ -193,7 +184,7 @@ class _Search:
     config: ParallelConfig
     model: ModelUnits
     shape: RunShape
-    machines: Cluster
+    machines: Devices
     trace: Callable[[Plan], ModelWorkload]
     ranked: list[Candidate] = field(default_factory=list)
     does_not_fit: list[Candidate] = field(default_factory=list)
@@ -218,6 +209,7 @@ class _Search:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
         and for the fewest blocks that could fit."""
         mistakes: list[PlanError] = []
+        on_hosts: list[PlanError] = []
         any_legal = False
         for choices in combinations(self.config, self.shape, self.machines.gpus_per_node):
             try:
@@ -227,17 +219,17 @@ class _Search:
                 continue
             for candidate in (self._with_all_blocks(choices, plan), self._with_fewest_blocks(choices, plan)):
                 if candidate and (mistake := self._host_mistake(candidate)):
-                    mistakes.append(mistake)
+                    on_hosts.append(mistake)
                 elif candidate:
                     any_legal = True
                     yield candidate
         if not any_legal:
-            raise mistakes[0]
+            raise (on_hosts or mistakes)[0]
 
     def classify(self, candidate: Candidate) -> None:
         """Add a candidate to `ranked`, `does_not_fit` or `pruned`, and simulate it if it can be the best.
         Candidates must come in the order of their bounds, the fastest first."""
-        if not candidate.at_least and candidate.needed_bytes > self.machines.available_bytes:
+        if not candidate.at_least and not self._fits(candidate):
             self.does_not_fit.append(candidate)
         elif self._is_slower(candidate) or self._is_slower(
             candidate := self._with_simulated_bound(candidate)
@@ -257,9 +249,9 @@ class _Search:
     def evaluate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory and, if it fits, its simulated step."""
         memory = self._memory(candidate.choices, candidate.plan)
-        needed = reserved_bytes(memory, self.machines.hardware)
+        needed = self.machines.needed_bytes(memory, candidate.host)
         evaluated = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
-        if needed > self.machines.available_bytes:
+        if not self._fits(evaluated):
             return evaluated
         return dataclasses.replace(
             evaluated, timeline=simulate_step(*self._timed(candidate.choices, candidate.plan))
@@ -304,7 +296,7 @@ class _Search:
         return self.steps_s[key]
 
     def _timed(self, choices: Mapping[str, Any], plan: Plan) -> tuple[Plan, StepTimes]:
-        kind, per_node = self.machines.hardware, self.machines.gpus_per_node
+        kind, per_node = self.machines.kind, self.machines.gpus_per_node
         return plan, step_times(plan, self._work(choices, plan), kind, per_node)
 
     def _blocks(self, plan: Plan) -> int:
@@ -328,18 +320,18 @@ class _Search:
         bounds = self._bounds_of(choices, plan)
         in_order = {name: choices[name] for name in CHOICES}
         needed = bounds.needed_bytes + whole_gradient_bytes(plan, self._work(choices, plan))
-        return Candidate(in_order, plan, bounds.lower_bound_s, needed, bounds.host_bytes)
+        return Candidate(in_order, plan, bounds.lower_bound_s, needed, bounds.host)
 
     def _bounds_of(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
         key = _plan_key(choices)
         if key not in self.bounds:
             work = self._work(choices, plan)
-            times = step_times(plan, work, self.machines.hardware, self.machines.gpus_per_node)
+            times = step_times(plan, work, self.machines.kind, self.machines.gpus_per_node)
             self.bounds[key] = Bounds(
                 times,
                 times.step_lower_bound_s(plan.accumulation),
                 least_bytes(plan, work),
-                host_bytes(plan, work),
+                host_memory(plan, work),
             )
         return self.bounds[key]
 
@@ -379,8 +371,8 @@ class _Search:
         def fits(count: int) -> bool:
             choices = {**candidate.choices, "activation_checkpoint_blocks": count}
             memory = self._memory(choices, self._plan(choices))
-            needed[count] = reserved_bytes(memory, self.machines.hardware)
-            return needed[count] <= self.machines.available_bytes
+            needed[count] = self.machines.needed_bytes(memory, HostMemory())
+            return self.machines.fits(needed[count], HostMemory())  # of the device
 
         # The resharding and prefetching tried first need the least memory: the others never need fewer
         # blocks.
@@ -391,7 +383,7 @@ class _Search:
         if fits(blocks - 1):
             # the allocator reserves a share in addition to what is saved
             spare = (self.machines.available_bytes - needed[blocks - 1]) / (
-                1 + self.machines.hardware.reserved_share
+                1 + self.machines.kind.reserved_share
             )
             keeping = (*_without_gathering({**candidate.choices, "activation_checkpoint": "none"}), 0)
             saved = max(
@@ -405,19 +397,16 @@ class _Search:
         return None if self._host_mistake(settled) else settled
 
     def _host_mistake(self, candidate: Candidate) -> PlanError | None:
-        kind = self.machines.hardware
-        if (
-            candidate.choices["activation_checkpoint"] != "offload"
-            or candidate.host_bytes <= kind.host_memory_gib * GIB
-        ):
-            return None
-        return PlanError(
-            f"parallel.activation_checkpoint=offload needs {candidate.host_bytes / GIB:.1f} GiB of host "
-            f"memory per process, but {kind.host_memory_gib:g} GiB are available (host_memory_gib in "
-            f"configs/hardware/{kind.name}.yaml): offload fewer blocks "
-            f"(parallel.activation_checkpoint_blocks), or "
-            "use full"
-        )
+        """Return why the host rules a candidate out. Offloading to the device's own memory saves nothing."""
+        machines, problem = self.machines, self.machines.host_problem(candidate.host)
+        if machines.host_bytes is None and candidate.host.activations:
+            problem = (
+                f"parallel.activation_checkpoint=offload: {machines.kind.name} has no other memory: use full"
+            )
+        return PlanError(problem) if problem else None
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self.machines.fits(candidate.needed_bytes, candidate.host)
 
 
 def _without(choices: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import CP_EXCHANGES, REDUCE_GRADIENTS, Plan
 from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
 from meshwright.parallel.planner.cost_model import StepTimes
+from meshwright.parallel.planner.host_memory import HostMemory
 
 CHOICES = (
     "tp",
@@ -176,13 +177,13 @@ class Bounds:
         times: of the parts of a step
         lower_bound_s: seconds of a step in which all FSDP communication is hidden
         needed_bytes: lower bound of the memory per rank
-        host_bytes: host memory per rank
+        host: host memory per rank
     """
 
     times: StepTimes
     lower_bound_s: float
     needed_bytes: int
-    host_bytes: int
+    host: HostMemory
 
 
 def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> float:

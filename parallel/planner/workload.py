@@ -121,6 +121,7 @@ class ModelWorkload:
         logits: name of the module with the logits and the loss
         tables: bytes of the model's buffers and position tables
         moment_bytes: bytes per value of each of the optimizer's two moments
+        saves: whether checkpoints are written from copies in host memory
     """
 
     modules: Mapping[str, ModuleWorkload]
@@ -129,6 +130,7 @@ class ModelWorkload:
     logits: str
     tables: int
     moment_bytes: int = 4
+    saves: bool = False
 
     @cached_property
     def _frozen_first(self) -> frozenset[str]:

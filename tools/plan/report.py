@@ -14,9 +14,10 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.search import Candidate, Cluster, SearchResult
+from meshwright.parallel.planner.search import Candidate, SearchResult
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import memory_table
@@ -26,7 +27,7 @@ from meshwright.train.planning.auto import choose_plan
 from meshwright.train.planning.device_defaults import best_attention, best_dtype, check_attention
 from meshwright.train.planning.predict import Prediction, predict, predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import MAX_PROCESSES, Devices, check_fits, fewest_processes
+from meshwright.train.planning.suggest import MAX_PROCESSES, check_fits, fewest_processes
 
 HOUR_S, DAY_S = 3600, 86400
 
@@ -43,16 +44,14 @@ class Target:
         """Return the attention kernel and the dtype that `auto` selects there, as arguments of `plan_run`."""
         return best_attention(job, self.hardware), best_dtype(self.hardware)
 
-    def machines(self) -> Cluster:
-        """Return the cluster for the planner. Processes on a CPU share its memory."""
+    def machines(self) -> Devices:
+        """Return the devices for the planner. Processes on a CPU share its memory."""
         assert self.hardware is not None, "callers need --gpu, which is checked with the options"
         sharing = min(self.gpus, self.gpus_per_node) if self.hardware.cores else 1
-        return Cluster(self.hardware, self.gpus_per_node, int(self.hardware.memory_gib * GIB / sharing))
-
-    def devices(self) -> Devices:
-        """Return the devices for suggestions."""
-        machines = self.machines()
-        return Devices(machines.available_bytes, machines.gpus_per_node, machines.hardware)
+        host = None if self.hardware.cores else int(self.hardware.host_memory_gib * GIB)
+        source = f"host_memory_gib in configs/hardware/{self.hardware.name}.yaml"
+        available = int(self.hardware.memory_gib * GIB / sharing)
+        return Devices(available, self.gpus_per_node, self.hardware, host, source)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def make_report(job: TrainingJob, target: Target) -> PlanReport:
         machines = target.machines()
         choice = choose_plan(job, target.gpus, machines)
         plan = choice.best.plan
-        times = step_times(plan, run_workload(job, plan), machines.hardware, target.gpus_per_node)
+        times = step_times(plan, run_workload(job, plan), machines.kind, target.gpus_per_node)
         reasons = give_reasons(choice, machines, times)
     else:
         plan = plan_run(job, target.gpus, target.gpus_per_node, *target.best(job))
@@ -130,11 +129,11 @@ def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware | None)
     """Return the fewest GPUs, a power of two, that the run fits on: with any plan for plan=auto, else with
     the config's plan. Raises PlanError if there are none."""
     target = Target(gpus_per_node, gpus_per_node, hardware)
-    if gpus := fewest_processes(job, lambda n: Target(n, min(n, gpus_per_node), hardware).devices()):
+    if gpus := fewest_processes(job, lambda n: Target(n, min(n, gpus_per_node), hardware).machines()):
         return gpus
     failure = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
     raise PlanError(
-        f"--min-gpus: {failure} on 1 to {MAX_PROCESSES} {target.machines().hardware.name} with sequences of "
+        f"--min-gpus: {failure} on 1 to {MAX_PROCESSES} {target.machines().kind.name} with sequences of "
         f"{job.seq_len} tokens: reduce train.seq_len, or leave more keys at auto with "
         "--parallel.plan=auto"
     )
@@ -147,7 +146,7 @@ def _find_fit_error(job: TrainingJob, target: Target, plan: Plan) -> str:
         return ""
     try:
         name = f"{target.hardware.name}, without allocator and process overhead,"
-        check_fits(job, plan, target.devices(), name)
+        check_fits(job, plan, target.machines(), name)
     except PlanError as error:
         return str(error)
     return ""
@@ -318,12 +317,12 @@ def _verdict(report: PlanReport, prediction: Prediction) -> str:
         return f"does not fit: {report.fit_error}"
     machines = report.target.machines()
     return (
-        f"fits {machines.hardware.name}: {prediction.reserved_bytes / GIB:.1f} of "
+        f"fits {machines.kind.name}: {prediction.reserved_bytes / GIB:.1f} of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator and process overhead"
     )
 
 
-def _others(job: TrainingJob, choice: SearchResult, machines: Cluster) -> Iterator[str]:
+def _others(job: TrainingJob, choice: SearchResult, machines: Devices) -> Iterator[str]:
     """Yield tables of the runners-up and of the smallest plans that do not fit."""
     runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
     too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))

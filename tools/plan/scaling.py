@@ -10,12 +10,13 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.tools.cli import format_table
 from meshwright.tools.plan.report import Target, needed_gib, seconds, time_to_train
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import describe_choices
-from meshwright.train.planning.predict import Prediction, predict, search_plans
+from meshwright.train.planning.predict import Prediction, predict, predict_memory, run_workload, search_plans
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.suggest import MAX_PROCESSES
 
@@ -88,15 +89,16 @@ def _config_row(job: TrainingJob, target: Target) -> ScalingRow:
         plan = plan_run(job, target.gpus, target.gpus_per_node, *target.best(job))
     except PlanError as error:
         return ScalingRow(target.gpus, reason=_first_line(error))
-    row, available = _predicted(job, target, plan), target.machines().available_bytes
-    if row.prediction and row.prediction.reserved_bytes > available:
-        needed = f"{row.prediction.reserved_bytes / GIB:.1f} of {available / GIB:.1f} GiB"
-        return ScalingRow(target.gpus, reason=f"does not fit: needs {needed}")
-    return row
+    machines, host = target.machines(), host_memory(plan, run_workload(job, plan))
+    needed = machines.needed_bytes(predict_memory(job, plan), host)
+    if machines.fits(needed, host):
+        return _predicted(job, target, plan)
+    of_device = f"needs {needed / GIB:.1f} of {machines.available_bytes / GIB:.1f} GiB"
+    return ScalingRow(target.gpus, reason=f"does not fit: {machines.host_problem(host) or of_device}")
 
 
 def _predicted(job: TrainingJob, target: Target, plan: Plan) -> ScalingRow:
-    return ScalingRow(target.gpus, plan, predict(job, plan, target.machines().hardware, target.gpus_per_node))
+    return ScalingRow(target.gpus, plan, predict(job, plan, target.machines().kind, target.gpus_per_node))
 
 
 def _first_line(error: PlanError) -> str:

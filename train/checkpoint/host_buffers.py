@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.memory_breakdown import GIB, round_up
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,10 @@ class HostMemoryRequest:
 
 
 def copy_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the host memory that copies of the tensors take. Copies of GPU tensors are pinned, and torch's
-    allocator of pinned memory rounds each up to a power of two (ATen/core/CachingHostAllocator.h)."""
+    """Return the host memory that copies of the tensors take. Copies of GPU tensors are pinned."""
     return sum(
         tensor.nbytes if tensor.device.type == "cpu" else round_up(tensor.nbytes) for tensor in tensors
     )
-
-
-def round_up(size_bytes: int) -> int:
-    """Return the size rounded up to a power of two; 0 stays 0."""
-    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
 def describe_missing(requests: Sequence[HostMemoryRequest]) -> str:

@@ -19,7 +19,7 @@ from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import OutOfMemory
-from meshwright.train.memory import device_memory_bytes, peak_resident_bytes
+from meshwright.train.memory import free_host_bytes, peak_resident_bytes
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
 # The other ranks wait this long, so that rank 0 prints its message before torchrun ends all ranks.
@@ -94,8 +94,10 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
     """Yield the predicted memory and the changes that would free most; if computing them fails, which it does
     without free memory, one line with the error."""
     try:
-        from meshwright.train.planning.predict import predict_memory  # late: only a failed run needs it
-        from meshwright.train.planning.suggest import Devices, suggest_savings
+        from meshwright.parallel.planner.devices import Devices  # late: only a failed run needs it
+        from meshwright.parallel.planner.host_memory import host_memory
+        from meshwright.train.planning.predict import predict_memory, run_workload
+        from meshwright.train.planning.suggest import suggest_savings
 
         predicted = predict_memory(job, plan)
         yield _in_gib(
@@ -106,7 +108,9 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
             if device.type == "cpu"
             else find_hardware(torch.cuda.get_device_name(device))
         )
-        devices = Devices(device_memory_bytes(device, ranks), ranks.local_world_size, kind)
+        held = host_memory(plan, run_workload(job, plan)).total
+        host = None if device.type == "cpu" else held + free_host_bytes() // ranks.local_world_size
+        devices = Devices(0, ranks.local_world_size, kind, host)
         for change in suggest_savings(job, plan, devices):
             yield f"would help: {change.describe()}"
         if job.parallel.plan not in ("manual", "auto"):

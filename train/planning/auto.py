@@ -10,18 +10,19 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.search import Cluster, SearchResult
+from meshwright.parallel.planner.search import SearchResult
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.memory import device_memory_bytes, peak_resident_bytes
+from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.planning.device_defaults import dtype_on_device
 from meshwright.train.planning.predict import Prediction, predict, run_workload, search_plans
 from meshwright.train.planning.resolve import check_device_support
-from meshwright.train.planning.suggest import Devices, suggest_fits
+from meshwright.train.planning.suggest import suggest_fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +36,22 @@ class AutoPlan:
     timeline: Timeline
 
 
-def choose_for_device(job: TrainingJob, ranks: RankInfo, device: torch.device, kind: Hardware) -> AutoPlan:
-    """Choose the plan for the processes of this run, on this device of that kind with its available memory.
-    Raises PlanError if no plan fits."""
+def choose_for_device(job: TrainingJob, ranks: RankInfo, device: torch.device, machines: Devices) -> AutoPlan:
+    """Choose the plan for the processes of this run, on such devices. Raises PlanError if no plan fits."""
     parallel = job.parallel
     if parallel.param_dtype == "auto":
         parallel = dataclasses.replace(parallel, param_dtype=dtype_on_device(device))
-    if kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
-        kind = dataclasses.replace(
-            kind, cores=min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
-        )
+    if machines.kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
+        cores = min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
+        machines = dataclasses.replace(machines, hardware=dataclasses.replace(machines.kind, cores=cores))
         parallel = dataclasses.replace(parallel, cpu_offload=False)
     on_device = dataclasses.replace(job, parallel=parallel)
-    machines = Cluster(kind, ranks.local_world_size, device_memory_bytes(device, ranks))
     choice = choose_plan(on_device, ranks.world_size, machines)
     plan = choice.best.plan
     check_device_support(job, plan, device)
-    predicted = predict(job, plan, machines.hardware, ranks.local_world_size)
-    times = step_times(plan, run_workload(job, plan), machines.hardware, ranks.local_world_size)
-    reasons = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
+    predicted = predict(job, plan, machines.kind, ranks.local_world_size)
+    times = step_times(plan, run_workload(job, plan), machines.kind, ranks.local_world_size)
+    reasons = (_headline(predicted, machines.kind), *give_reasons(choice, machines, times))
     figures = {
         "step_time_s": predicted.timeline.step_s,
         "peak_memory_gib": _measured_peak(predicted, device) / GIB,
@@ -83,15 +81,14 @@ def _measured_peak(predicted: Prediction, device: torch.device) -> int:
     return max(predicted.reserved_bytes, peak_resident_bytes())
 
 
-def choose_plan(job: TrainingJob, world_size: int, machines: Cluster) -> SearchResult:
+def choose_plan(job: TrainingJob, world_size: int, machines: Devices) -> SearchResult:
     """Return the ranked plans of the job. Raises PlanError if none is legal, or if none fits, then with
     changes that fit."""
     choice = search_plans(job, world_size, machines)
     if choice.ranked:
         return choice
     nearest = choice.does_not_fit[0]
-    devices = Devices(machines.available_bytes, machines.gpus_per_node, machines.hardware)
-    suggestions = suggest_fits(job, world_size, devices)
+    suggestions = suggest_fits(job, world_size, machines)
     raise PlanError(
         f"parallel.plan=auto: none of {len(choice.does_not_fit)} plans fits. A process has "
         f"{machines.available_bytes / GIB:.1f} GiB, but the leanest plan needs at least "

@@ -9,10 +9,11 @@ from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import Cluster, SearchResult, check_legal, least_memory, search
+from meshwright.parallel.planner.search import SearchResult, check_legal, least_memory, search
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -72,7 +73,7 @@ def predict_memory(job: TrainingJob, plan: Plan) -> PredictedMemory:
     return predict_step_memory(plan, run_workload(job, plan))
 
 
-def search_plans(job: TrainingJob, world_size: int, cluster: Cluster) -> SearchResult:
+def search_plans(job: TrainingJob, world_size: int, cluster: Devices) -> SearchResult:
     """Search all legal plans of the job on `world_size` processes of a cluster. Raises PlanError if there are
     none."""
     model, shape = model_units(job.model), shape_on(job, world_size, cluster)
@@ -82,11 +83,11 @@ def search_plans(job: TrainingJob, world_size: int, cluster: Cluster) -> SearchR
 def check_legal_plans(job: TrainingJob, world_size: int, kind: Hardware, per_node: int) -> None:
     """Raise PlanError if the job has no legal plan. Takes no measurements: of a machine of this `kind` only
     the kernels and dtypes count."""
-    shape = shape_on(job, world_size, Cluster(kind, per_node, 0))
+    shape = shape_on(job, world_size, Devices(0, per_node, kind))
     check_legal(job.parallel, model_units(job.model), shape, per_node)
 
 
-def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len: int) -> SearchResult:
+def search_leanest(job: TrainingJob, world_size: int, cluster: Devices, seq_len: int) -> SearchResult:
     """Search the plans that need the least memory, with sequences of `seq_len` tokens."""
     model = model_units(job.model)
     parallel, shape = least_memory(job.parallel, shape_on(job, world_size, cluster), len(model.checkpointed))
@@ -94,14 +95,15 @@ def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len:
     return search(parallel, model, shape, cluster, lambda plan: run_workload(job, plan).shortened(seq_len))
 
 
-def shape_on(job: TrainingJob, world_size: int, cluster: Cluster) -> RunShape:
+def shape_on(job: TrainingJob, world_size: int, cluster: Devices) -> RunShape:
     """Return the sizes that the planner makes plans for."""
-    kind, per_node = cluster.hardware, min(cluster.gpus_per_node, world_size)
+    kind, per_node = cluster.kind, min(cluster.gpus_per_node, world_size)
     return make_shape(job, world_size, per_node, best_attention(job, kind), best_dtype(kind))
 
 
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
-    """Return the model's workload under the plan, with its trained shares and the size of moments.
+    """Return the model's workload under the plan, with its trained shares, the size of moments, and whether
+    it is saved.
 
     Raises ConfigError if a pattern of `train.freeze` matches nothing.
     """
@@ -114,7 +116,8 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
         job.document_mask,
         cache_folder(job.parallel.compile),
     )
-    return dataclasses.replace(work, trained=trained, moment_bytes=DTYPE_BYTES[job.state_dtype])
+    moment_bytes = DTYPE_BYTES[job.state_dtype]
+    return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, saves=job.saves)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Resolves or chooses the plan of a run and checks it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -8,17 +8,20 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.console import Console
 from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.process_group import init_distributed
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
-from meshwright.train.memory import device_memory_bytes
+from meshwright.train.memory import device_memory_bytes, free_host_bytes
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.resolve import plan_on_device
 
 if TYPE_CHECKING:
+    from meshwright.parallel.planner.devices import Devices
+    from meshwright.parallel.planner.hardware import Hardware
     from meshwright.parallel.planner.timeline import Timeline
 
 
@@ -71,10 +74,30 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
     """
     if planned.peak_bytes is not None:  # the planner has checked it
         return planned
-    available = torch.tensor(device_memory_bytes(planned.device, ranks))
-    dist.all_reduce(available, op=dist.ReduceOp.MIN)
-    peak_bytes = broadcast_from_rank0(ranks, lambda: _needed_bytes(job, planned, ranks, int(available)))
+    smallest = _smallest_memory(planned.device, ranks)
+    peak_bytes = broadcast_from_rank0(ranks, lambda: _needed_bytes(job, planned, ranks, smallest))
     return replace(planned, peak_bytes=peak_bytes)
+
+
+def _smallest_memory(device: torch.device, ranks: RankInfo) -> list[int]:
+    """Return the free and the total device memory of a process, and the host memory for it, in bytes, each of
+    the rank that has the least. Every rank calls it."""
+    host = free_host_bytes() // ranks.local_world_size
+    smallest = torch.tensor([*device_memory_bytes(device, ranks), host])
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return list(map(int, smallest))
+
+
+def _devices(
+    device: torch.device, ranks: RankInfo, kind: "Hardware | None", smallest: Sequence[int]
+) -> "Devices":
+    """Return the devices of this run. What a process takes of a GPU before its tensors is part of its needs,
+    if the kind is known, so it is not taken off what is free."""
+    from meshwright.parallel.planner.devices import Devices
+
+    free, in_total, host = smallest
+    available = min(in_total, free + (round(kind.reserved_gib * GIB) if kind else 0))
+    return Devices(available, ranks.local_world_size, kind, None if device.type == "cpu" else host)
 
 
 def _choose(
@@ -97,18 +120,22 @@ def _choose(
         kind = measured.hardware
         console.print(f"planner: {measured.line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, kind))
+    machines = _devices(device, ranks, kind, _smallest_memory(device, ranks))
+    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, machines))
     return RunPlan(device, device_name, **vars(chosen))
 
 
-def _needed_bytes(job: TrainingJob, planned: RunPlan, ranks: RankInfo, available_bytes: int) -> int:
+def _needed_bytes(job: TrainingJob, planned: RunPlan, ranks: RankInfo, smallest: Sequence[int]) -> int:
     from meshwright.parallel.planner.hardware import find_hardware
-    from meshwright.train.planning.suggest import Devices, check_fits
+    from meshwright.train.planning.suggest import check_fits
 
     # On a CPU, host memory is the device memory: cpu_offload saves nothing.
     plan = planned.plan
     if planned.device.type == "cpu":
         plan = replace(plan, cpu_offload=False)
         job = replace(job, parallel=replace(job.parallel, cpu_offload=False))
-    devices = Devices(available_bytes, ranks.local_world_size, find_hardware(planned.device_name))
-    return check_fits(job, plan, devices, planned.device_name).peak_bytes
+    devices = _devices(planned.device, ranks, find_hardware(planned.device_name), smallest)
+    in_total_gib, name = smallest[1] / GIB, planned.device_name
+    if (used_gib := in_total_gib - devices.available_bytes / GIB) > 0.05:
+        name += f" ({in_total_gib:.1f} GiB, {used_gib:.1f} in use before this run allocates)"
+    return check_fits(job, plan, devices, name).peak_bytes

@@ -11,9 +11,9 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import Cluster
+from meshwright.parallel.planner.devices import Devices
+from meshwright.parallel.planner.host_memory import HostMemory, host_memory
+from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
@@ -27,26 +27,6 @@ MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
 SHOWN = 3  # number of savings that are suggested
 WORTH = 0.01  # share of the peak: a change that frees less is not suggested
 RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices of a run.
-
-    Args:
-        available_bytes: of each process
-        gpus_per_node: processes that share a node
-        hardware: the kind of device; None if no file in configs/hardware describes it
-    """
-
-    available_bytes: int
-    gpus_per_node: int
-    hardware: Hardware | None = None
-
-    def needed_bytes(self, memory: PredictedMemory) -> int:
-        """Return the bytes that a process needs, with those of allocator and process if the hardware is
-        known."""
-        return reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -84,21 +64,28 @@ class Suggestion:
 
 def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str) -> PredictedMemory:
     """Return the plan's predicted memory. Raises PlanError, with the nearest changes that fit, if a process
-    needs more than it has."""
-    memory = predict_memory(job, plan)
-    needed = devices.needed_bytes(memory)
-    if needed <= devices.available_bytes:
+    needs more of its device's or its host's memory than it has."""
+    memory, host = predict_memory(job, plan), host_memory(plan, run_workload(job, plan))
+    needed = devices.needed_bytes(memory, host)
+    if devices.fits(needed, host):
         return memory
-    parts = memory.at_peak.gib() | {"allocator and process": (needed - memory.peak_bytes) / GIB}
-    kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in parts.items() if gib > 0.05)
+    if needed > devices.available_bytes:
+        offloaded = devices.kept_bytes(host)
+        parts = memory.at_peak.gib() | {
+            "offloaded within it": offloaded / GIB,
+            "allocator and process": (needed - memory.peak_bytes - offloaded) / GIB,
+        }
+        kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in parts.items() if gib > 0.05)
+        problem = (
+            f"this plan needs {needed / GIB:.1f} GiB per process, but {device_name} has "
+            f"{devices.available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
+        )
+    else:
+        problem = f"{devices.host_problem(host)}.\n"
     # the dtype that auto resolves to on this device
     parallel = dataclasses.replace(job.parallel, param_dtype=plan.units[0].param_dtype)
     fits = suggest_fits(dataclasses.replace(job, parallel=parallel), plan.mesh.world_size, devices)
-    raise PlanError(
-        f"this plan needs {needed / GIB:.1f} GiB per process, but {device_name} has "
-        f"{devices.available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
-        + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits)
-    )
+    raise PlanError(problem + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits))
 
 
 def fewest_processes(job: TrainingJob, devices_of: Callable[[int], Devices]) -> int:
@@ -185,18 +172,17 @@ def _needed_bytes(
             best_dtype(devices.hardware),
         )
         work = run_workload(job, plan).shortened(seq_len or job.seq_len)
-        needed = devices.needed_bytes(predict_step_memory(plan, work))
+        host = host_memory(plan, work)
+        needed = devices.needed_bytes(predict_step_memory(plan, work), host)
     except PlanError:
         return None
-    return needed if needed <= devices.available_bytes else None
+    return needed if devices.fits(needed, host) else None
 
 
 def _leanest_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
     """Return the bytes that the best plan for parallel.plan=auto needs, from a search in which all open keys
     except tp have the values that need the least memory; None if none fits."""
-    assert devices.hardware is not None, "the planner needs a hardware description"
-    cluster = Cluster(devices.hardware, devices.gpus_per_node, devices.available_bytes)
-    ranked = search_leanest(job, processes, cluster, seq_len).ranked
+    ranked = search_leanest(job, processes, devices, seq_len).ranked
     return ranked[0].needed_bytes if ranked else None
 
 
@@ -204,7 +190,8 @@ def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:
     """Whether parameters and both moments alone fit: a quick test without tracing the model."""
     bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
     held = bytes_each * source_of(job.model).parameters / processes
-    return bool(job.freeze) or job.parallel.cpu_offload or held < devices.available_bytes
+    host = HostMemory(state=int(held)) if job.parallel.cpu_offload else HostMemory()
+    return bool(job.freeze) or devices.fits(0 if job.parallel.cpu_offload else int(held), host)
 
 
 def _recomputing(job: TrainingJob) -> Iterator[Mapping[str, object]]:
@@ -239,14 +226,15 @@ def suggest_savings(job: TrainingJob, plan: Plan, devices: Devices) -> list[Sugg
     Data, model and global batch stay the same.
     """
     current = _as_keys(job, plan)
-    peak_bytes, step_s = _estimate(current, plan.mesh.world_size, devices)
+    peak_bytes, step_s, _ = _estimate(current, plan.mesh.world_size, devices)
     suggestions = []
     for keys in _changes_of_single_keys(current, plan):
         try:
-            needed_bytes, changed_s = _estimate(with_keys(current, keys), plan.mesh.world_size, devices)
+            changed = with_keys(current, keys)
+            needed_bytes, changed_s, host = _estimate(changed, plan.mesh.world_size, devices)
         except (PlanError, ValueError):  # not a legal plan
             continue
-        if peak_bytes - needed_bytes > WORTH * peak_bytes:
+        if peak_bytes - needed_bytes > WORTH * peak_bytes and not devices.host_problem(host):
             time_known = "parallel.cpu_offload" not in keys  # the predicted step time excludes its copies
             slower = changed_s / step_s - 1 if step_s and changed_s and time_known else None
             freed_bytes = peak_bytes - needed_bytes
@@ -254,13 +242,15 @@ def suggest_savings(job: TrainingJob, plan: Plan, devices: Devices) -> list[Sugg
     return sorted(suggestions, key=lambda suggestion: -(suggestion.freed_bytes or 0))[:SHOWN]
 
 
-def _estimate(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, float | None]:
-    """Return the peak bytes of a process, and the seconds of a step if the hardware is known, else None."""
+def _estimate(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, float | None, HostMemory]:
+    """Return the peak bytes of a process on its device, the seconds of a step if the hardware is known, else
+    None, and the host memory."""
     plan = plan_run(job, processes, devices.gpus_per_node)
+    host = host_memory(plan, run_workload(job, plan))
     if devices.hardware is None:
-        return predict_memory(job, plan).peak_bytes, None
+        return predict_memory(job, plan).peak_bytes + devices.kept_bytes(host), None, host
     predicted = predict(job, plan, devices.hardware, devices.gpus_per_node)
-    return predicted.memory.peak_bytes, predicted.timeline.step_s
+    return predicted.memory.peak_bytes + devices.kept_bytes(host), predicted.timeline.step_s, host
 
 
 def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[str, object]]:

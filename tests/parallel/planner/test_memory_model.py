@@ -10,8 +10,9 @@ from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, Predicted
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner import allocator, memory_model
-from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
+from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
@@ -217,7 +218,7 @@ def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() ->
     work, keys = make_work(n_blocks=5), {"n_blocks": 5, "activation_checkpoint": "offload"}
     plan = make(2, **keys)
     assert sent_blocks(plan, work) == {f"layers.{i}": f"layers.{i + 1}" for i in range(4)}
-    assert host_bytes(plan, work) == 4 * KEPT
+    assert host_memory(plan, work) == HostMemory(4 * KEPT)
     assert predict(2, work=work, **keys).memory.activations == 5 + KEPT + 300, (
         "as with two blocks without offload"
     )
@@ -232,10 +233,15 @@ def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() ->
 def test_what_is_sent_needs_no_backward_of_its_own() -> None:
     work = dataclasses.replace(make_work(n_blocks=5), trained={"embed": 0.0, "layers.0": 0.0})
     plan = make(2, n_blocks=5, activation_checkpoint="offload")
-    assert host_bytes(plan, work) == 3 * KEPT
+    assert host_memory(plan, work) == HostMemory(3 * KEPT)
     offloaded = make(2, n_blocks=5, activation_checkpoint="offload", cpu_offload=True)
-    assert (
-        host_bytes(offloaded, make_work(n_blocks=5)) == 4 * KEPT + 4 * (EMBEDDING + 5 * BLOCK + HEAD) * 4 // 2
+    halves = [values // 2 for values in (EMBEDDING, *[BLOCK] * 5, HEAD)]
+    pinned = sum(2 ** (4 * values - 1).bit_length() for values in halves)  # parameters, and again gradients
+    assert host_memory(offloaded, make_work(n_blocks=5)) == HostMemory(4 * KEPT, 2 * pinned + 8 * sum(halves))
+    saved = dataclasses.replace(make_work(n_blocks=5), saves=True)
+    assert host_memory(make(2, n_blocks=5), saved) == HostMemory(copies=3 * pinned)
+    assert host_memory(make(4, n_blocks=5, dp_replicate=2, dp_shard=2), saved) == HostMemory(
+        copies=3 * pinned // 2
     )
 
 

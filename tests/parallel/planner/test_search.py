@@ -14,11 +14,12 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
+from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import EQUAL, Candidate, Cluster, SearchResult, search
+from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
@@ -68,15 +69,15 @@ MODEL = ModelUnits(
 BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_modules": ("attention",)}
 
 
-def machines(gib: float = 79.1, per_node: int = 8) -> Cluster:
-    return Cluster(load_hardware()["h100-sxm"], per_node, int(gib * GIB))
+def machines(gib: float = 79.1, per_node: int = 8) -> Devices:
+    return Devices(int(gib * GIB), per_node, load_hardware()["h100-sxm"], 200 * GIB)
 
 
 FOUND: dict[str, SearchResult] = {}  # of this file's tests, which ask several times for the same
 
 
 def find(
-    gpus: int, cluster: Cluster | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
+    gpus: int, cluster: Devices | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
 ) -> SearchResult:
     cluster = cluster or machines()
     asked = repr((gpus, cluster, batch, micro, sorted(keys.items())))
@@ -91,8 +92,8 @@ def tried_in(choice: SearchResult) -> list[Candidate]:
     return [*choice.ranked, *choice.does_not_fit, *choice.pruned]
 
 
-def times_of(plan: Plan, cluster: Cluster) -> StepTimes:
-    return step_times(plan, trace(plan), cluster.hardware, cluster.gpus_per_node)
+def times_of(plan: Plan, cluster: Devices) -> StepTimes:
+    return step_times(plan, trace(plan), cluster.kind, cluster.gpus_per_node)
 
 
 def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -> None:
@@ -100,7 +101,7 @@ def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -
     choice = find(8)
     best = choice.best
     assert best.memory == predict_step_memory(best.plan, trace(best.plan))
-    assert best.needed_bytes == reserved_bytes(best.memory, cluster.hardware) <= cluster.available_bytes
+    assert best.needed_bytes == reserved_bytes(best.memory, cluster.kind) <= cluster.available_bytes
     assert max(c.rate() for c in choice.ranked) * (1 - EQUAL) <= choice.best.rate()
     assert all(c.needed_bytes > cluster.available_bytes for c in choice.does_not_fit)
     rest = [c.rate() for c in choice.ranked[1:]]
@@ -158,14 +159,14 @@ def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
         assert [u.activation_checkpoint for u in plan.units[1:-1]] == [value] + ["none"] * (BLOCKS - 1)
 
 
-def slow_network(gib: float = 79.1) -> Cluster:
+def slow_network(gib: float = 79.1) -> Devices:
     """Nodes with 10 GB/s, as 8 processes per node on 80 Gb/s have."""
     fast = machines(gib)
     network = dataclasses.replace(fast.hardware.network, gb_s=10.0)
     return dataclasses.replace(fast, hardware=dataclasses.replace(fast.hardware, network=network))
 
 
-def find_accumulating(cluster: Cluster, **keys: Any) -> SearchResult:
+def find_accumulating(cluster: Devices, **keys: Any) -> SearchResult:
     """Search on 16 GPUs, with 16 micro batches per step."""
     keys |= {"dp_replicate": 1, "tp": 1, "activation_checkpoint": "full"}
     return find(16, cluster, batch=256, micro=1, **keys)
@@ -200,11 +201,11 @@ def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
     )
 
 
-def reasons(choice: SearchResult, cluster: Cluster) -> list[str]:
+def reasons(choice: SearchResult, cluster: Devices) -> list[str]:
     return give_reasons(choice, cluster, times_of(choice.best.plan, cluster))
 
 
-def reason(choice: SearchResult, cluster: Cluster, key: str) -> str:
+def reason(choice: SearchResult, cluster: Devices, key: str) -> str:
     (line,) = [line for line in reasons(choice, cluster) if line.startswith(f"{key}=")]
     return line
 
@@ -350,20 +351,18 @@ def test_offload_needs_host_memory() -> None:
     frees enough device memory."""
     closed = {"micro": 1, "tp": 1, "activation_checkpoint": "offload"}
 
-    def cluster(gib: float, host_gib: float) -> Cluster:
-        hardware = dataclasses.replace(machines().hardware, host_memory_gib=host_gib)
-        return dataclasses.replace(machines(gib), hardware=hardware)
+    def cluster(gib: float, host_gib: float) -> Devices:
+        return dataclasses.replace(machines(gib), host_bytes=int(host_gib * GIB))
 
     all_blocks = find(8, cluster(40, 21.0), **closed, activation_checkpoint_blocks=BLOCKS).best
-    assert all_blocks.host_bytes == (BLOCKS - 1) * KEPT["offload"]
+    assert all_blocks.host.activations == (BLOCKS - 1) * KEPT["offload"]
     with pytest.raises(PlanError, match=r"parallel\.activation_checkpoint=offload") as error:
         find(8, cluster(40, 16.0), **closed, activation_checkpoint_blocks=BLOCKS)
     message = str(error.value)
-    assert re.search(r"20\.0 GiB of host memory per process.* 16 GiB", message)
-    assert "host_memory_gib in configs/hardware/h100-sxm.yaml" in message
+    assert re.search(r"20\.0 GiB of host memory per process.* 16\.0 GiB", message)
     assert re.search(r"fewer blocks \(parallel\.activation_checkpoint_blocks\), or use full$", message)
     some = find(8, cluster(500, 16.0), **closed, activation_checkpoint_blocks=5).best
-    assert some.host_bytes == 4 * KEPT["offload"]
+    assert some.host.activations == 4 * KEPT["offload"]
 
 
 def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:

@@ -6,11 +6,12 @@ from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning import suggest
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
-from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.predict import predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.suggest import (
     Devices,
@@ -49,7 +50,7 @@ SAMPLED = [pytest.mark.slow, pytest.mark.sampled(5)]
 @pytest.mark.parametrize(
     ("gpus", "devices", "keys"),
     [
-        pytest.param(8, Devices(40 * GIB, 8), [], id="eight"),
+        pytest.param(8, Devices(40 * GIB, 8, None, 64 * GIB), [], id="eight"),
         pytest.param(
             8, Devices(12 * GIB, 8), ["--parallel.activation_checkpoint=full"], id="recomputed", marks=SAMPLED
         ),
@@ -60,7 +61,7 @@ SAMPLED = [pytest.mark.slow, pytest.mark.sampled(5)]
         ),
         pytest.param(
             8,
-            Devices(27 * GIB // 2, 8, H100),
+            Devices(27 * GIB // 2, 8, H100, 64 * GIB),
             OFFLOADED,
             id="not in proportion to the sequence",
             marks=SAMPLED,
@@ -79,9 +80,12 @@ def test_every_change_really_fits(gpus: int, devices: Devices, keys: list[str]) 
     assert len(set(lines)) == len(lines) > 0
     for change in changes:
         changed_job, count = changed(job, change), change.processes or gpus
-        memory = predict_memory(changed_job, plan_run(changed_job, count, 8, *best))
-        needed = devices.needed_bytes(memory)
-        assert needed == change.needed_bytes <= devices.available_bytes, change.describe()
+        changed_plan = plan_run(changed_job, count, 8, *best)
+        memory = predict_memory(changed_job, changed_plan)
+        host = host_memory(changed_plan, run_workload(changed_job, changed_plan))
+        needed = devices.needed_bytes(memory, host)
+        assert needed == change.needed_bytes, change.describe()
+        assert devices.fits(needed, host), change.describe()
         assert (needed > memory.peak_bytes) == bool(devices.hardware)
         if change.config:
             assert count_parameters(changed_job.model).total < count_parameters(job.model).total
