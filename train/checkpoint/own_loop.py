@@ -1,6 +1,7 @@
 """Checkpoints for a training loop of one's own: any model with a plan applied, any torch.optim."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,14 @@ def load(
     """Load the newest intact checkpoint of `folder`, of any mesh, into model and optimizer: the parameters,
     the optimizer's state as it was, and the numbers of its parameter groups (set others afterwards). Every
     rank calls it. Returns the step and the `extra` that it was saved with; None if there is no checkpoint.
+    Warns of checkpoints that it skipped, because they are damaged.
 
     The model's tensors must be allocated (`materialize` or `load_weights`). Raises CheckpointError if the
     checkpoint is of another model, or of an optimizer with other groups of parameters.
     """
     start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info())
-    put_damaged_aside(start, ranks)
+    for line in put_damaged_aside(start, ranks):
+        warnings.warn(line, stacklevel=2)
     if start.checkpoint is None or start.manifest is None:
         return None
     create_state(sharded.model, optimizer)
@@ -76,8 +79,8 @@ def load(
     if OPTIMIZER in start.manifest.files:
         set_groups(start.checkpoint / OPTIMIZER, sharded.model, optimizer)
     known = EXTRA in start.manifest.files  # not in a checkpoint of train.main
-    extra = json.loads((start.checkpoint / EXTRA).read_text(encoding="utf-8")) if known else {}
-    return start.manifest.position.step, extra
+    text = (start.checkpoint / EXTRA).read_text(encoding="utf-8") if known else "{}"
+    return start.manifest.position.step, json.loads(text)
 
 
 def set_groups(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

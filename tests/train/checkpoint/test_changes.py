@@ -63,7 +63,7 @@ def test_every_key_of_the_config_has_its_effect(group: None, tmp_path: Path) -> 
     rng, before = random.Random(seed), Config(model=LlamaConfig(rope_scaling=RopeScaling()))
     (tmp_path / "config.yaml").write_text(config_to_yaml(before))
     keys = [key.removeprefix(".") for key, _, _ in keys_of(before, "") if key != ".checkpoint.changed_model"]
-    for count in (3, 6, 6, 6):
+    for count in (3, 6, 6):
         chosen, config = rng.sample(keys, count), copy.deepcopy(before)
         for key in chosen:
             change(config, key, rng)
@@ -99,19 +99,12 @@ def test_a_shorter_context_is_the_same_model_and_another_argument_of_a_factory_i
         compare(FactoryConfig(factory), FactoryConfig(factory))
 
 
-def test_a_resume_refuses_another_model_and_describes_other_changes_in_one_line(tmp_path: Path) -> None:
+def test_a_resume_describes_all_changes_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a line of a text\n" * 800)
     data = [f"--data.source={tmp_path / 'a.txt'}", f"--data.cache_dir={tmp_path / 'cache'}"]
     same = [*TINY, *EAGER, *data, "--checkpoint.every=2", f"--run.dir={tmp_path / 'run'}"]
     assert run(1, *same, "--train.steps=2", "--train.global_batch_size=-1").returncode == 0
     other = [*same, "--train.steps=3", "--model.n_heads=2", "--model.n_kv_heads=1", "--model.rope_theta=1e6"]
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.yaml")}
-    refused = run(1, *other)
-    assert refused.returncode == 2
-    assert re.search(
-        r"n_heads=2 \(saved: 4\); .*n_kv_heads=1 .*rope_theta=1000000.0 \(saved: 500000.0\)", refused.stderr
-    )
-    assert {path: path.read_bytes() for path in before} == before
     changes = ["--run.seed=3", "--optim.lr=1e-3", "--checkpoint.changed_model=true", "--metrics.every=5"]
     done = run(1, *other, *changes)
     (line,) = re.findall(r"changed since the checkpoint: (.*)", done.stdout)

@@ -1,6 +1,7 @@
 """mw.save and mw.load in a loop of one's own."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def test_what_is_loaded_is_what_was_saved_and_a_save_deletes_only_what_it_was_to
         assert [step_of(path) for path in list_checkpoints(tmp_path)] == sorted(kept)
 
 
-def test_an_optimizer_with_other_groups_and_a_negative_keep_are_refused(group: None, tmp_path: Path) -> None:
+def test_other_groups_and_a_negative_keep_are_refused_and_what_is_skipped_is_named(
+    group: None, tmp_path: Path
+) -> None:
     sharded, model, optimizer = build(random.Random(0))
     with pytest.raises(ValueError, match=r"mw\.save\.keep=-1 must be"):
         mw.save(tmp_path, sharded, optimizer, 1, keep=-1)
@@ -83,5 +86,9 @@ def test_an_optimizer_with_other_groups_and_a_negative_keep_are_refused(group: N
     mw.save(tmp_path, sharded, optimizer, 1)
     optimizer.zero_grad()
     regrouped = torch.optim.AdamW([p for group in optimizer.param_groups for p in group["params"]])
-    with pytest.raises(CheckpointError, match=r"optimizer\.json has other groups .* saved with$"):
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003")
+    with (
+        pytest.warns(UserWarning, match=r"skipped: .*step-00000003 is damaged"),
+        pytest.raises(CheckpointError, match=r"optimizer\.json has other groups .* saved with$"),
+    ):
         mw.load(tmp_path, sharded, regrouped)
