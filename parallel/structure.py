@@ -67,9 +67,9 @@ def wrong_keys(given: Iterable[Any], known: Sequence[str], place: str = "") -> l
     return mistakes
 
 
-def _convert(target: Any, value: Any, place: str, mistakes: list[str]) -> Any:
+def _convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bool = True) -> Any:
     """Convert the value to the target type; dataclasses, lists and mappings by element, so that every mistake
-    has its place."""
+    has its place. Not `strict`: text may be a number, as the keys of YAML and JSON are."""
     kind, inner = get_origin(target), get_args(target)
     if isinstance(target, type) and dataclasses.is_dataclass(target) and isinstance(value, dict):
         fields = _fields(target)
@@ -85,13 +85,13 @@ def _convert(target: Any, value: Any, place: str, mistakes: list[str]) -> Any:
         return tuple(_convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
     if kind in (dict, Mapping) and isinstance(value, dict):
         return {
-            _convert(inner[0], key, f"{place}: key", mistakes): _convert(
+            _convert(inner[0], key, f"{place}: key", mistakes, strict=False): _convert(
                 inner[1], part, _join(place, key), mistakes
             )
             for key, part in value.items()
         }
     try:
-        return msgspec.convert(value, target)
+        return msgspec.convert(value, target, strict=strict)
     except ValueError as error:  # from msgspec, or for text with an unpaired surrogate
         shown = one_line(repr(value), 80)
         mistakes.append(f"{f'{place}={shown}' if place else shown}{_rule(str(error), target)}")

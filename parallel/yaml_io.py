@@ -1,4 +1,5 @@
-"""Strict YAML reader: refuses files that PyYAML would silently accept."""
+"""The only reader and writer of YAML: reads by the core rules of YAML 1.2, writes what readers of 1.1 read
+equally, and refuses files that PyYAML would silently accept."""
 
 import re
 from pathlib import Path
@@ -15,9 +16,15 @@ class YamlError(ValueError):
     """The file cannot be read, is not YAML, or uses YAML features that hide mistakes."""
 
 
+class Written(str):
+    """A scalar as it is written, such as 010 or no, with the `value` that YAML gives it: 10 or "no"."""
+
+    value: Any
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """Safe loader that refuses duplicate keys, of which PyYAML takes the last; aliases, because a mapping
-    could contain itself; and tags, because PyYAML reports wrong ones without a line."""
+    """Safe loader of `Written` scalars that refuses duplicate keys, of which PyYAML takes the last; aliases,
+    because a mapping could contain itself; and tags, because PyYAML reports wrong ones without a line."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node. YamlError with the line for an alias or a tag."""
@@ -29,6 +36,15 @@ class _StrictLoader(yaml.SafeLoader):
             raise YamlError(f"line {line}: tags ({event.tag}) are not allowed: remove the tag")
         return super().compose_node(parent, index)
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Return the node's object; a scalar as `Written`."""
+        value = super().construct_object(node, deep)
+        if not isinstance(node, yaml.ScalarNode):
+            return value
+        written = Written(node.value)
+        written.value = value
+        return written
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the node's mapping. YamlError with the line for a duplicate key or one that is not a plain
         word."""
@@ -37,7 +53,7 @@ class _StrictLoader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
                 raise YamlError(f"line {line}: a key must be a plain word, not a list, a mapping or <<")
-            key = self.construct_object(key_node, deep=True)
+            key = key_node.value
             if key in seen:
                 raise YamlError(
                     f"line {line}: key '{key}' appears twice (first in line {seen[key]}): merge them"
@@ -45,24 +61,60 @@ class _StrictLoader(yaml.SafeLoader):
             seen[key] = line
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Return an integer; with leading zeros it is decimal."""
+        text = node.value.lower()
+        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+        return int(text if base == 10 else text[2:], base)
 
-# 1e-6 is a number, as in YAML 1.2; PyYAML takes it as text
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+
+class _Writer(yaml.SafeDumper):
+    """Quotes text that the rules of YAML 1.1 or 1.2 would read as something else."""
 
 
-def load_value(text: str) -> Any:
-    """Return the value of a YAML text, such as one on a command line. Raises YamlError."""
+_StrictLoader.yaml_implicit_resolvers = {}  # none of YAML 1.1: no, 1:30, 1_000
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
+# https://yaml.org/spec/1.2.2/#1032-tag-resolution
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    for _class in (_StrictLoader, _Writer):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def load_written(text: str) -> Any:
+    """Return the `Written` scalar of a YAML text, such as one on a command line, or a list or mapping of
+    them; None if it is empty or a comment. Raises YamlError."""
     try:
         return yaml.load(text, _StrictLoader)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise YamlError(one_line(f"{text}: {error}")) from None
 
 
-def load_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; {} for an empty file. Raises YamlError, which names the file and,
-    for errors of syntax and keys, the line."""
+def load_value(text: str) -> Any:
+    """Return the value of a YAML text. Raises YamlError."""
+    return value_of(load_written(text))
+
+
+def value_of(written: Any) -> Any:
+    """Return the values of `Written` scalars in lists and mappings, whose keys stay text."""
+    if isinstance(written, list):
+        return [value_of(each) for each in written]
+    if isinstance(written, dict):
+        return {str(key): value_of(each) for key, each in written.items()}
+    return written.value if isinstance(written, Written) else written
+
+
+def load_written_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, as `load_written`; {} for an empty file. Raises YamlError, which
+    names the file and, for errors of syntax and keys, the line."""
     try:
         value = yaml.load(read_text(path), _StrictLoader)
     except yaml.MarkedYAMLError as error:
@@ -71,15 +123,25 @@ def load_mapping(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise YamlError(f"{path}: lists or mappings are nested too deeply") from None
     except (OSError, yaml.YAMLError, ValueError, OverflowError) as error:
-        # read_text raises ValueError; PyYAML raises the last two for 2001-13-45 or 1:1:1.5 with 300 parts.
+        # read_text raises ValueError; Python raises it for thousands of digits
         raise YamlError(one_line(f"{path}: {error}")) from None
-    if value is None:
+    if value in (None, ""):
         return {}
     if not isinstance(value, dict):
-        raise YamlError(
-            f"{path}: the top level must be a mapping of keys to values, not a {type(value).__name__}"
-        )
+        kind = type(value_of(value)).__name__
+        raise YamlError(f"{path}: the top level must be a mapping of keys to values, not a {kind}")
     return value
+
+
+def load_mapping(path: Path) -> dict[str, Any]:
+    """Return the values of the mapping in a YAML file, otherwise as `load_written_mapping`."""
+    values: dict[str, Any] = value_of(load_written_mapping(path))
+    return values
+
+
+def to_yaml(value: Any, **form: Any) -> str:
+    """Return YAML text that reads back equal. `form`: options of PyYAML's dump."""
+    return yaml.dump(value, Dumper=_Writer, **{"sort_keys": False, **form})
 
 
 def read_text(path: Path) -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.models.hf import config_to_hf, hf_name
 from meshwright.models.llama import LlamaConfig
+from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.cli import number_from, run_tool
 from meshwright.tools.load_weights import (
     checkpoint_config,
@@ -167,7 +167,7 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
         f"# The model of {folder.path}, by tools.convert_hf. Position tables have model.max_seq_len rows:\n"
         "# the key may be lowered, down to train.seq_len.\n"
     )
-    return head + yaml.safe_dump(sections, sort_keys=False)
+    return head + to_yaml(sections)
 
 
 def export_checkpoint(

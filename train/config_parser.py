@@ -1,9 +1,11 @@
 """Parse YAML files and overrides into a Config, and explain unknown keys and values of a wrong type."""
 
+import builtins
+import contextlib
 import dataclasses
 import difflib
-import json
 import re
+import types
 import typing
 from argparse import HelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,61 +13,66 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value
+from meshwright.parallel.yaml_io import (
+    Written,
+    YamlError,
+    load_value,
+    load_written,
+    load_written_mapping,
+    to_yaml,
+    value_of,
+)
 from meshwright.train.checkpoint.manifest import MANIFEST
-from meshwright.train.config import Config, FactoryConfig, ModelConfig
+from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import name_factory
 
 
-def describe_type_error(report: str) -> str:
-    """Return jsonargparse's `report` without Python types: what the value must be, and what it is. A report
-    in another format is returned unchanged."""
-    report = re.sub(r"<class '(\w+)'>", r"\1", " ".join(report.split())).replace("typing.", "")
-    if match := re.search(r"Subtypes: \[(.*)\] Errors: .* Given value: (.*)$", report):
-        expected = re.findall(r"Literal\[[^]]*\]|[^,\s]+", match[1])
-        return f"must be {' or '.join(map(_describe_type, expected))}, not {match[2]}"
-    if match := re.search(r"^Expected a tuple with (\d+) elements\. Got value: (.*)$", report):
-        return f"must be a list of {match[1]} values, not {match[2]}"
-    if match := re.search(r"^Expected an? (.*)\. Got value: (.*)$", report):
-        return f"must be {_describe_type(match[1])}, not {match[2]}"
-    return report
+def read_as(declared: Any, written: Any) -> Any:
+    """Return what is `written` (`parallel.yaml_io.load_written`) as a value of the `declared` type: as text
+    where that is text, otherwise by YAML's rules. Raises ValueError."""
+    value, inner = value_of(written), typing.get_args(declared)
+    if declared is Any or (declared is dict and isinstance(value, dict)):
+        return value
+    if declared is str and isinstance(written, str):
+        return str(written)
+    match typing.get_origin(declared):
+        case types.UnionType | typing.Union if value is not None:
+            for kind in inner:
+                with contextlib.suppress(ValueError):
+                    return read_as(kind, written)
+        case typing.Literal if isinstance(written, str) and str(written) in inner:
+            return str(written)
+        case builtins.tuple if isinstance(written, list) and (inner[-1] is ... or len(inner) == len(written)):
+            return tuple(read_as(inner[0], each) for each in written)
+        case builtins.dict if isinstance(written, dict):
+            return {str(name): read_as(inner[1], each) for name, each in written.items()}
+    if isinstance(value, str):
+        value = load_value(value)  # "3e-4" in quotes is a number too
+    if type(value) is declared or (value is None and types.NoneType in inner):
+        return value
+    if declared is float and type(value) is int:
+        return float(value)
+    raise ValueError
 
 
-def _describe_type(name: str) -> str:
-    if name.startswith("Literal["):
-        return " or ".join(name[len("Literal[") : -1].replace("'", "").rsplit(", ", 1))
-    descriptions = {
-        "int": "an integer",
-        "float": "a number",
-        "bool": "true or false",
-        "str": "a string",
-        "tuple": "a list such as [first, second]",
-    }
-    return descriptions.get(name, name)
-
-
-def explain_parser_error(message: str, keys: Mapping[Path, Sequence[str]], overrides: Sequence[str]) -> str:
-    """Return jsonargparse's error as one line with the key, and with its file unless an override set the key.
-
-    An error without a key names all files if there are no overrides. `keys`: the dotted keys of each file.
-    """
-    match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
-    if not match:
-        return message if overrides else ": ".join([*map(str, keys), message])
-    key, rest = match.groups()
-    overridden = any(override.startswith(f"--{key}") for override in overrides)
-    files = [path for path, names in keys.items() if any(name.startswith(key) for name in names)]
-    return (
-        f"{files[-1]}: {key}: {describe_type_error(rest)}"
-        if files and not overridden
-        else f"{key}: {describe_type_error(rest)}"
-    )
+def _describe_type(declared: Any) -> str:
+    inner = typing.get_args(declared)
+    match typing.get_origin(declared):
+        case types.UnionType | typing.Union:
+            return " or ".join(map(_describe_type, inner))
+        case typing.Literal:
+            return " or ".join(filter(None, (", ".join(inner[:-1]), inner[-1])))
+        case builtins.tuple:
+            return "a list" if inner[-1] is ... else f"a list of {len(inner)} values"
+        case builtins.dict:
+            return f"a mapping of names to values, each {_describe_type(inner[1])}"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
+    return names.get(declared, "null")
 
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
@@ -86,11 +93,12 @@ def find_config(name: str) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sources:
-    """What a command line names: the mapping of each config file, and the overrides."""
+class _Setting:
+    """A key, dotted, with what is `written` for it in `place`: a config file or the command line."""
 
-    files: Mapping[Path, Mapping[str, Any]]
-    overrides: Sequence[str]
+    key: str
+    written: Any
+    place: str
 
 
 def parse_config(
@@ -107,25 +115,39 @@ def parse_config(
 
     Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
     """
-    sources = _read_sources(arguments)
-    factory = any(key == FACTORY for key, _ in _keys(sources))
-    if factory:
-        sources = _replace_shape(sources)
-    elif given := [key for key, _ in _keys(sources) if key.startswith((ARGS, BLOCKS))]:
+    if asked := [argument for argument in arguments if argument in HELP]:
+        factory = any(argument.startswith(f"--{FACTORY}") for argument in arguments)
+        make_parser(prog, factory).parse_args(asked)
+    names, overrides = _split_arguments([argument for argument in arguments if argument != PRINT])
+    files = [find_config(name) for name in names]
+    settings = [setting for path in files for setting in _read_file(path)]
+    settings += [setting for key, text in overrides for setting in _read_override(key, text)]
+    factories = [setting.place for setting in settings if setting.key == FACTORY]
+    if factories:
+        settings = _without_shape(settings, factories)
+    elif given := [setting.key for setting in settings if setting.key.startswith((ARGS, BLOCKS))]:
         raise ConfigError(f"{given[0]} needs {FACTORY}=MODULE:FUNCTION, to whose model it belongs")
-    # A parser that fails after --print_config would print at its next use, so it is not shared.
-    prints = any(argument.startswith("--print_config") for argument in arguments)
-    config = _parse(make_parser(prog, factory) if prints else _shared_parser(prog, factory), sources)
-    if from_user and isinstance(config.model, FactoryConfig) and _is_named(sources):
+    config = _build(_merge(settings), FactoryConfig if factories else LlamaConfig)
+    if config.run.dir is None:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=_folder(files, config)))
+    if PRINT in arguments:
+        print(config_to_yaml(config), end="")
+        raise SystemExit(0)
+    # Only the command line or a config file that is not a checkpoint's names a factory that may be called.
+    if from_user and isinstance(config.model, FactoryConfig) and not all(map(_is_of_checkpoint, factories)):
         name_factory(config.model.factory)
     return config
 
 
-def _is_named(sources: _Sources) -> bool:
-    """Whether the command itself names the factory: on the command line, or in a config file that is not a
-    checkpoint's."""
-    places = [place for key, place in _keys(sources) if key == FACTORY]
-    return any(place == COMMAND_LINE or not (Path(place).parent / MANIFEST).exists() for place in places)
+def _is_of_checkpoint(place: str) -> bool:
+    return place != COMMAND_LINE and (Path(place).parent / MANIFEST).exists()
+
+
+def _folder(files: Sequence[Path], config: Config) -> str:
+    """The default of run.dir, by the config's name, or without a config that of the factory's module."""
+    model = config.model
+    module = model.factory.partition(":")[0] if isinstance(model, FactoryConfig) else "llama"
+    return f"runs/{files[-1].stem if files else module.rpartition('.')[2]}"
 
 
 def load_config(path: Path) -> Config:
@@ -140,7 +162,7 @@ def list_configs() -> list[Path]:
 
 def config_to_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML that parses to an equal Config."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    return to_yaml(dataclasses.asdict(config))
 
 
 def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
@@ -190,141 +212,104 @@ def make_parser(prog: str, factory: bool = False) -> ArgumentParser:
     return parser
 
 
-@cache
-def _shared_parser(prog: str, factory: bool) -> ArgumentParser:
-    """A cached parser of `make_parser`: making one takes as long as parsing."""
-    return make_parser(prog, factory)
-
-
-def _read_sources(arguments: Sequence[str]) -> _Sources:
-    """Read the config files and check all keys. Raises ConfigError."""
-    names, overrides = _split_arguments(arguments)
-    files = {path: _read_strictly(path) for path in map(find_config, names)}
-    for override in overrides:
-        _check_override(override)
-    return _Sources(files, overrides)
-
-
-def _keys(sources: _Sources) -> Iterator[tuple[str, str]]:
-    """Yield each key with its place, in the order of precedence: the files, then the command line."""
-    for path, mapping in sources.files.items():
-        yield from ((key, str(path)) for key, _ in _leaves(mapping))
-    yield from ((_key_of(override), COMMAND_LINE) for override in sources.overrides)
-
-
 FACTORY, ARGS, BLOCKS, COMMAND_LINE = "model.factory", "model.args", "model.blocks", "the command line"
+HELP, PRINT = ("-h", "--help", "--model.rope_scaling.help"), "--print_config"
+NULLS = ("null", "Null", "NULL", "~")
 
 
-def _replace_shape(sources: _Sources) -> _Sources:
-    """Return sources that name a factory without the shape of our Llama that earlier files set, and with the
-    function's arguments, which may come key by key, as one mapping. Raises ConfigError for such a shape
-    beside the factory."""
-    places = [place for key, place in _keys(sources) if key == FACTORY]
-    after = [*dict.fromkeys(place for _, place in _keys(sources))]
-    after = after[after.index(places[0]) :]
-    for key, place in _keys(sources):
-        if key.startswith("model.") and not key.startswith((FACTORY, ARGS, BLOCKS)) and place in after:
+def _without_shape(settings: Sequence[_Setting], factories: Sequence[str]) -> list[_Setting]:
+    """Return the settings without the shape of our Llama that earlier files set. Raises ConfigError for such
+    a shape beside the factory, or after it. `factories`: the places that name one."""
+    places = [*dict.fromkeys(setting.place for setting in settings)]
+    after = places[places.index(factories[0]) :]
+    kept = []
+    for setting in settings:
+        if not setting.key.startswith("model.") or setting.key.startswith((FACTORY, ARGS, BLOCKS)):
+            kept.append(setting)
+        elif setting.place in after:
             raise ConfigError(
-                f"{place}: {key} is of the shape of our Llama, but {FACTORY} in {places[-1]} builds the "
-                f"model: remove one of them. Arguments of the function are {ARGS}.KEY=VALUE"
+                f"{setting.place}: {setting.key} is of the shape of our Llama, but {FACTORY} in "
+                f"{factories[-1]} builds the model: remove one of them. Arguments of the function are "
+                f"{ARGS}.KEY=VALUE"
             )
-    args: dict[str, Any] = {}
-    files = {}
-    for path, mapping in sources.files.items():
-        leaves = dict(_leaves(mapping))
-        for key, value in leaves.items():
-            args |= _argument_of(key, value)
-        own = {key.removeprefix("model."): leaves[key] for key in (FACTORY, BLOCKS) if key in leaves}
-        kept = {key: value for key, value in mapping.items() if key.split(".")[0] != "model"}
-        files[path] = kept | ({"model": own} if own else {})
-    rest = []
-    for override in sources.overrides:
-        key, equals, text = override.removeprefix("--").partition("=")
-        if not key.startswith(ARGS):
-            rest.append(override)
-        elif not equals:
-            raise ConfigError(f"--{key} needs a value: --{ARGS}.KEY=VALUE")
-        else:
-            args |= _argument_of(key, _value_of(key, text))
-    return _Sources(files, [*rest, f"--{ARGS}={json.dumps(args)}"])
+    return kept
 
 
-def _as_value(path: Path, mapping: Mapping[str, Any]) -> str:
-    """Return what jsonargparse's --config takes: the path, or YAML text if the mapping is no longer that of
-    the file."""
-    return str(path) if mapping == load_mapping(path) else yaml.safe_dump(dict(mapping))
+def _merge(settings: Sequence[_Setting]) -> dict[str, Any]:
+    """Return the last value of each key, of its declared type. Null for a section replaces its keys, and a
+    key replaces the null. Raises ConfigError for a value of another type."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, written, declared = setting.key, setting.written, _type_at(setting.key)
+        try:
+            value = {} if written == {} else read_as(declared, written)
+        except ValueError:
+            where = "" if setting.place == COMMAND_LINE else f"{setting.place}: "
+            shown = one_line(written if isinstance(written, str) else value_of(written), 200)
+            raise ConfigError(f"{where}{key}: must be {_describe_type(declared)}, not {shown}") from None
+        below = [other for other in values if other.startswith(f"{key}.")]
+        for other in [*_above(key), *(below if value is None else [])]:
+            values.pop(other, None)
+        if not below or value is None:
+            values[key] = value
+    return values
 
 
-def _value_of(key: str, text: str) -> Any:
+def _above(key: str) -> list[str]:
+    """The sections that contain a key."""
+    names = key.split(".")
+    return [".".join(names[:number]) for number in range(1, len(names))]
+
+
+def _build(values: Mapping[str, Any], model: type) -> Config:
+    """Return the Config of dotted keys and values. Raises ConfigError for values that a section rejects."""
+
+    def make(kind: Any, section: str) -> Any:
+        """A dataclass of the values below `section`, otherwise with its defaults."""
+        given = {}
+        for item in dataclasses.fields(kind):
+            key = f"{section}{item.name}"
+            inner = [model] if key == "model" else _dataclasses_in(item.type)
+            below = [name for name in values if name.startswith(f"{key}.")]
+            if key == ARGS and below:
+                given[item.name] = {name.removeprefix(f"{ARGS}."): values[name] for name in below}
+            elif inner and (below or values.get(key) == {}):
+                given[item.name] = make(inner[0], f"{key}.")
+            elif key in values:
+                given[item.name] = values[key]
+        return kind(**given)
+
     try:
-        return load_value(text)
-    except YamlError as error:
-        raise ConfigError(f"{key}: {error}") from None
-
-
-def _argument_of(key: str, value: Any) -> dict[str, Any]:
-    """Return what a key of `model.args` sets: all of a mapping, or one argument."""
-    if key.startswith(f"{ARGS}."):
-        return {key.removeprefix(f"{ARGS}."): value}
-    if key == ARGS and not isinstance(value, dict):
-        given = one_line(repr(value), 200)
-        raise ConfigError(f"{ARGS} is the function's arguments and needs a mapping, not {given}")
-    return value if key == ARGS else {}
-
-
-def _parse(parser: ArgumentParser, sources: _Sources) -> Config:
-    """Parse the files' mappings and the overrides, which take precedence in any position, and build the
-    frozen dataclasses. Raises ConfigError, also for values that these reject."""
-    lines = [f"--config={_as_value(path, mapping)}" for path, mapping in sources.files.items() if mapping]
-    try:
-        namespace = parser.parse_args([*lines, *sources.overrides])
-    except Exception as error:  # jsonargparse raises several types, all about the user's input
-        keys = {path: [key for key, _ in _leaves(mapping)] for path, mapping in sources.files.items()}
-        raise ConfigError(one_line(explain_parser_error(str(error), keys, sources.overrides))) from None
-    try:
-        built = parser.instantiate(namespace)
-        if not built.run.dir:
-            built.run = dataclasses.replace(built.run, dir=f"runs/{_name_of_run(sources, built.model)}")
-        return Config(
-            **{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)}
-        )
+        built: Config = make(Config, "")
     except ValueError as error:
         raise ConfigError(one_line(error)) from None
+    return built
 
 
-def _name_of_run(sources: _Sources, model: ModelConfig) -> str:
-    """Return the config's name, or without a config that of the factory's module."""
-    if sources.files:
-        return [*sources.files][-1].stem
-    return model.factory.partition(":")[0].rpartition(".")[2] if isinstance(model, FactoryConfig) else "llama"
-
-
-def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of --config, and the other arguments."""
+def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the values of --config, and the keys and texts of the overrides. A value may be an argument of
+    its own. Raises ConfigError."""
     files, overrides = [], []
     rest = iter(arguments)
     for argument in rest:
-        if argument == "--config":
-            argument = f"--config={next(rest, '')}"
-        if argument == "--config=":
-            raise ConfigError("--config needs a path, or a name in configs/ such as llama_debug.yaml")
-        if argument.startswith("--config="):
-            files.append(argument.removeprefix("--config="))
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--"):
+            raise ConfigError(f"unrecognized argument {argument}: keys are set with --section.key=value")
+        if key != "config":
+            _check_override(key)
+        if not equals and ((text := next(rest, "--")).startswith("--")):
+            raise ConfigError(f"--{key}: expected one argument, as in --{key}=VALUE")
+        if key != "config":
+            overrides.append((key, text))
+        elif text:
+            files.append(text)
         else:
-            overrides.append(argument)
+            raise ConfigError("--config needs a path, or a name in configs/ such as llama_debug.yaml")
     return files, overrides
 
 
-def _key_of(override: str) -> str:
-    """The key of `--section.key=value`, `--section.key` or `--section.key.help`; "" for a value."""
-    return override[2:].split("=")[0].removesuffix(".help") if override.startswith("--") else ""
-
-
-def _check_override(argument: str) -> None:
-    if not argument.startswith("--") or argument.startswith(("--print_config", "--help")):
-        return
-    key = _key_of(argument)
-    _check_key(key, "the command line")
+def _check_override(key: str) -> None:
+    _check_key(key, COMMAND_LINE)
     declared = _type_at(key)
     if key not in known_keys() and _dataclasses_in(declared) and type(None) not in typing.get_args(declared):
         raise ConfigError(
@@ -332,41 +317,73 @@ def _check_override(argument: str) -> None:
         )
 
 
-def _read_strictly(path: Path) -> dict[str, Any]:
-    """Return a file's mapping.
+def _read_override(key: str, text: str) -> list[_Setting]:
+    """Return what the command line sets: text as it is where the key's type is text. Raises ConfigError."""
+    if _is_text(_type_at(key)):
+        written: Any = Written(text)
+        written.value = None if text in NULLS else text
+    else:
+        try:
+            written = load_written(text)
+        except YamlError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    return _settings({key: written}, COMMAND_LINE)
 
-    Raises ConfigError if a key is unknown, given twice or null without being optional, or if a section is not
-    a mapping.
-    """
+
+def _is_text(declared: Any) -> bool:
+    inner = typing.get_args(declared)
+    if typing.get_origin(declared) in (types.UnionType, typing.Union):
+        return all(each is types.NoneType or _is_text(each) for each in inner)
+    return declared is str or (typing.get_origin(declared) is typing.Literal and type(inner[0]) is str)
+
+
+def _read_file(path: Path) -> list[_Setting]:
+    """Return what a file sets. Raises ConfigError."""
     try:
-        data = load_mapping(path)
+        return _settings(load_written_mapping(path), str(path))
     except YamlError as error:
         raise ConfigError(str(error)) from None
-    leaves = list(_leaves(data))
-    for i, (key, value) in enumerate(leaves):
-        _check_key(key, str(path))
-        if key in dict(leaves[:i]):
-            raise ConfigError(f"{path}: {key} is set twice, nested and with a dot: delete one")
-        declared = _type_at(key)
-        # jsonargparse would accept a string instead of a section: it takes it as a class and imports its
-        # module.
-        optional = type(None) in typing.get_args(declared)
-        if value != {} and _dataclasses_in(declared) and not (optional and value is None):
-            raise ConfigError(
-                one_line(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}")
-            )
-        if value is None and not optional:
-            raise ConfigError(f"{path}: {key} has no value: set one, or remove the key to use its default")
-    return data
+
+
+def _settings(data: Mapping[str, Any], place: str) -> list[_Setting]:
+    """Return what a mapping of dotted and nested keys sets. Raises ConfigError if a key is unknown, is given
+    twice or has no value, or if a section is not a mapping."""
+    settings: dict[str, _Setting] = {}
+    for key, written in _leaves(data):
+        _check_key(key, place)
+        if key in settings:
+            raise ConfigError(f"{place}: {key} is set twice, nested and with a dot: delete one")
+        _check_written(key, written, place)
+        settings[key] = _Setting(key, written, place)
+    if null := next((section for key in settings for section in _above(key) if section in settings), None):
+        raise ConfigError(f"{place}: {null} is set as a whole and key by key: delete one")
+    return [*settings.values()]
+
+
+def _check_written(key: str, written: Any, place: str) -> None:
+    """Raise ConfigError for a section that is no mapping, and for an empty value."""
+    declared = _type_at(key)
+    optional = declared is Any or types.NoneType in typing.get_args(declared)
+    null = written is None or (isinstance(written, Written) and written.value is None)
+    empty = not written and (null or _is_text(declared)) and not isinstance(written, dict)
+    if _dataclasses_in(declared) and written != {} and (empty or not (optional and null)):
+        raise ConfigError(
+            one_line(f"{place}: {key} is a section and needs a mapping of keys to values, not {written!r}")
+        )
+    if empty or (null and not optional):
+        none = ", null for none" if optional else ""
+        raise ConfigError(f"{place}: {key} has no value: set one{none}, or remove the key to use its default")
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        # a known key whose value is a mapping (data.mixture) is a leaf
-        if isinstance(value, dict) and value and f"{prefix}{key}" not in known_keys():
-            yield from _leaves(value, f"{prefix}{key}.")
+    """Yield the dotted keys and what is written for them. A known key is a leaf, also with a mapping
+    (data.mixture); of a factory's arguments each is one."""
+    for name, written in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(written, dict) and written and (key == ARGS or not has_value(key)):
+            yield from _leaves(written, f"{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield key, written
 
 
 def _check_key(key: str, place: str) -> None:
@@ -414,6 +431,7 @@ def _dataclasses_in(declared: Any) -> list[Any]:
     return [t for t in (declared, *typing.get_args(declared)) if dataclasses.is_dataclass(t)]
 
 
+@cache
 def _type_at(key: str) -> Any:
     """The declared type of a dotted key."""
     if key.startswith(f"{ARGS}."):

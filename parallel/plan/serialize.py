@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.structure import structure
-from meshwright.parallel.yaml_io import YamlError, load_mapping
+from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
@@ -45,7 +43,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def plan_to_yaml(plan: Plan) -> str:
     """Return the text of the plan file."""
-    return yaml.safe_dump(plan_to_dict(plan), sort_keys=False)
+    return to_yaml(plan_to_dict(plan))
 
 
 def load_plan(path: Path) -> Plan:

@@ -1,13 +1,18 @@
 """The configuration: finding files, strict parsing, overrides, help, and a YAML round trip."""
 
 import dataclasses
+import os
+import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.parallel.config import CompileConfig
+from meshwright.tools.run_reader import flatten
 from meshwright.train.config import Config
 from meshwright.train.config_parser import (
     CONFIG_FOLDER,
@@ -103,14 +108,74 @@ def test_an_override_changes_one_key_of_a_nested_section_and_leaves_the_others(t
     assert parse_config([f"--config={path}", "--model.rope_scaling=null"]).model.rope_scaling is None
 
 
-@pytest.mark.parametrize("text", ["3e-4", "0.0003", "3.0e-4", "'3e-4'", "3E-4"])
-def test_a_number_is_a_float_however_it_is_written(text: str, tmp_path: Path) -> None:
-    for config in (
-        load_config(write(tmp_path, f"optim: {{lr: {text}}}")),
-        parse_config([f"--optim.lr={text.strip(chr(39))}"]),
+WRITTEN = {  # scalars, and the number that YAML 1.2 makes of each
+    "010": 10, "+5": 5, "0x10": 16, "0o17": 15, "2024": 2024, "1e3": 1000.0, "1.50": 1.5, ".5": 0.5,
+    "3E-4": 3e-4, "1_000": None, "1:30": None, "2024-01-31": None, "no": None, "On": None, "y": None,
+    "0b1": None, "1e": None, "true": None, "a b": None,
+}  # fmt: skip
+NUMBERS = [text for text, number in WRITTEN.items() if number]
+TEXT = ("data.source", "data.text_field", "run.dir", "parallel.compile.cache_dir", "parallel.compile.mode")
+FLOATS = ("optim.lr", "train.grad_clip", "model.rope_scaling.factor", "run.timeouts.step_s", "train.epochs")
+INTEGERS = ("parallel.float8.min_dim", "parallel.loss_chunk_tokens", "parallel.dp_shard", "checkpoint.every")
+
+
+def split_at_random(settings: dict[str, str], draws: random.Random) -> str:
+    """One YAML mapping with the settings under dotted and nested keys, in random order."""
+    nested: dict[str, Any] = {}
+    for key, text in settings.items():
+        *sections, last = re.sub(r"\.", lambda dot: draws.choice("./"), key).split("/")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = text
+
+    def as_text(value: Any) -> str:
+        if not isinstance(value, dict):
+            return str(value)
+        entries = draws.sample([*value.items()], len(value))
+        return f"{{{', '.join(f'{name}: {as_text(each)}' for name, each in entries)}}}"
+
+    return as_text(nested)
+
+
+def test_a_file_however_split_and_the_command_line_set_what_is_written(tmp_path: Path) -> None:
+    """Names of the mixture and of validation sets are text as written, and so are the values of TEXT."""
+    draws = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"])
+    for _ in range(15):
+        names = draws.sample([*WRITTEN], 8)
+        settings = {
+            **{key: draws.choice([*WRITTEN]) for key in TEXT},
+            **{key: draws.choice(NUMBERS) for key in FLOATS},
+            **{key: draws.choice(["010", "+5", "0x10", "0o17", "2024"]) for key in INTEGERS},
+            "data.mixture": f"{{{', '.join(f'{name}: 1e3' for name in names[:4])}}}",
+            "data.validation": f"{{{', '.join(f'{name}: 1e3' for name in names[4:])}}}",
+        }
+        text = split_at_random(settings, draws)
+        config = load_config(write(tmp_path, text))
+        assert config == parse_config([f"--{key}={value}" for key, value in settings.items()]), text
+        flat = flatten(dataclasses.asdict(config), keep=known_keys())
+        expected = {key: settings[key] if key in TEXT else WRITTEN.get(settings[key]) for key in settings}
+        expected |= {"data.mixture": dict.fromkeys(names[:4], 1000.0)}
+        expected |= {"data.validation": dict.fromkeys(names[4:], "1e3")}
+        assert {key: flat[key] for key in expected} == expected, text
+        assert load_config(write(tmp_path, config_to_yaml(config))) == config
+
+
+def test_a_value_that_is_empty_or_a_comment_is_not_the_default(tmp_path: Path) -> None:
+    for key in (
+        "run.dir",
+        "train.steps",
+        "data.mixture",
+        "data.source",
+        "data.cache_dir",
+        "model.rope_scaling",
     ):
-        assert isinstance(config.optim.lr, float)
-        assert config.optim.lr == 3e-4
+        assert key in refusal(f"--{key}=")
+        for text in (f"{key}: #x", f"{key}:", f"{key}: ''"):
+            assert key in refusal(f"--config={write(tmp_path, text)}"), text
+    assert parse_config(["--run.dir=#x"]).run.dir == "#x"
+    assert "train.steps" in refusal("--train.steps=#5")
+    assert "twice" in refusal("--data.mixture={/a: 0.7, /a: 0.3}")
 
 
 def test_values_of_every_kind_reach_their_keys(tmp_path: Path) -> None:
@@ -164,7 +229,7 @@ def test_an_unknown_key_names_the_nearest_valid_one_and_its_place(tmp_path: Path
 WRONG_TYPES = [
     ("train.steps", "many", ["integer", "many"]),
     ("train.steps", "3.5", ["integer", "3.5"]),
-    ("train.steps", "true", ["integer", "True"]),
+    ("train.steps", "true", ["integer", "true"]),
     ("optim.lr", "fast", ["a number", "fast"]),
     ("optim.betas", "[0.9]", ["2 values"]),
     ("optim.schedule", "cosin", ["cosin", "cosine"]),

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import yaml
-
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.cli import run_tool, to_json
 from meshwright.tools.doctor.facts import Facts, Finding, find
 from meshwright.tools.doctor.probe import (
@@ -83,7 +82,7 @@ def look(run_dir: Path) -> Facts:
 
 def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
     """Return the facts as YAML, then the findings."""
-    shown = yaml.safe_dump(dataclasses.asdict(facts), sort_keys=False, allow_unicode=True, width=WIDTH)
+    shown = to_yaml(dataclasses.asdict(facts), allow_unicode=True, width=WIDTH)
     return f"{shown}\n{format_findings(findings)}"
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-import yaml
 from jsonargparse import Namespace
 
 from meshwright.parallel.errors import PlanError, each_line, one_line
+from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.import_accelerate.rules import Item
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -92,7 +92,7 @@ def launch_line(options: Mapping[str, str]) -> str:
 
 def as_yaml(imported: Imported) -> str:
     """Return the config file, with its source and launch command as comments."""
-    body = yaml.safe_dump(dict(imported.config), sort_keys=False)
+    body = to_yaml(dict(imported.config))
     source = " ".join(imported.source.split())
     return f"# Imported from {source} by tools.import_accelerate. Launch:\n# {imported.launch}\n{body}"
 

@@ -151,16 +151,7 @@ def override_text(key: str, value: Any) -> str:
 
 def value_text(value: Any) -> str:
     """Format a YAML value on one line, even one that is not valid in a config."""
-    return value if isinstance(value, str) else json.dumps(value) if _is_plain(value) else str(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether JSON can represent the value. It cannot represent dates, which YAML makes of 2024-01-31."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _wrong_values(spec: Spec) -> Iterator[str]:
@@ -192,11 +183,6 @@ def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
                 )
             elif not has_value(key):
                 yield f"{place}: unknown key {one_line(key, 80)}. {key_hint(key)}"
-            elif not _is_plain(value):
-                yield (
-                    f"{place}: {key}={one_line(value, 80)} is a date in YAML, which no key accepts: put it "
-                    "in quotes"
-                )
             elif key == "run.seed" and spec.seeds:
                 yield (
                     f"{'--override' if key in given else place}: run.seed is also set by seeds: remove one "

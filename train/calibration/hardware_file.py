@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, Hardware, HostCosts, Link, seconds_at
+from meshwright.parallel.yaml_io import to_yaml
 from meshwright.train.calibration.collectives import CollectiveTiming, curves_of, fit_link
 from meshwright.train.calibration.host import EVENTS, UnitTiming
 from meshwright.train.cgroups import memory_limit_bytes
@@ -40,7 +40,7 @@ def hardware_text(title: str, values: Mapping[str, SourcedValue]) -> str:
         value = _plain(values[key].value)
         # None writes collections of scalars on one line
         flow_style = None if isinstance(value, list | dict) else False
-        entry = yaml.safe_dump({key: value}, default_flow_style=flow_style, sort_keys=False, width=math.inf)
+        entry = to_yaml({key: value}, default_flow_style=flow_style, width=math.inf)
         text += entry.replace("\n", f"  # {values[key].source}\n", 1)
     return text
 

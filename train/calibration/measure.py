@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware, read_hardware
 from meshwright.parallel.structure import structure
-from meshwright.parallel.yaml_io import YamlError
+from meshwright.parallel.yaml_io import YamlError, load_value
 from meshwright.train.calibration.collectives import CollectiveTiming, time_collectives
 from meshwright.train.calibration.compute import Scale, measure_compute
 from meshwright.train.calibration.hardware_file import (
@@ -195,7 +194,7 @@ def _keep(path: Path, machine: CalibratedMachine, result: CalibrationResult, bas
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
-    hardware: Hardware = structure(Hardware, {**yaml.safe_load(text), "name": HERE}, str(path))
+    hardware: Hardware = structure(Hardware, {**load_value(text), "name": HERE}, str(path))
     return hardware
 
 
