@@ -40,7 +40,7 @@ from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
 from meshwright.train.distributed.process_group import group_timeout, start_process
-from meshwright.train.distributed.ranks import RankInfo, read_rank_info
+from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.model.build import build_model
@@ -82,11 +82,11 @@ class EvalTarget:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
-    ranks = read_rank_info()
     options, overrides = make_parser().parse_known_args(arguments)
-    code = 0
+    ranks, code = ALONE, 0
     problem: Exception | None = None
     try:
+        ranks = read_rank_info()
         evaluate_model(options, overrides, ranks)
     except USER_ERRORS as error:
         print_user_error(ranks, f"{type(error).__name__}: {error}")

@@ -49,6 +49,10 @@ class PeerLostError(RuntimeError):
     """A process of this run has died: the ranks can no longer agree on anything, and nothing is saved."""
 
 
+class UnreachableError(PeerLostError):
+    """A process of this run cannot be reached at its address, and may never have been."""
+
+
 COMMITS_INTACT = "committed checkpoints are intact"
 
 

@@ -29,6 +29,7 @@ from meshwright.train.distributed.exit import (
 )
 from meshwright.train.distributed.process_group import group_timeout, init_distributed
 from meshwright.train.distributed.ranks import (
+    ALONE,
     RankInfo,
     check_same_settings,
     comparable_settings,
@@ -52,8 +53,9 @@ from meshwright.train.state import TrainState, restore
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Train, and turn any exception into one message and an exit code."""
-    ranks = read_rank_info()
+    ranks = ALONE
     try:
+        ranks = read_rank_info()
         config = parse_config(sys.argv[1:] if arguments is None else arguments)
         stopped = run(config, ranks)
     except USER_ERRORS as error:
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         exit_process(ranks, EXIT_STOPPED, error)
     except Exception as error:
         lost = as_peer_lost_error(error)
-        print_error(f"PeerLostError: {lost}" if lost else traceback.format_exc())
+        print_error(f"{type(lost).__name__}: {lost}" if lost else traceback.format_exc())
         exit_process(ranks, EXIT_FAILED, lost or error)
     # torchrun treats every exit code except 0 as a failure
     exit_process(ranks, EXIT_STOPPED if stopped and not ranks.under_torchrun else 0)

@@ -79,7 +79,7 @@ class Nodes:
 
 
 @contextmanager
-def two_nodes(folder: Path, processes: int, *arguments: str) -> Iterator[Nodes]:
+def two_nodes(folder: Path, processes: int, *arguments: str, **env: str) -> Iterator[Nodes]:
     """Start a run on two nodes with `processes` processes each."""
     command = [
         "configs/launch/nodes.sh",
@@ -93,7 +93,7 @@ def two_nodes(folder: Path, processes: int, *arguments: str) -> Iterator[Nodes]:
     process = subprocess.Popen(
         ["unshare", "-rn", "tests/launch_files/two_nodes.sh", str(folder), *command],
         cwd=ROOT,
-        env=environment(PATH=path, PET_NPROC_PER_NODE=str(processes)),
+        env=environment(PATH=path, PET_NPROC_PER_NODE=str(processes), **env),
         start_new_session=True,
     )
     nodes = Nodes(folder, process)
@@ -142,3 +142,17 @@ def test_a_node_that_is_gone_is_said_on_the_other(data, tmp_path):
         # the message reports a dead process, or a save that was cut off if the kill interrupted one
         nodes.wait_for(lambda: "PeerLostError: " in nodes.screen(1))
     assert "the same command" in nodes.screen(1)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(5)
+def test_a_wrong_interface_is_named_and_is_no_dead_process(data, tmp_path):
+    with two_nodes(tmp_path, 1, *tiny(data, *HSDP), GLOO_SOCKET_IFNAME="lo") as nodes:
+        nodes.wait_for(
+            lambda: any("UnreachableError: " in path.read_text() for path in tmp_path.glob("?.txt"))
+        )
+        screens = nodes.screen(1) + nodes.screen(2)
+    line = next(line for line in screens.splitlines() if "UnreachableError: " in line)
+    facts = ("127.0.0.1, an address within one machine", "GLOO_SOCKET_IFNAME", "here: lo")
+    assert [fact for fact in facts if fact not in line] == [], line
+    assert "has died" not in screens

@@ -44,28 +44,73 @@ class RankInfo:
         return self.rank - self.local_rank
 
 
-def read_rank_info() -> RankInfo:
-    """Return the RankInfo from the launcher's environment variables, which only this function reads."""
-    env = os.environ
+ALONE = RankInfo(0, 1, 0, 1, False)
+# the numbers that launchers set, and their values without a launcher
+NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "SLURM_RESTART_COUNT": 0}
+# The number of started tasks, by srun, Open MPI and other mpiruns. Not SLURM_NTASKS, which a plain command in
+# a batch script has too.
+TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+
+
+def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
+    """Return the RankInfo from the launcher's environment variables, which only this function reads. Raises
+    ConfigError for variables with which this process could join no run, or would train beside others."""
+    numbers = {
+        name: _number(env, name, default) for name, default in {**NUMBERS, **dict.fromkeys(TASKS, 1)}.items()
+    }
+    if not dist.is_initialized():  # a loop of the user's may start its process group without them
+        _check_launcher(env, numbers)
     under_torchrun = "TORCHELASTIC_RUN_ID" in env
     by_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankInfo(
-        rank=int(env.get("RANK", 0)),
-        world_size=int(env.get("WORLD_SIZE", 1)),
-        local_rank=int(env.get("LOCAL_RANK", 0)),
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
         under_torchrun=under_torchrun,
         launch=f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}" if under_torchrun else "",
-        requeued=int(env.get("SLURM_RESTART_COUNT", 0)) > 0,
+        requeued=numbers["SLURM_RESTART_COUNT"] > 0,
         store_host="torchrun on the first node" if by_torchrun else "rank 0",
     )
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(
+            f"{name}={text!r} must be a number: unset it, or start with torchrun, which sets it"
+        )
+    return int(text)
+
+
+def _check_launcher(env: Mapping[str, str], numbers: Mapping[str, int]) -> None:
+    ranked = {"RANK", "WORLD_SIZE"} & env.keys()
+    tasks, launcher = max((numbers[name], TASKS[name]) for name in TASKS)
+    if tasks > 1 and not ranked:
+        raise ConfigError(
+            f"{launcher} has started {tasks} tasks without RANK and WORLD_SIZE, so that each would train the "
+            f"whole model alone: on one machine start a single task, torchrun --nproc-per-node={tasks} -m "
+            "train.main ..., on several sbatch configs/launch/slurm.sh, or configs/launch/nodes.sh once per "
+            "machine (docs/cluster.md)"
+        )
+    several = numbers["WORLD_SIZE"] > 1
+    needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if several else ()))
+    if ranked and (missing := [name for name in needed if not env.get(name)]):
+        raise ConfigError(
+            f"{' and '.join(sorted(ranked))} without {missing[0]}: start all ranks with torchrun, which sets RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset them for a single process"
+        )
+    if several:
+        _number(env, "MASTER_PORT", 0)
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise ConfigError(f"RANK={numbers['RANK']} must be less than WORLD_SIZE={numbers['WORLD_SIZE']}")
 
 
 def start_ticks(pid: int) -> int:
     """Return the clock ticks from the machine's boot to a process's start (proc(5), /proc/PID/stat, field
     22); 0 if unknown."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
 

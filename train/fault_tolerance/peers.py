@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from meshwright.train.errors import COMMITS_INTACT, PeerLostError
+from meshwright.train.errors import COMMITS_INTACT, PeerLostError, UnreachableError
 
 _PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # gloo, NCCL
+# gloo names the address behind it; NCCL 2.18 to 2.29 within it
+_NO_CONNECTION = r"timed out connecting:.*?remote=\[(.+?)\]|[Cc]onnect to ([^\s<]+)<\d+> (?:returned|failed)"
 Kind = Literal["hello", "goodbye", "lost", "signal"]  # lost, and lost by a signal
 MESSAGE_BYTES = 2048  # of every message; longer reports are cut
 TAG = 1
@@ -151,16 +154,31 @@ def tree_neighbors(rank: int, world_size: int) -> list[int]:
 
 
 def as_peer_lost_error(error: BaseException) -> PeerLostError | None:
-    """Return a PeerLostError if the error is that of a collective after another process died, otherwise
-    None."""
+    """Return a PeerLostError if the error is that of a collective after another process died, an
+    UnreachableError if no connection to it could be made, otherwise None."""
     if isinstance(error, PeerLostError):
         return error
     text = str(error).strip()
-    if not (
-        isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text) and re.search(_PEER_DIED, text)
-    ):
+    library = next((name for name in ("gloo", "NCCL") if name in text), None)
+    if not isinstance(error, RuntimeError) or not library:
+        return None
+    if failed := re.search(_NO_CONNECTION, text):
+        return UnreachableError(_explain_address(failed[1] or failed[2], library))
+    if not re.search(_PEER_DIED, text):
         return None
     return PeerLostError(explain_loss(f"a process of this run has died ({text.splitlines()[-1]})"))
+
+
+def _explain_address(address: str, library: str) -> str:
+    variable = f"{library.upper()}_SOCKET_IFNAME"
+    with contextlib.suppress(ValueError):
+        if ip_address(address).is_loopback:
+            address += ", an address within one machine"
+    return (
+        f"a process of this run cannot be reached at {address}: it uses a wrong network interface, or has "
+        f"ended; on every machine set {variable} to the interface whose address the others reach, such as "
+        f"eth0 (here: {os.environ.get(variable, 'not set')}; docs/cluster.md); {COMMITS_INTACT}"
+    )
 
 
 def explain_loss(text: str) -> str:

@@ -32,7 +32,7 @@ from meshwright.train.model.source import LossOf
 from meshwright.train.step import StepResult
 
 NAMED_S = 1.0  # from a failed collective until the connections report which rank has ended
-UNNAMED = "a collective has failed, because a process of this run has died"
+UNNAMED = "a collective has failed, because a process of this run has died or is not reached"
 REASON_SHOWN = 1000  # characters of an error that is reported to the other ranks
 
 

@@ -1,5 +1,8 @@
-"""Ranks that were started with different settings: one error on all of them, before anything is built."""
+"""The launcher's variables, and ranks that were started with different settings: one error on all of them,
+before anything is built."""
 
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -7,9 +10,9 @@ import torch.distributed as dist
 
 import meshwright.train.main
 from meshwright.train.config_parser import parse_config
-from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.distributed.ranks import ALONE, NUMBERS, TASKS, RankInfo, read_rank_info
 from meshwright.train.errors import ConfigError
-from tests.support.launch import EAGER, TINY, write_text
+from tests.support.launch import EAGER, TINY, run, write_text
 from tests.support.worlds import run_ranks
 
 
@@ -54,3 +57,39 @@ def test_nodes_of_unlike_sizes_that_make_unlike_plans_are_refused(tmp_path: Path
         "of the plan is '  dp_replicate: 2' on rank 0, '  dp_replicate: 4' on rank 2 (2 of 4 ranks differ"
         in results[0]
     )
+
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+LAUNCHED |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "run"}
+
+
+def test_variables_with_which_no_run_can_start_are_refused_by_name() -> None:
+    draws = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"])
+    for name in (*NUMBERS, *TASKS, "MASTER_PORT"):
+        wrong = draws.choice(["", " ", "-1", "1.5", "one", "\u0663", "tcp://10.0.0.1:29500"])
+        for others in (LAUNCHED, {}) if name != "MASTER_PORT" else (LAUNCHED,):
+            with pytest.raises(ConfigError, match=name):
+                read_rank_info({**others, name: wrong})
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for env in ({**LAUNCHED, name: ""}, {key: text for key, text in LAUNCHED.items() if key != name}):
+            with pytest.raises(ConfigError, match=name):
+                read_rank_info(env)
+    with pytest.raises(ConfigError, match=r"RANK=2 .*WORLD_SIZE=2"):
+        read_rank_info({**LAUNCHED, "RANK": "2"})
+
+
+def test_several_tasks_without_a_launcher_are_refused_and_a_batch_script_is_one_process() -> None:
+    for name, launcher in TASKS.items():
+        with pytest.raises(
+            ConfigError, match=rf"{launcher}.* 4 tasks .*torchrun --nproc-per-node=4 -m train.main"
+        ):
+            read_rank_info({name: "4"})
+        assert read_rank_info({name: "1", "SLURM_NTASKS": "4"}) == ALONE
+        assert read_rank_info({name: "4", **LAUNCHED}) == RankInfo(1, 2, 1, 2, True)
+
+
+@pytest.mark.parametrize("module", ["train.main", "tools.eval"])
+def test_a_command_ends_with_2_and_one_sentence(module: str, tmp_path: Path) -> None:
+    done = run(1, "nowhere", module=module, RANK="")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("ConfigError: RANK='' must be a number")

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from meshwright.train.config import RunConfig
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.fault_tolerance.peers import Kind, LostPeer, PeerConnections
+from meshwright.train.errors import PeerLostError, UnreachableError
+from meshwright.train.fault_tolerance.peers import Kind, LostPeer, PeerConnections, as_peer_lost_error
 from meshwright.train.fault_tolerance.supervision import UNNAMED, supervised
 from tests.support.worlds import run_ranks
 
@@ -62,3 +63,28 @@ def test_a_hello_that_comes_late_does_not_delay_the_end() -> None:
     for seconds, lost in run_ranks(2, close_at_once):
         assert seconds < LIMIT_S / 2
         assert lost == []
+
+
+UNREACHED = [  # what names the address, and the last line of the library's error; gloo's are recorded
+    (
+        "127.0.0.1, an address within one machine",
+        "timed out connecting: SO_ERROR: Connection refused, remote=[{}]:91",
+    ),
+    ("10.0.0.2:", "timed out connecting: SO_ERROR: No route to host, remote=[{}]:9121$1"),
+    ("10.0.0.2:", "socketPollConnect: connect to {}<51> returned Connection refused"),
+    ("10.0.0.2:", "socketStartConnect: Connect to {}<51> failed : No route to host"),
+]
+
+
+def test_an_address_that_no_connection_reaches_is_named_with_the_variable() -> None:
+    """tests/e2e/test_launch_nodes.py does it with two nodes."""
+    for address, text in UNREACHED:
+        library = "NCCL" if "<" in text else "gloo"
+        error = as_peer_lost_error(
+            RuntimeError(f"[{library}/x.cc]\n" + text.format(address.strip(":").split(",")[0]))
+        )
+        assert isinstance(error, UnreachableError), text
+        facts = (address, f"{library.upper()}_SOCKET_IFNAME", "interface")
+        assert [fact for fact in facts if fact not in str(error)] == [], error
+    closed = as_peer_lost_error(RuntimeError("[gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:9121"))
+    assert type(closed) is PeerLostError
