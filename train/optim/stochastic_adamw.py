@@ -1,6 +1,7 @@
 """AdamW for parameters or moments in bfloat16: torch's fused AdamW rounds to nearest and has no separate
 moment dtype."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,16 +93,19 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 def _shard_layout(parameter: Tensor) -> tuple[int, int, int]:
-    """`first`, `columns` and `gap` of a `Slice`: the position of this rank's shard in a full parameter of one
-    or two dimensions."""
-    shape, offsets = tuple(parameter.shape), (0,) * parameter.dim()
+    """`first`, `columns` and `gap` of a `Slice`: the position of this rank's shard in a full parameter, which
+    may be sharded in its first dimension (FSDP) and in another one (tp)."""
+    full = tuple(parameter.shape)
+    shape, offsets = full, (0,) * len(full)
     if isinstance(parameter, DTensor):
         local, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
         shape = tuple(local)
         assert local_part(parameter).shape == torch.Size(shape), (parameter.shape, shape)
-    full_columns, columns = parameter.shape[-1], shape[-1]
-    assert 1 <= parameter.dim() <= 2, parameter.shape
-    first = offsets[-1] + (offsets[0] * full_columns if parameter.dim() == 2 else 0)
-    return first, columns, full_columns - columns if parameter.dim() == 2 else 0
+    inner = [dim for dim in range(1, len(full)) if shape[dim] != full[dim]]
+    assert len(inner) <= 1, (full, shape)
+    row = inner[0] if inner else 0  # a row: what lies contiguous, all dimensions from here on
+    first = sum(offset * math.prod(full[dim + 1 :]) for dim, offset in enumerate(offsets))
+    columns = math.prod(shape[row:])
+    return first, columns, math.prod(full[row:]) - columns if inner else 0

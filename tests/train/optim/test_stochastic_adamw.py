@@ -3,10 +3,15 @@ does."""
 
 import copy
 import math
+import os
+import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.train.checkpoint.load import refuse_different
@@ -296,6 +301,35 @@ def test_the_bits_are_the_same_on_any_mesh() -> None:
     for mesh in run_ranks(2, train_on_meshes, arguments)[0]:
         assert mesh.keys() == alone.keys()
         assert [name for name, value in alone.items() if not torch.equal(mesh[name], value)] == []
+
+
+def step_of_shapes(shapes: Sequence[tuple[int, ...]], axes: Sequence[int | None]) -> list[bool]:
+    """Whether a step of each shape gives this rank, which has a shard by `axes`, the bits of the whole."""
+    mesh, whole, sharded = init_device_mesh("cpu", (2, 2)), list[Tensor](), list[Tensor]()
+    generator = torch.Generator().manual_seed(0)
+    for shape, axis in zip(shapes, axes, strict=True):
+        values = [torch.randn(shape, generator=generator).bfloat16() for _ in range(2)]
+        placements = [Shard(0) if shape else Replicate(), Replicate() if axis is None else Shard(axis)]
+        for tensors, parts in (
+            (whole, values),
+            (sharded, [distribute_tensor(x, mesh, placements) for x in values]),
+        ):
+            tensors.append(torch.nn.Parameter(parts[0]))
+            tensors[-1].grad = parts[1]
+    for tensors in (whole, sharded):
+        model = torch.nn.Module()
+        model.all = torch.nn.ParameterList(tensors)
+        build_optimizer(model, OptimConfig(state_dtype="bfloat16", weight_decay=0.0)).step()
+    return [torch.equal(a, b.full_tensor()) for a, b in zip(whole, sharded, strict=True)]  # type: ignore[attr-defined]
+
+
+def test_a_shard_of_any_shape_has_the_bits_of_the_whole() -> None:
+    """Such as a convolution's, or experts [E, D, F]; FSDP shards the first dimension, tp another or none."""
+    draws = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"])
+    shapes = [tuple(draws.randint(1, 7) for _ in range(dims)) for dims in (0, 1, 2, 2, 3, 3, 3, 4, 4, 5)]
+    axes = [draws.choice([None, *range(1, len(shape))]) for shape in shapes]
+    for same in run_ranks(4, step_of_shapes, shapes, axes):
+        assert same == [True] * len(shapes), (shapes, axes)
 
 
 def test_ranks_without_a_row_count_their_steps_too() -> None:
