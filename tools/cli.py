@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from meshwright.train.distributed.exit import escape_unencodable
 from meshwright.train.errors import USER_ERRORS, ConfigError
 
 EXIT_USER_ERROR = 2
@@ -15,6 +16,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 def run_tool(main: Callable[[], None]) -> None:
     """Run a tool. A user's mistake (USER_ERRORS) becomes one message on stderr and exit code 2, without a
     traceback."""
+    escape_unencodable()
     try:
         main()
         sys.stdout.flush()

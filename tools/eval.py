@@ -38,7 +38,13 @@ from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.devices import choose_device
-from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
+from meshwright.train.distributed.exit import (
+    EXIT_FAILED,
+    EXIT_USER_ERROR,
+    escape_unencodable,
+    exit_process,
+    print_user_error,
+)
 from meshwright.train.distributed.process_group import group_timeout, start_process
 from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
@@ -82,6 +88,7 @@ class EvalTarget:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
+    escape_unencodable()
     options, overrides = make_parser().parse_known_args(arguments)
     ranks, code = ALONE, 0
     problem: Exception | None = None

@@ -4,8 +4,6 @@ Shapes: T tokens of the context, V vocabulary.
 """
 
 import argparse
-import io
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = load_model(checkpoint, config.job, device)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
     new_tokens = generate(model, context, options.max_new_tokens, sampling, window, tokenizer.info)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # question marks on a terminal without UTF-8
     for piece in stream_text(tokenizer, context, new_tokens):
         print(piece, end="", flush=True)
 

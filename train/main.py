@@ -23,6 +23,7 @@ from meshwright.train.distributed.exit import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
+    escape_unencodable,
     exit_process,
     print_error,
     print_user_error,
@@ -53,6 +54,7 @@ from meshwright.train.state import TrainState, restore
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Train, and turn any exception into one message and an exit code."""
+    escape_unencodable()
     ranks = ALONE
     try:
         ranks = read_rank_info()

@@ -1,8 +1,10 @@
 """Requirements of compiling, and the cache folder of compiled graphs."""
 
+import contextlib
 import os
 import shutil
 import sysconfig
+import tempfile
 from pathlib import Path
 
 from meshwright.parallel.compile.async_tp import check_async_tp
@@ -10,7 +12,7 @@ from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 
-DEFAULT_CACHE = "~/.cache/meshwright/compile"
+DEFAULT_CACHE = "~/.cache/meshwright"
 
 
 def check_compiler(plan: Plan, device_type: str, local_processes: int) -> None:
@@ -51,7 +53,28 @@ def _missing_for_gpu() -> str | None:
 
 def cache_folder(config: CompileConfig) -> Path:
     """Return the folder that caches compiled graphs and the planner's traces."""
-    return Path(config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE).expanduser()
+    variable = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    if variable.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
+        variable = ""  # torch's own folder: importing its compiler sets the variable
+    named = config.cache_dir or variable
+    return Path(os.path.expanduser(named)) if named else user_cache() / "compile"
+
+
+def user_cache() -> Path:
+    """Return this user's cache folder: ~/.cache/meshwright, or one among the temporary files, and for Triton,
+    if no home folder can be written, as in a container for a user id without a name. Raises PlanError."""
+    folder = Path(os.path.expanduser(DEFAULT_CACHE))
+    with contextlib.suppress(OSError):
+        if folder.is_absolute():  # otherwise ~ is unknown
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    folder = Path(tempfile.gettempdir(), f"meshwright-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():  # its compiled code would run
+        raise PlanError(f"{folder} is another user's: set HOME, or TMPDIR, to a folder that can be written")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    return folder
 
 
 def use_cache_folder(config: CompileConfig) -> None:

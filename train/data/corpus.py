@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.parallel.compile.setup import user_cache
 from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences
@@ -177,12 +178,8 @@ def is_prepared(source: str) -> bool:
 
 
 def cache_root(config: DataConfig) -> Path:
-    """The folder of tokenized text: data.cache_dir, or ~/.cache/meshwright."""
-    return (
-        user_path(config.cache_dir, "data.cache_dir")
-        if config.cache_dir
-        else Path.home() / ".cache" / "meshwright"
-    )
+    """The folder of tokenized text: data.cache_dir, or this user's cache."""
+    return user_path(config.cache_dir, "data.cache_dir") if config.cache_dir else user_cache()
 
 
 def _common_tokenizer(infos: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:

@@ -3,7 +3,6 @@
 import glob
 import hashlib
 import os
-import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,13 +113,13 @@ def _check_file(source: str, key: str) -> None:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file below `root`, except installed packages (not part of the standard library), prepared data,
-    also unfinished, and the metadata of saved datasets."""
+    """Every file below `root`, except hidden files and folders (.git, .ipynb_checkpoints, ._NAME of macOS,
+    unfinished data), installed packages (not part of the standard library), prepared data, and the metadata
+    of saved datasets."""
     for folder, subfolders, names in os.walk(root):
-        packages = ("site-packages", "dist-packages")
-        subfolders[:] = [
-            name for name in subfolders if not (name in packages or re.fullmatch(r"\..*\.partial", name))
-        ]
+        left_out = (".", "site-packages", "dist-packages")
+        subfolders[:] = [name for name in subfolders if not name.startswith(left_out)]
+        names = [name for name in names if not name.startswith(".")]
         of_dataset = any(name.endswith(".arrow") for name in names)
         if not (MANIFEST in names and any(name.endswith(".ends") for name in names)):
             yield from (Path(folder, name) for name in names if not (of_dataset and name in _HF_FILES))

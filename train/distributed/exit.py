@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -13,6 +14,14 @@ if TYPE_CHECKING:  # a process of tools.doctor that uses this module must not im
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 PRINT_FIRST_S = 5.0  # how long the other ranks wait, so that rank 0 prints its message first
+
+
+def escape_unencodable() -> None:
+    """Let this process print characters that the terminal's encoding lacks as escapes, such as \\u6587 in a
+    path. Every command calls it first."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def print_user_error(ranks: "RankInfo", message: str) -> None:
@@ -65,5 +74,5 @@ def exit_immediately(code: int, message: str) -> NoReturn:
     """Write `message` to stderr and end the process immediately, from any thread. Nothing is flushed, because
     other threads may hold the locks of Python's streams."""
     with contextlib.suppress(OSError):
-        os.write(2, f"{message}\n".encode())
+        os.write(2, f"{message}\n".encode(errors="replace"))
     os._exit(code)

@@ -97,8 +97,8 @@ def _check_launcher(env: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if several else ()))
     if ranked and (missing := [name for name in needed if not env.get(name)]):
         raise ConfigError(
-            f"{' and '.join(sorted(ranked))} without {missing[0]}: start all ranks with torchrun, which sets RANK, "
-            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset them for a single process"
+            f"{' and '.join(sorted(ranked))} without {missing[0]}: start all ranks with torchrun, which sets "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset them for a single process"
         )
     if several:
         _number(env, "MASTER_PORT", 0)

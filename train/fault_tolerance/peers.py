@@ -122,7 +122,7 @@ class PeerConnections:
                     self._send(peer, kind, text)
 
     def _send(self, peer: int, kind: Kind, text: str = "") -> None:
-        content = f"{kind} {text}".encode()[:MESSAGE_BYTES]
+        content = f"{kind} {text}".encode(errors="replace")[:MESSAGE_BYTES]
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         message[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._sent.append(self._group.send([message], peer, TAG))

@@ -36,7 +36,11 @@ def test_a_folder_gives_texts_and_records_sorted_by_name_and_nothing_else(tmp_pa
         empty__txt="",
         g__png="g",
     )
-    write(tmp_path, h__gz="h")
+    write(tmp_path, h__gz="h", __hidden__txt="h")
+    for folder in (".git", ".ipynb_checkpoints", ".data.partial"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, i__txt="i")
+    (tmp_path / "._c.jsonl").write_bytes(b"\0\5\x16\7")  # macOS, on other file systems
     expected = ["b.md", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.arrow", "sub/a.parquet", "sub/z.txt"]
     assert names(tmp_path) == expected
     assert [file_kind(path) for _, path in find_files(str(tmp_path))] == [
