@@ -63,9 +63,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: Any) -> int:
         """Return an integer; with leading zeros it is decimal."""
-        text = node.value.lower()
-        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-        return int(text if base == 10 else text[2:], base)
+        return int(node.value, {"0o": 8, "0x": 16}.get(node.value[:2], 10))
 
 
 class _Writer(yaml.SafeDumper):
@@ -74,16 +72,12 @@ class _Writer(yaml.SafeDumper):
 
 _StrictLoader.yaml_implicit_resolvers = {}  # none of YAML 1.1: no, 1:30, 1_000
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
-# https://yaml.org/spec/1.2.2/#1032-tag-resolution
-for _tag, _pattern, _first in (
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+for _tag, _pattern, _first in (  # https://yaml.org/spec/1.2.2/#1032-tag-resolution
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
+    ("float", _FLOAT, list("-+.0123456789")),
 ):
     for _class in (_StrictLoader, _Writer):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
@@ -112,9 +106,9 @@ def value_of(written: Any) -> Any:
     return written.value if isinstance(written, Written) else written
 
 
-def load_written_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, as `load_written`; {} for an empty file. Raises YamlError, which
-    names the file and, for errors of syntax and keys, the line."""
+def load_mapping(path: Path, written: bool = False) -> dict[str, Any]:
+    """Return the mapping in a YAML file, {} for an empty file; `written`: as `load_written`. Raises
+    YamlError, which names the file and, for errors of syntax and keys, the line."""
     try:
         value = yaml.load(read_text(path), _StrictLoader)
     except yaml.MarkedYAMLError as error:
@@ -130,13 +124,8 @@ def load_written_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         kind = type(value_of(value)).__name__
         raise YamlError(f"{path}: the top level must be a mapping of keys to values, not a {kind}")
-    return value
-
-
-def load_mapping(path: Path) -> dict[str, Any]:
-    """Return the values of the mapping in a YAML file, otherwise as `load_written_mapping`."""
-    values: dict[str, Any] = value_of(load_written_mapping(path))
-    return values
+    mapping: dict[str, Any] = value if written else value_of(value)
+    return mapping
 
 
 def to_yaml(value: Any, **form: Any) -> str:

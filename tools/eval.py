@@ -23,7 +23,7 @@ import torch.distributed as dist
 from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
-from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positive
+from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positive, run_tool
 from meshwright.tools.convert_hf import config_text
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.load_weights import find_newest
@@ -38,13 +38,7 @@ from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.devices import choose_device
-from meshwright.train.distributed.exit import (
-    EXIT_FAILED,
-    EXIT_USER_ERROR,
-    escape_unencodable,
-    exit_process,
-    print_user_error,
-)
+from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
 from meshwright.train.distributed.process_group import group_timeout, start_process
 from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
@@ -88,7 +82,6 @@ class EvalTarget:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
-    escape_unencodable()
     options, overrides = make_parser().parse_known_args(arguments)
     ranks, code = ALONE, 0
     problem: Exception | None = None
@@ -309,4 +302,4 @@ def to_text(scores: dict[str, Score]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

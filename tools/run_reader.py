@@ -3,7 +3,7 @@ and summary figures of them."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.config_parser import known_keys
+from meshwright.train.config_parser import leaves
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_status import Status, read_status
 from meshwright.train.files import parse_mapping
@@ -95,23 +95,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return flatten(load_mapping(path), keep=known_keys())
+        return dict(leaves(load_mapping(path)))
     except YamlError as error:
         raise ConfigError(str(error)) from None
-
-
-def flatten(mapping: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys. A key in `keep` keeps its mapping as a value, and so does a
-    key with an empty mapping."""
-    flat = dict[str, Any]()
-    for key, value in mapping.items():
-        name = f"{prefix}{key}"
-        flat |= (
-            flatten(value, f"{name}.", keep)
-            if isinstance(value, dict) and value and name not in keep
-            else {name: value}
-        )
-    return flat
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -20,9 +20,9 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import (
     Written,
     YamlError,
+    load_mapping,
     load_value,
     load_written,
-    load_written_mapping,
     to_yaml,
     value_of,
 )
@@ -69,10 +69,8 @@ def _describe_type(declared: Any) -> str:
             return " or ".join(filter(None, (", ".join(inner[:-1]), inner[-1])))
         case builtins.tuple:
             return "a list" if inner[-1] is ... else f"a list of {len(inner)} values"
-        case builtins.dict:
-            return f"a mapping of names to values, each {_describe_type(inner[1])}"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
-    return names.get(declared, "null")
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    return names.get(declared, "null" if declared is types.NoneType else "a mapping of names to values")
 
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
@@ -101,46 +99,41 @@ class _Setting:
     place: str
 
 
-def parse_config(
-    arguments: Sequence[str],
-    prog: str = "train.main",
-    from_user: bool = True,
-) -> Config:
+def parse_config(arguments: Sequence[str], prog: str = "train.main", from_user: bool = True) -> Config:
     """Return the config of `--config NAME_OR_PATH` and `--section.key=value` overrides, which take
-    precedence.
+    precedence. Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
 
-    Args:
-        from_user: the arguments are those of a command, whose `model.factory` may then be called, except one
-            that only a checkpoint's config.yaml names
-
-    Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
+    `from_user`: the arguments are those of a command, whose `model.factory` may then be called, except one
+    that only a checkpoint's config.yaml names.
     """
     if asked := [argument for argument in arguments if argument in HELP]:
         factory = any(argument.startswith(f"--{FACTORY}") for argument in arguments)
         make_parser(prog, factory).parse_args(asked)
-    names, overrides = _split_arguments([argument for argument in arguments if argument != PRINT])
-    files = [find_config(name) for name in names]
-    settings = [setting for path in files for setting in _read_file(path)]
-    settings += [setting for key, text in overrides for setting in _read_override(key, text)]
+    given = list(_split_arguments([argument for argument in arguments if argument != PRINT]))
+    files = [find_config(text) for key, text in given if key == "config"]
+    try:
+        settings = [each for path in files for each in _settings(load_mapping(path, written=True), str(path))]
+    except YamlError as error:
+        raise ConfigError(str(error)) from None
+    settings += [each for key, text in given if key != "config" for each in _read_override(key, text)]
     factories = [setting.place for setting in settings if setting.key == FACTORY]
     if factories:
         settings = _without_shape(settings, factories)
-    elif given := [setting.key for setting in settings if setting.key.startswith((ARGS, BLOCKS))]:
-        raise ConfigError(f"{given[0]} needs {FACTORY}=MODULE:FUNCTION, to whose model it belongs")
+    elif alone := [setting.key for setting in settings if setting.key.startswith((ARGS, BLOCKS))]:
+        raise ConfigError(f"{alone[0]} needs {FACTORY}=MODULE:FUNCTION, to whose model it belongs")
     config = _build(_merge(settings), FactoryConfig if factories else LlamaConfig)
     if config.run.dir is None:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=_folder(files, config)))
     if PRINT in arguments:
         print(config_to_yaml(config), end="")
         raise SystemExit(0)
-    # Only the command line or a config file that is not a checkpoint's names a factory that may be called.
-    if from_user and isinstance(config.model, FactoryConfig) and not all(map(_is_of_checkpoint, factories)):
+    # only the command line, or a config file that is not a checkpoint's, names a factory that may be called
+    named = [
+        each for each in factories if each == COMMAND_LINE or not (Path(each).parent / MANIFEST).exists()
+    ]
+    if from_user and named and isinstance(config.model, FactoryConfig):
         name_factory(config.model.factory)
     return config
-
-
-def _is_of_checkpoint(place: str) -> bool:
-    return place != COMMAND_LINE and (Path(place).parent / MANIFEST).exists()
 
 
 def _folder(files: Sequence[Path], config: Config) -> str:
@@ -198,7 +191,7 @@ def make_parser(prog: str, factory: bool = False) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=False)
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
     about = "Train a Llama, or a model of yours, sharded and compiled."
-    parser = _ConfigParser(prog=f"python -m {prog}", usage=usage, description=about, exit_on_error=False)
+    parser = _ConfigParser(prog=f"python -m {prog}", usage=usage, description=about, print_config=None)
     defaults = Config()
     for section in dataclasses.fields(Config):
         kind: Any = section.type
@@ -209,6 +202,7 @@ def make_parser(prog: str, factory: bool = False) -> ArgumentParser:
     parser.add_argument(
         "--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml"
     )
+    parser.add_argument(PRINT, action="store_true", help="Print the resolved configuration and exit.")
     return parser
 
 
@@ -286,35 +280,19 @@ def _build(values: Mapping[str, Any], model: type) -> Config:
     return built
 
 
-def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the values of --config, and the keys and texts of the overrides. A value may be an argument of
-    its own. Raises ConfigError."""
-    files, overrides = [], []
+def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys, or "config", and their texts, which may be arguments of their own. Raises
+    ConfigError."""
     rest = iter(arguments)
     for argument in rest:
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             raise ConfigError(f"unrecognized argument {argument}: keys are set with --section.key=value")
         if key != "config":
-            _check_override(key)
+            _check_key(key, COMMAND_LINE)
         if not equals and ((text := next(rest, "--")).startswith("--")):
             raise ConfigError(f"--{key}: expected one argument, as in --{key}=VALUE")
-        if key != "config":
-            overrides.append((key, text))
-        elif text:
-            files.append(text)
-        else:
-            raise ConfigError("--config needs a path, or a name in configs/ such as llama_debug.yaml")
-    return files, overrides
-
-
-def _check_override(key: str) -> None:
-    _check_key(key, COMMAND_LINE)
-    declared = _type_at(key)
-    if key not in known_keys() and _dataclasses_in(declared) and type(None) not in typing.get_args(declared):
-        raise ConfigError(
-            f"--{key} is a section: set its keys one by one with --{key}.NAME=value, or in a --config file"
-        )
+        yield key, text
 
 
 def _read_override(key: str, text: str) -> list[_Setting]:
@@ -337,19 +315,11 @@ def _is_text(declared: Any) -> bool:
     return declared is str or (typing.get_origin(declared) is typing.Literal and type(inner[0]) is str)
 
 
-def _read_file(path: Path) -> list[_Setting]:
-    """Return what a file sets. Raises ConfigError."""
-    try:
-        return _settings(load_written_mapping(path), str(path))
-    except YamlError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _settings(data: Mapping[str, Any], place: str) -> list[_Setting]:
     """Return what a mapping of dotted and nested keys sets. Raises ConfigError if a key is unknown, is given
     twice or has no value, or if a section is not a mapping."""
     settings: dict[str, _Setting] = {}
-    for key, written in _leaves(data):
+    for key, written in leaves(data):
         _check_key(key, place)
         if key in settings:
             raise ConfigError(f"{place}: {key} is set twice, nested and with a dot: delete one")
@@ -364,24 +334,22 @@ def _check_written(key: str, written: Any, place: str) -> None:
     """Raise ConfigError for a section that is no mapping, and for an empty value."""
     declared = _type_at(key)
     optional = declared is Any or types.NoneType in typing.get_args(declared)
-    null = written is None or (isinstance(written, Written) and written.value is None)
-    empty = not written and (null or _is_text(declared)) and not isinstance(written, dict)
-    if _dataclasses_in(declared) and written != {} and (empty or not (optional and null)):
-        raise ConfigError(
-            one_line(f"{place}: {key} is a section and needs a mapping of keys to values, not {written!r}")
-        )
-    if empty or (null and not optional):
+    null = value_of(written) is None
+    if (null and not (written and optional)) or (written == "" and _is_text(declared)):
         none = ", null for none" if optional else ""
         raise ConfigError(f"{place}: {key} has no value: set one{none}, or remove the key to use its default")
+    if _dataclasses_in(declared) and written != {} and not null:
+        rule = f"needs a mapping of keys to values, or --{key}.NAME=value"
+        raise ConfigError(f"{place}: {key} is a section and {rule}, not {one_line(value_of(written), 200)}")
 
 
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and what is written for them. A known key is a leaf, also with a mapping
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values of nested ones. A known key is a leaf, also with a mapping
     (data.mixture); of a factory's arguments each is one."""
     for name, written in data.items():
         key = f"{prefix}{name}"
         if isinstance(written, dict) and written and (key == ARGS or not has_value(key)):
-            yield from _leaves(written, f"{key}.")
+            yield from leaves(written, f"{key}.")
         else:
             yield key, written
 

@@ -53,22 +53,20 @@ def _missing_for_gpu() -> str | None:
 
 def cache_folder(config: CompileConfig) -> Path:
     """Return the folder that caches compiled graphs and the planner's traces."""
-    variable = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-    if variable.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
-        variable = ""  # torch's own folder: importing its compiler sets the variable
-    named = config.cache_dir or variable
-    return Path(os.path.expanduser(named)) if named else user_cache() / "compile"
+    named = config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    # importing torch's compiler sets the variable to a folder of its own
+    default = named.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_"))
+    return Path(os.path.expanduser(named)) if named and not default else user_cache() / "compile"
 
 
 def user_cache() -> Path:
     """Return this user's cache folder: ~/.cache/meshwright, or one among the temporary files, and for Triton,
     if no home folder can be written, as in a container for a user id without a name. Raises PlanError."""
-    folder = Path(os.path.expanduser(DEFAULT_CACHE))
-    with contextlib.suppress(OSError):
-        if folder.is_absolute():  # otherwise ~ is unknown
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: ~ is unknown
+        folder = Path(DEFAULT_CACHE).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
     folder = Path(tempfile.gettempdir(), f"meshwright-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():  # its compiled code would run

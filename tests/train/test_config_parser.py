@@ -12,13 +12,13 @@ import yaml
 
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.parallel.config import CompileConfig
-from meshwright.tools.run_reader import flatten
 from meshwright.train.config import Config
 from meshwright.train.config_parser import (
     CONFIG_FOLDER,
     config_to_yaml,
     find_config,
     known_keys,
+    leaves,
     load_config,
     parse_config,
 )
@@ -153,7 +153,7 @@ def test_a_file_however_split_and_the_command_line_set_what_is_written(tmp_path:
         text = split_at_random(settings, draws)
         config = load_config(write(tmp_path, text))
         assert config == parse_config([f"--{key}={value}" for key, value in settings.items()]), text
-        flat = flatten(dataclasses.asdict(config), keep=known_keys())
+        flat = dict(leaves(dataclasses.asdict(config)))
         expected = {key: settings[key] if key in TEXT else WRITTEN.get(settings[key]) for key in settings}
         expected |= {"data.mixture": dict.fromkeys(names[:4], 1000.0)}
         expected |= {"data.validation": dict.fromkeys(names[4:], "1e3")}

@@ -12,10 +12,10 @@ import torch
 from meshwright.parallel.errors import PlanError, first_of
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
-from meshwright.tools.run_reader import changed_keys, flatten, read_config
+from meshwright.tools.run_reader import changed_keys, read_config
 from meshwright.tools.sweep.spec import Spec, SweepRun, make_cells, override_text, value_text
 from meshwright.train.config import Config
-from meshwright.train.config_parser import find_config, known_keys, parse_config
+from meshwright.train.config_parser import find_config, leaves, parse_config
 from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
@@ -108,7 +108,7 @@ def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 def flat_config(config: Config) -> dict[str, Any]:
     """Return every config key, dotted."""
-    return flatten(dataclasses.asdict(config), keep=known_keys())
+    return dict(leaves(dataclasses.asdict(config)))
 
 
 def refuse_changed(changed: Mapping[str, Sequence[str]], folder: Path) -> None:

@@ -14,8 +14,7 @@ import msgspec
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, report, structure
 from meshwright.parallel.yaml_io import load_mapping
-from meshwright.tools.run_reader import flatten
-from meshwright.train.config_parser import has_value, is_config_key, key_hint, known_keys
+from meshwright.train.config_parser import has_value, is_config_key, key_hint, leaves
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
@@ -109,7 +108,7 @@ def _complete(path: Path, written: Mapping[str, Any], changes: Mapping[str, Any]
 def _flat(keys: Any) -> Any:
     """Return the config keys of one place in the spec, dotted; a value that is not a mapping is returned
     unchanged."""
-    return flatten(keys, keep=known_keys()) if isinstance(keys, dict) else keys
+    return dict(leaves(keys)) if isinstance(keys, dict) else keys
 
 
 def make_cells(spec: Spec) -> list[SweepRun]:

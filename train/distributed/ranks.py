@@ -88,20 +88,19 @@ def _check_launcher(env: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     tasks, launcher = max((numbers[name], TASKS[name]) for name in TASKS)
     if tasks > 1 and not ranked:
         raise ConfigError(
-            f"{launcher} has started {tasks} tasks without RANK and WORLD_SIZE, so that each would train the "
-            f"whole model alone: on one machine start a single task, torchrun --nproc-per-node={tasks} -m "
-            "train.main ..., on several sbatch configs/launch/slurm.sh, or configs/launch/nodes.sh once per "
-            "machine (docs/cluster.md)"
+            f"{launcher} has started {tasks} tasks without RANK, and each would train the whole model alone: "
+            f"on one machine use one task, torchrun --nproc-per-node={tasks} -m train.main ..., on several "
+            "configs/launch/slurm.sh, or configs/launch/nodes.sh once per machine (docs/cluster.md)"
         )
-    several = numbers["WORLD_SIZE"] > 1
-    needed = ("RANK", "WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if several else ()))
+    needed = ["RANK", "WORLD_SIZE"]
+    if numbers["WORLD_SIZE"] > 1:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+        _number(env, "MASTER_PORT", 0)
     if ranked and (missing := [name for name in needed if not env.get(name)]):
         raise ConfigError(
             f"{' and '.join(sorted(ranked))} without {missing[0]}: start all ranks with torchrun, which sets "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset them for a single process"
         )
-    if several:
-        _number(env, "MASTER_PORT", 0)
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise ConfigError(f"RANK={numbers['RANK']} must be less than WORLD_SIZE={numbers['WORLD_SIZE']}")
 

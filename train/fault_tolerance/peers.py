@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Literal
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from meshwright.train.errors import COMMITS_INTACT, PeerLostError, UnreachableError
 
 _PEER_DIED = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # gloo, NCCL
-# gloo names the address behind it; NCCL 2.18 to 2.29 within it
+# gloo's, and NCCL's socketPollConnect and socketStartConnect
 _NO_CONNECTION = r"timed out connecting:.*?remote=\[(.+?)\]|[Cc]onnect to ([^\s<]+)<\d+> (?:returned|failed)"
 Kind = Literal["hello", "goodbye", "lost", "signal"]  # lost, and lost by a signal
 MESSAGE_BYTES = 2048  # of every message; longer reports are cut
@@ -171,9 +170,8 @@ def as_peer_lost_error(error: BaseException) -> PeerLostError | None:
 
 def _explain_address(address: str, library: str) -> str:
     variable = f"{library.upper()}_SOCKET_IFNAME"
-    with contextlib.suppress(ValueError):
-        if ip_address(address).is_loopback:
-            address += ", an address within one machine"
+    if address.startswith(("127.", "::1")):
+        address += ", an address within one machine"
     return (
         f"a process of this run cannot be reached at {address}: it uses a wrong network interface, or has "
         f"ended; on every machine set {variable} to the interface whose address the others reach, such as "

@@ -185,8 +185,7 @@ class Watchdog:
         message = self._diagnose(report, fired)
         if message is not None:
             message = f"{message}\n  {_files_message(self._folder, files)}\n"
-            # not sys.stderr, whose lock the stuck thread may hold
-            os.write(2, message.encode(errors="replace"))
+            os.write(2, message.encode("utf-8", "replace"))  # the stuck thread may hold sys.stderr's lock
             self._announce(message)
         ends_s = time.monotonic() + LINGER_S
         _error_of(files, LINGER_S / 2)
@@ -217,9 +216,7 @@ class Watchdog:
             BackgroundThread("watchdog-news").submit(lambda: self._on_stuck(message)), ON_STUCK_S
         )
         if error:
-            os.write(
-                2, f"  the message could not be recorded ({_in_short(error)})\n".encode(errors="replace")
-            )
+            os.write(2, f"  the message could not be recorded ({_in_short(error)})\n".encode())
         if (link := self._link) and not self._why_alone:
             _error_of(self._store_thread.submit(link.announce_diagnosis), ON_STUCK_S)
 
