@@ -94,7 +94,7 @@ class DataConfig:
             each document
         verify: full compares prepared shards with their checksums at first use and after every change; size
             compares only file sizes
-        cache_dir: folder for tokenized text; null is ~/.cache/meshwright
+        cache_dir: folder for tokenized text; null is ~/.cache/meshwright, or without a home a temporary one
         prefetch: number of optimizer steps whose batches the loader prepares ahead
     """
 
