@@ -1,11 +1,13 @@
 """YAML that hides a mistake is refused, with file and line."""
 
+import math
 import os
 from pathlib import Path
 
 import pytest
+import yaml
 
-from meshwright.parallel.yaml_io import YamlError, load_mapping
+from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value, to_yaml
 
 REFUSED = {
     "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1", "merge them"]),
@@ -70,3 +72,24 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "\n", "# only a comment\n", "---\n"])
 def test_an_empty_file_is_an_empty_mapping(text: str, tmp_path: Path) -> None:
     assert load_mapping(write(tmp_path, text)) == {}
+
+
+SCALARS = {
+    "010": 10,
+    "0o17": 15,
+    "0x10": 16,
+    "1e3": 1000.0,
+    ".5": 0.5,
+    "-.inf": -math.inf,
+    "~": None,
+    "True": True,
+}
+TEXTS = ("no", "On", "y", "1:30", "1_000", "0b1", "2024-01-31", "1:1:1.5", "=", "1e", "09x")
+
+
+def test_scalars_are_those_of_yaml_1_2_and_text_is_text_for_readers_of_1_1_too() -> None:
+    assert {text: load_value(text) for text in SCALARS} == SCALARS
+    assert [load_value(text) for text in TEXTS] == [*TEXTS]
+    texts = [*TEXTS, *SCALARS, "", "#x", "a: b", "<<"]
+    for read in (load_value, yaml.safe_load):
+        assert read(to_yaml({text: text for text in texts})) == {text: text for text in texts}
