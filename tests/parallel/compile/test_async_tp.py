@@ -73,7 +73,8 @@ def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, tmp_path) -> 
 
 
 def test_a_run_on_a_cpu_is_refused_before_anything_is_made(data, tmp_path) -> None:
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    env = {"RANK": "0", "LOCAL_RANK": "0", **world}
     result = run(1, *TINY, *data, *ASYNC, f"--run.dir={tmp_path / 'run'}", **env)
     assert result.returncode == 2
     assert "parallel.async_tp=true sends pieces through memory that GPUs share (NVLink)" in result.stderr
