@@ -26,7 +26,7 @@ from meshwright.tools.load_weights import (
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
-from meshwright.train.checkpoint.ownership import describe_training
+from meshwright.train.checkpoint.ownership import describe_training, read_training
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
 from meshwright.train.checkpoint.verify import raise_damage, unnamed_files, verify_alone
 from meshwright.train.errors import CheckpointError
@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.command == "verify":
         verified = verify(path)
         print(to_json(verified) if options.json else _verify_text(verified))
+    elif options.command == "show" and read_training(path) and not list_checkpoints(checkpoints_folder(path)):
+        print(to_json({"run": describe_training(path)}) if options.json else describe_training(path))
     elif options.command == "show":
         shown = describe_checkpoint(find_newest(path))
         print(to_json(shown) if options.json else _show_text(shown))

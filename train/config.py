@@ -120,6 +120,9 @@ class DataConfig:
                 raise ValueError(
                     f"data.mixture: {source} has weight {weight}: a weight must be finite and greater than 0"
                 )
+        for name, source in self.validation.items():
+            if not (name and source):
+                raise ValueError(f"data.validation: {{{name!r}: {source!r}}} needs a name and a source")
         if self.document_mask and not self.packing:
             raise ValueError(
                 "data.document_mask needs packing: with data.packing=false every sequence is one document; "

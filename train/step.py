@@ -25,13 +25,13 @@ class StepResult:
 
     `loss`: mean over the tokens of the global batch, in nats, before the update. `grad_norm`: before
     clipping. `skipped`: 1 if the loss or the norm was not finite and nothing was updated, else 0.
-    `trained`: targets of the global batch, 0 of a skipped step.
+    `tokens`: targets of the global batch.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
-    trained: Tensor
+    tokens: Tensor
 
 
 def train_step(
@@ -64,7 +64,7 @@ def train_step(
     optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(summed(loss, data_parallel), grad_norm, skipped, global_tokens * (1 - skipped))
+    return StepResult(summed(loss, data_parallel), grad_norm, skipped, global_tokens)
 
 
 def count_targets(batch: Batch) -> Tensor:

@@ -144,3 +144,14 @@ def test_the_command_that_began_a_training_goes_on_whoever_starts_it(
     shown = run(1, "show", str(folder), module="tools.checkpoint").stdout
     assert f"training {training['id']}" in shown
     assert "goes on from step-00000003" in shown
+
+
+def test_a_branch_without_a_checkpoint_begins_where_it_began(data, trained, tmp_path) -> None:
+    """It was killed before its first save, and a script starts it again with resume=auto."""
+    folder, other = tmp_path / "run", trained.parent / "other" / "step-00000001"
+    for keys, last in (([f"--checkpoint.resume={other}"], 1), ([], 2)):
+        result = start("by hand", folder, tiny(data, "--checkpoint.every=1", *keys, steps=last))
+        assert result.returncode == 0, result.stderr
+        shown = run(1, "show", str(folder), module="tools.checkpoint")
+        assert f"begun from {other}" in shown.stdout, shown
+    assert read_status(folder)["resumed_from"] == 1

@@ -76,7 +76,7 @@ def begin_save(folder: Path, step: int, needed_bytes: int, retention: tuple[int,
             advice = f", or delete {names}, as a start with a lower checkpoint.keep does" if older else ""
             raise SaveError(
                 f"a checkpoint needs {_size(needed_bytes)}, but {folder} has {_size(needed_bytes - missing)} "
-                f"free: free {_size(missing)} more{advice}"
+                f"free: free {_size(missing + 2**20)} more{advice}"
             )
     except OSError as error:
         raise SaveError(

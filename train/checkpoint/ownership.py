@@ -28,13 +28,13 @@ class Training:
     Args:
         id: made at the first start of the training
         settings: of the start that began it, or rolled it back: checkpoint.resume, the model, data and seed
-        origin: the checkpoint that it began from; "" if it began from initial weights
+        resumed_from: the checkpoint that it began from; "" if it began from initial weights
         launch: of the last admitted start (RankInfo.launch)
     """
 
     id: str
     settings: dict[str, str]
-    origin: str = ""
+    resumed_from: str = ""
     launch: str = ""
 
 
@@ -43,10 +43,12 @@ class Admission:
     """A start that may use its folder.
 
     Args:
-        goes_on: it belongs to the training that the folder holds, and resumes from its newest checkpoint
+        resume: what it resumes from, as a value of checkpoint.resume
+        goes_on: it belongs to the training that the folder holds
         restarted: torchrun has started processes again that had been admitted
     """
 
+    resume: str
     goes_on: bool
     restarted: bool
 
@@ -64,7 +66,8 @@ def judge(config: Config, folder: Path, ranks: RankInfo) -> Admission:
     changes nothing.
 
     A start belongs to the training in the folder if checkpoint.resume is auto, or if it is the command that
-    began the training: a branch, a roll-back or a new beginning that is started again goes on. Raises
+    began the training: a branch, a roll-back or a new beginning that is started again goes on, from where it
+    began if it has no checkpoint. Raises
     CheckpointError on all ranks if the folder contains checkpoints that the start does not continue, because
     retention would delete them.
     """
@@ -76,7 +79,9 @@ def _judge(config: Config, folder: Path, launch: str) -> Admission:
     restarted = training is not None and launch == training.launch != ""
     others = list_checkpoints(folder / "checkpoints")
     if others and (asked.resume == "auto" or (training and training.settings == settings_of(config))):
-        return Admission(True, restarted)
+        return Admission("auto", True, restarted)
+    if asked.resume == "auto" and training and training.resumed_from:  # a branch before its first checkpoint
+        return Admission(training.resumed_from, True, restarted)
     which = f"which checkpoint.resume={asked.resume} does not continue"
     if others and asked.resume != "none":
         path = user_path(asked.resume, "checkpoint.resume", CheckpointError)
@@ -89,17 +94,15 @@ def _judge(config: Config, folder: Path, launch: str) -> Admission:
             f"{folder / 'checkpoints'} contains {names}, {which}. Use --checkpoint.resume=auto to resume "
             "from the newest, or another run.dir to leave them unchanged"
         )
-    return Admission(False, restarted)
+    return Admission(asked.resume, False, restarted)
 
 
 def find_start(config: Config, folder: Path, ranks: RankInfo) -> tuple[Admission, Start]:
     """Decide as `judge` does, and return the checkpoint that the start resumes from as `find_checkpoint`
     does."""
     admission = judge(config, folder, ranks)
-    resume = "auto" if admission.goes_on else config.checkpoint.resume
-    return admission, find_checkpoint(
-        replace(config.checkpoint, resume=resume), folder / "checkpoints", ranks
-    )
+    asked = replace(config.checkpoint, resume=admission.resume)
+    return admission, find_checkpoint(asked, folder / "checkpoints", ranks)
 
 
 def admit(config: Config, folder: Path, ranks: RankInfo, admission: Admission, start: Start) -> list[str]:
@@ -118,7 +121,7 @@ def _record(config: Config, folder: Path, ranks: RankInfo, admission: Admission,
         training = Training(
             training.id if training and rolled_back else uuid.uuid4().hex,
             settings_of(config),
-            str(start.checkpoint or config.checkpoint.init_from or ""),
+            str(start.checkpoint or ""),
         )
     text = json.dumps(asdict(replace(training, launch=ranks.launch)), indent=2)
     try:
@@ -131,9 +134,10 @@ def _record(config: Config, folder: Path, ranks: RankInfo, admission: Admission,
 def describe_training(folder: Path) -> str:
     """Say which training a run's folder holds, and what a start in it does."""
     training, checkpoints = read_training(folder), list_checkpoints(folder / "checkpoints")
-    about = f"training {training.id}, begun from {training.origin or 'initial weights'}: " if training else ""
+    begun = (training and training.resumed_from) or "initial weights"
+    about = f"training {training.id}, begun from {begun}: " if training else ""
     if not checkpoints:
-        return f"{about}no checkpoint; a start begins where checkpoint.resume says"
+        return f"{about}no checkpoint; checkpoint.resume=auto begins there again"
     same = " or the command that began the training" if training else ""
     return f"{about}checkpoint.resume=auto{same} goes on from {checkpoints[-1].name}, others are refused"
 

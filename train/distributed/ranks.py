@@ -77,9 +77,10 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, str(default))
     if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(
-            f"{name}={text!r} must be a number: unset it, or start with torchrun, which sets it"
+        by_torchrun = (
+            "" if name in TASKS or name.startswith("SLURM") else ", or start with torchrun, which sets it"
         )
+        raise ConfigError(f"{name}={text!r} must be a number: unset it{by_torchrun}")
     return int(text)
 
 

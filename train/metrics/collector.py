@@ -108,12 +108,12 @@ class Metrics:
         if self._norms is not None:
             self._norms.request(reported)
 
-    def step_done(self, data_wait_s: float, trained: Tensor) -> None:
-        """Count a step and its `trained` tokens; graphs that are compiled after this process's first step
-        count as recompiles."""
+    def step_done(self, data_wait_s: float, result: StepResult) -> None:
+        """Count a step and the tokens that it trained; graphs that are compiled after this process's first
+        step count as recompiles."""
         self._steps += 1
         self._wait_s += data_wait_s
-        self._trained += trained
+        self._trained += result.tokens * (1 - result.skipped)
         if self._graphs is None:
             self._graphs = count_compiled_graphs()
 

@@ -64,7 +64,7 @@ class Reporting:
         """Update metrics, profiler and kernel check; called after every step."""
         if self._kernels:
             self._kernels.after_step()
-        self._metrics.step_done(data.wait_s, result.trained)
+        self._metrics.step_done(data.wait_s, result)
         self._console.step_done(step)
         if (trace := self._profiler.after_step(step)) is not None:
             self._console.print(f"profile: {trace}; python -m tools.trace {trace.parents[1]}")

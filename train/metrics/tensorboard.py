@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,9 @@ class TensorBoardWriter:
 
         begin = SessionLog(status=SessionLog.START)
         start = [_event(file_version=VERSION), _event(step=first_step, session_log=begin)]
-        texts = [text_pb(name, text) for name, text in shown.texts.items()]
+        hparams = {key: _spelled(v) if isinstance(v, str) else v for key, v in shown.hparams.items()}
+        shown = replace(shown, hparams=hparams)
+        texts = [text_pb(name, _spelled(text)) for name, text in shown.texts.items()]
         summaries = [_layout(), *_begin_row(shown), *texts]
         start += [_event(summary=summary) for summary in summaries]
         # TensorBoard reads the files in the order of their names
@@ -91,7 +93,9 @@ class TensorBoardWriter:
 
         # One event for all scalars: one event per scalar, as in SummaryWriter, takes three times as long.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._append(step, Summary(value=values), *(text_pb(*text) for text in texts.items()))
+        self._append(
+            step, Summary(value=values), *(text_pb(name, _spelled(text)) for name, text in texts.items())
+        )
 
     def add_image(self, step: int, name: str, png: bytes) -> None:
         """Add an image, given as the bytes of a PNG file."""
@@ -107,6 +111,11 @@ class TensorBoardWriter:
 
     def _append(self, step: int, *summaries: Any) -> None:
         self._file.append(_records(_event(step=step, summary=summary) for summary in summaries))
+
+
+def _spelled(text: str) -> str:
+    """Return the text with escapes for what UTF-8 cannot encode, such as bytes of a path."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _event(**content: Any) -> Any:

@@ -21,7 +21,7 @@ def test_a_restart_is_of_the_launch_that_was_admitted_last(group: None, tmp_path
         (ALONE, False),
     ):
         admission = judge(config, tmp_path, ranks)
-        assert (admission.restarted, admission.goes_on) == (restarted, False)
+        assert (admission.restarted, admission.goes_on, admission.resume) == (restarted, False, "auto")
         assert judge(config, tmp_path, ranks) == admission, "a start that is not admitted changes nothing"
         assert admit(config, tmp_path, ranks, admission, Start()) == []
     (tmp_path / FILE).write_text("{}")

@@ -58,10 +58,10 @@ def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path
     try:
         metrics, zero = open_metrics(tmp_path), torch.zeros(())
         for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
-            metrics.resume()
-            metrics.step_done(0.0, zero)
-            metrics.pause()
             result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero, zero)
+            metrics.resume()
+            metrics.step_done(0.0, result)
+            metrics.pause()
             metrics.log(step, result, 3e-4, {"epoch": 0.75, "data_hash": "ab12"}, None)
         metrics.close()
     finally:
