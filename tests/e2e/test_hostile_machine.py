@@ -34,6 +34,7 @@ def run_nameless(encoding: str, module: str, arguments: tuple[str, ...]) -> None
     run_module(module, arguments)
 
 
+@pytest.mark.sampled(3)
 def test_without_home_name_and_letters_a_run_and_its_tools_do_their_work(tmp_path: Path) -> None:
     draws = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"])
     home, encoding = draws.choice([None, "/dev/null"]), draws.choice(["ascii", "latin-1"])

@@ -60,6 +60,7 @@ def test_sigterm_to_one_worker_stops_all_and_torchrun_does_not_restart_them(data
     assert check_stopped(folder, TERM) >= 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [5, 4])
 def test_nothing_comes_between_a_stop_and_its_save_and_no_evaluation_between_a_step_and_its_save(
     every, data, tmp_path

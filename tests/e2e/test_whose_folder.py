@@ -88,7 +88,7 @@ def refused(refusal: str, data: list[str], trained: Path, folder: Path) -> tuple
 @pytest.mark.parametrize(
     "refusals",
     [
-        pytest.param(DRAW.sample(sorted(REFUSED), 3), id="drawn"),
+        pytest.param(DRAW.sample(sorted(REFUSED), 2), id="drawn"),
         pytest.param(sorted(REFUSED), id="all", marks=pytest.mark.slow),
     ],
 )
@@ -124,6 +124,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_the_command_that_began_a_training_goes_on_whoever_starts_it(
     beginning, data, trained, tmp_path
@@ -146,6 +147,7 @@ def test_the_command_that_began_a_training_goes_on_whoever_starts_it(
     assert "goes on from step-00000003" in shown
 
 
+@pytest.mark.sampled(2)
 def test_a_branch_without_a_checkpoint_begins_where_it_began(data, trained, tmp_path) -> None:
     """It was killed before its first save, and a script starts it again with resume=auto."""
     folder, other = tmp_path / "run", trained.parent / "other" / "step-00000001"

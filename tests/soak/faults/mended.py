@@ -209,7 +209,7 @@ MENDED = (
         "checkpoints of another training in run.dir are taken for this one's",
         "(training and training.settings == settings_of(config))",
         "training",
-        tests=("tests/e2e/test_whose_folder.py",),
+        tests=("tests/train/checkpoint/test_ownership.py", "tests/e2e/test_whose_folder.py"),
     ),
     # Tools
     Fault(
