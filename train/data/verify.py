@@ -45,8 +45,9 @@ def verify_together(manifests: Manifests, hashes: bool, cache: Path, ranks: Rank
     """Like `verify_alone` on all ranks: those whose nodes see the same files divide them. Every rank calls
     it, and a problem is raised on all. `print_`: prints a line on rank 0."""
     problems, stamps, recorded = list[str](), list[str](), list[bool]()
+    leads = gather_from_all(ranks.machine).index(ranks.machine) == ranks.rank  # the lowest rank of its node
     try:
-        for folder, manifest in manifests.items() if ranks.local_rank == 0 else ():
+        for folder, manifest in manifests.items() if leads else ():
             stamps.append(take_stamp(folder, manifest))
             recorded.append(not hashes or _is_recorded(folder, stamps[-1], cache))
     except DataError as error:
@@ -67,7 +68,7 @@ def verify_together(manifests: Manifests, hashes: bool, cache: Path, ranks: Rank
             )
     raise_first(problems)
     for number, folder in enumerate(manifests):
-        if hashes and ranks.local_rank == 0 and not recorded[number]:
+        if hashes and leads and not recorded[number]:
             _record(folder, stamps[number], cache)
 
 
