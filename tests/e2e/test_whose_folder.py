@@ -19,7 +19,7 @@ DRAW = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"])
 # processes, and what only a launcher sets: ways in which a start may look like a restart
 LAUNCHERS: dict[str, tuple[int, dict[str, str]]] = {
     "by hand": (1, {}),
-    "torchrun": (2, {}),  # all tests have one parent process, so each is a restart by the same torchrun
+    "torchrun": (2, {"TORCHELASTIC_RUN_ID": "one"}),
     "Slurm": (1, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}),
 }
 

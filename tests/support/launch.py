@@ -3,6 +3,7 @@ does."""
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -107,7 +108,9 @@ def started(
 ) -> Iterator[Launch]:
     """A running command, whose output goes to a file; at the end all its ranks are killed."""
     with launcher_store(processes) as store:
-        shared = {**store, "TORCHELASTIC_RUN_ID": "test"} if processes > 1 else {}
+        # a new id for each launch: all have the same parent process
+        run_id = env.pop("TORCHELASTIC_RUN_ID", secrets.token_hex(8))
+        shared = {**store, "TORCHELASTIC_RUN_ID": run_id} if processes > 1 else {}
         ranks = [
             fork_module(
                 module,

@@ -68,7 +68,7 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
         local_rank=numbers["LOCAL_RANK"],
         local_world_size=numbers["LOCAL_WORLD_SIZE"],
         under_torchrun=under_torchrun,
-        launch=f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}" if under_torchrun else "",
+        launch=_launch(env["TORCHELASTIC_RUN_ID"]) if under_torchrun else "",
         requeued=numbers["SLURM_RESTART_COUNT"] > 0,
         store_host="torchrun on the first node" if by_torchrun else "rank 0",
     )
@@ -104,6 +104,11 @@ def _check_launcher(env: Mapping[str, str], numbers: Mapping[str, int]) -> None:
         )
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise ConfigError(f"RANK={numbers['RANK']} must be less than WORLD_SIZE={numbers['WORLD_SIZE']}")
+
+
+def _launch(run_id: str) -> str:
+    """Return what torchrun's attempts have in common: its run id, and the process that starts the workers."""
+    return f"{run_id} {socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
 
 
 def start_ticks(pid: int) -> int:
