@@ -41,6 +41,12 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_node_option(parser: argparse.ArgumentParser) -> None:
+    """Add --gpus-per-node."""
+    text = "processes per node, one per GPU: 8 by default, at most all"
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help=text)
+
+
 def config_arguments(options: argparse.Namespace, keys: Sequence[str], prog: str) -> list[str]:
     """Return the arguments of `parse_config`: the files of --config, then the keys. Raises ConfigError if
     nothing says which model it is."""

@@ -23,6 +23,7 @@ from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, eager_plan, simulate
 from meshwright.tools.cli import (
     add_config_option,
+    add_node_option,
     config_arguments,
     format_table,
     natural,
@@ -79,13 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU"
     )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=positive,
-        default=8,
-        metavar="G",
-        help="processes per node (default 8): for strategies that depend on nodes",
-    )
+    add_node_option(parser)
     parser.add_argument(
         "--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)"
     )
@@ -135,7 +130,7 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
     """Return the simulation as plain data, with memory in GiB."""
     return {
         "collectives": [dataclasses.asdict(collective) for collective in simulation.collectives],
-        "totals": totals(simulation),
+        "totals": total_by_axis(simulation.collectives),
         "memory": simulation.memory.gib(),
         "peak_memory_gib": simulation.peak_bytes / GIB,
         "memory_at_peak": simulation.at_peak.gib(),
@@ -146,7 +141,7 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
     """Return the plan, totals, memory and the first `first` collectives (None: all) as text."""
     parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
-    parts.append(totals_table(totals(simulation)))
+    parts.append(totals_table(total_by_axis(simulation.collectives)))
     parts.append(memory_table(simulation))
     if simulation.host_bytes:
         parts.append(
@@ -178,19 +173,14 @@ def memory_table(memory: StepMemory) -> str:
     return format_table(("memory", "most GiB", "GiB at the peak"), [*rows, total])
 
 
-def totals(simulation: Simulation) -> list[dict[str, Any]]:
-    """Return the number of collectives and their bytes for each op and axis, most bytes first."""
-    return total_by_axis((c.op, c.axis, c.bytes) for c in simulation.collectives)
-
-
-def total_by_axis(collectives: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
-    """Return the number and the bytes of collectives, given as (op, axis, bytes), for each op and axis, most
-    bytes first."""
+def total_by_axis(collectives: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the number and the bytes of collectives, which have op, axis and bytes, for each op and axis,
+    most bytes first."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for op, axis, size in collectives:
-        counts[op, axis] += 1
-        sizes[op, axis] += size
+    for each in collectives:
+        counts[each.op, each.axis] += 1
+        sizes[each.op, each.axis] += each.bytes
     return [
         {"op": op, "axis": axis, "count": counts[op, axis], "bytes": size}
         for (op, axis), size in sizes.most_common()

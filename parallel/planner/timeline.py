@@ -7,17 +7,20 @@ from functools import cached_property
 from typing import Any
 
 EXPOSED, HOST_BOUND = "exposed", "host_bound"
-LANES = {  # lane -> label, in display order
-    "host": "host: Python launches",
-    "compute": "compute",
-    HOST_BOUND: "host-bound: compute waits",
-    EXPOSED: "exposed: compute waits",
+LINKS = {  # lane of communication -> label, in display order
     "tp": "tensor parallel",
     "cp": "context parallel",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "offload": "host memory",
+}
+LANES = {
+    "host": "host: Python launches",
+    "compute": "compute",
+    HOST_BOUND: "host-bound: compute waits",
+    EXPOSED: "exposed: compute waits",
+    **LINKS,
 }
 # for Chrome's trace viewer; Perfetto picks colors by name
 TRACE_COLORS = {EXPOSED: "terrible", HOST_BOUND: "terrible", "tp": "bad", "cp": "bad"}

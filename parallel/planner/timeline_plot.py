@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.planner.timeline import EXPOSED, HOST_BOUND, Timeline, TimelineEvent, describe
+from meshwright.parallel.planner.timeline import EXPOSED, HOST_BOUND, LINKS, Timeline, TimelineEvent, describe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,12 +62,7 @@ ROWS = {  # lane -> row of the picture
     "compute": "compute",
     EXPOSED: "compute",
     HOST_BOUND: "compute",
-    "tp": "tensor parallel",
-    "cp": "context parallel",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "offload": "host memory",
+    **LINKS,
 }
 NOTABLE = 1e-3  # share of the step that is worth a figure
 Span = tuple[float, float]  # start, end

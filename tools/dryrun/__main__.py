@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.cli import add_config_option, config_arguments, positive, run_tool
+from meshwright.tools.cli import add_config_option, add_node_option, config_arguments, positive, run_tool
 from meshwright.tools.dryrun.install import SIZE, install
 from meshwright.tools.dryrun.program import run_program
 from meshwright.tools.dryrun.report import FIRST, as_json, as_text, read_dry_run
@@ -78,13 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_config_option(parser)
     add("--gpus", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
-    add(
-        "--gpus-per-node",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="GPUs per node: 8 by default, at most the number of GPUs",
-    )
+    add_node_option(parser)
     add("--all", action="store_true", help=f"show every kernel, not only the first {FIRST}")
     add(
         "--keep",

@@ -151,16 +151,7 @@ def collective(call: Call) -> NcclCollective:
     return NcclCollective(op, number, ranks, size, call.stream)
 
 
-def loaded_kernels(calls: Sequence[Call]) -> set[Loaded]:
-    """Return the loaded kernels, including other configurations that inductor tried."""
-    return {_loaded(call) for call in calls if call.kind == "cubin"}
-
-
 def triton_launches(calls: Sequence[Call]) -> Counter[Loaded]:
     """Return the number of launches of each Triton kernel, the project's and inductor's."""
-    return Counter(_loaded(call) for call in calls if call.kind == "triton")
-
-
-def _loaded(call: Call) -> Loaded:
-    name, registers, stack = call.words[:3]
-    return Loaded(name, int(registers), int(stack))
+    words = (call.words[:3] for call in calls if call.kind == "triton")
+    return Counter(Loaded(name, int(registers), int(stack)) for name, registers, stack in words)

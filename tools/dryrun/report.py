@@ -175,10 +175,6 @@ def _copies(step: Sequence[Call]) -> list[CopyCount]:
     return [CopyCount(kind, len(each), sum(each)) for kind, each in sorted(sizes.items())]
 
 
-def _totals(run: DryRun) -> list[dict[str, Any]]:
-    return total_by_axis((c.op, c.axis, c.bytes) for c in run.collectives)
-
-
 def make_notes(run: DryRun, report: PlanReport) -> list[str]:
     """Return the sentences that limit or explain the figures."""
     notes = [NO_TIMES]
@@ -209,7 +205,7 @@ def as_json(run: DryRun, report: PlanReport) -> dict[str, Any]:
         "stream_waits": [asdict(wait) for wait in run.stream_waits],
         "copies": [asdict(copy) for copy in run.copies],
         "collectives": [asdict(collective) for collective in run.collectives],
-        "totals": _totals(run),
+        "totals": total_by_axis(run.collectives),
         "kernels": [asdict(kernel) for kernel in run.kernels],
         "launches_of_unknown_bytes": run.unknown_launches,
         "graphs": [asdict(graph) for graph in run.graphs],
@@ -241,9 +237,9 @@ def as_text(run: DryRun, report: PlanReport, first: int | None) -> str:
         format_table(("in a step", "", ""), _count_rows(run)),
         format_table(("memory, GiB", "dry run", "predicted", "difference"), _memory_rows(run, report)),
         _stream_table(run),
+        totals_table(total_by_axis(run.collectives)),
+        _kernel_table(run.kernels, first),
     ]
-    parts.append(totals_table(_totals(run)))
-    parts.append(_kernel_table(run.kernels, first))
     return "\n\n".join([*parts, "\n".join(f"note: {note}" for note in make_notes(run, report))])
 
 

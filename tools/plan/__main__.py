@@ -18,7 +18,14 @@ from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.tools.cli import add_config_option, config_arguments, number_from, positive, run_tool
+from meshwright.tools.cli import (
+    add_config_option,
+    add_node_option,
+    config_arguments,
+    number_from,
+    positive,
+    run_tool,
+)
 from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
 from meshwright.tools.plan.compare import compare_strategies, comparison_json, comparison_text
 from meshwright.tools.plan.export import (
@@ -208,13 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_config_option(parser)
     how_many = parser.add_mutually_exclusive_group(required=True).add_argument
     how_many("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
-    add(
-        "--gpus-per-node",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="GPUs per node: 8 by default, at most the number of GPUs",
-    )
+    add_node_option(parser)
     add(
         "--gpu",
         metavar="KIND",

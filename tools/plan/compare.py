@@ -10,7 +10,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.cli import format_table
-from meshwright.tools.simulate import simulate_run, totals
+from meshwright.tools.simulate import simulate_run, total_by_axis
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.predict import predict_memory
@@ -96,7 +96,7 @@ def _plain(compared: ComparedStrategy) -> dict[str, Any]:
             name: {"peak_memory_gib": side.peak_bytes / GIB, "memory": side.memory.gib()}
             for name, side in (("predicted", compared.predicted), ("measured", compared.simulation))
         },
-        "collectives": totals(compared.simulation),
+        "collectives": total_by_axis(compared.simulation.collectives),
     }
 
 

@@ -84,29 +84,19 @@ CONSTANTS = (
 RESERVED = {TORCHTITAN: "reserved_share"}
 
 
-def fitted_keys() -> set[tuple[str, str]]:
-    """Return the fitted values, as pairs of hardware file and key."""
-    speed = {(kind, key) for constant in CONSTANTS for kind, key in constant.keys.items()}
-    return speed | set(RESERVED.items())
-
-
 def fit(rows: Sequence[PublishedRun], kinds: Kinds) -> list[float]:
     """Return the value of each of CONSTANTS."""
     start = [constant.start for constant in CONSTANTS]
     values = list(start)
     for _ in range(ITERATIONS):
         here = _log_errors(rows, kinds, values)
-        moved = [_log_errors(rows, kinds, _moved(values, i)) for i in range(len(values))]
+        moved = [_log_errors(rows, kinds, list(values * (1 + STEP * row))) for row in np.eye(len(values))]
         slopes = [(there - here) / math.log1p(STEP) for there in moved]
         away = np.log(np.array(values) / start)
         matrix = np.vstack([np.array(slopes).T, PRIOR * np.eye(len(values))])
         change = np.linalg.lstsq(matrix, -np.concatenate([here, PRIOR * away]), rcond=None)[0]
         values = [value * math.exp(x) for value, x in zip(values, change, strict=True)]
     return values
-
-
-def _moved(values: Sequence[float], index: int) -> list[float]:
-    return [value * (1 + STEP if i == index else 1) for i, value in enumerate(values)]
 
 
 def with_values(kinds: Kinds, values: Sequence[float]) -> Kinds:

@@ -43,7 +43,6 @@ from meshwright.train.planning.resolve import plan_run
 
 GPUS_PER_NODE = 8
 CUDA_RANDOM_BYTES = 16  # the size of the random state of a GPU (torch 2.11 to 2.13)
-LENGTH_BYTES = 8  # of the length before a file's header
 
 
 @dataclass(frozen=True)
