@@ -159,13 +159,13 @@ def config_to_yaml(config: Config) -> str:
 
 
 def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield dotted name, value and declared type of each key of the config section `name`."""
+    """Yield dotted name, value and declared type of each key of the config section `name` ("": of all)."""
     for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
+        value, key = getattr(section, item.name), f"{name}.{item.name}".removeprefix(".")
         if dataclasses.is_dataclass(value):
-            yield from keys_of(value, f"{name}.{item.name}")
+            yield from keys_of(value, key)
         else:
-            yield f"{name}.{item.name}", value, item.type
+            yield key, value, item.type
 
 
 OWN_MODEL_HELP = """
@@ -362,7 +362,7 @@ def _check_key(key: str, place: str) -> None:
 
 def is_config_key(key: str) -> bool:
     """Return whether `key` is a dotted key or a section of the config."""
-    return has_value(key) or any(known.startswith(f"{key}.") for known in known_keys())
+    return key in _types() or has_value(key)
 
 
 def has_value(key: str) -> bool:
@@ -381,17 +381,7 @@ def key_hint(key: str) -> str:
 @cache
 def known_keys() -> tuple[str, ...]:
     """All dotted keys of a config."""
-    return tuple(_keys_of(Config, ""))
-
-
-def _keys_of(cls: Any, prefix: str) -> list[str]:
-    keys = []
-    for item in dataclasses.fields(cls):
-        inner = [
-            key for each in _dataclasses_in(item.type) for key in _keys_of(each, f"{prefix}{item.name}.")
-        ]
-        keys += inner or [f"{prefix}{item.name}"]
-    return keys
+    return tuple(key for key, declared in _types().items() if not _dataclasses_in(declared))
 
 
 def _dataclasses_in(declared: Any) -> list[Any]:
@@ -400,12 +390,17 @@ def _dataclasses_in(declared: Any) -> list[Any]:
 
 
 @cache
+def _types() -> dict[str, Any]:
+    """The declared type of each dotted key and section."""
+
+    def types_in(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for item in dataclasses.fields(cls):
+            yield f"{prefix}{item.name}", item.type
+            for inner in _dataclasses_in(item.type):
+                yield from types_in(inner, f"{prefix}{item.name}.")
+
+    return dict(types_in(Config, ""))
+
+
 def _type_at(key: str) -> Any:
-    """The declared type of a dotted key."""
-    if key.startswith(f"{ARGS}."):
-        return Any
-    declared: Any = Config
-    for name in key.split("."):
-        fields = [item for each in _dataclasses_in(declared) for item in dataclasses.fields(each)]
-        declared = {item.name: item.type for item in fields}[name]
-    return declared
+    return Any if key.startswith(f"{ARGS}.") else _types()[key]

@@ -10,13 +10,14 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.train.errors import DataError
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
+T = TypeVar("T")
 _SHOWN = 80  # characters of a name that a message quotes
 
 
@@ -65,6 +66,16 @@ def read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
     """Return the mapping in a JSON file. Raises ValueError if it is not a regular file, is larger than
     `limit_bytes`, is not JSON in UTF-8 or contains no mapping; OSError if it cannot be read."""
     return parse_mapping(read_bounded(path, limit_bytes).decode("utf-8"))
+
+
+def read_note(kind: type[T], path: Path, limit_bytes: int) -> T | None:
+    """Return the dataclass in a JSON file; None if the file is missing or invalid."""
+    import msgspec
+
+    try:
+        return msgspec.convert(read_json(path, limit_bytes), kind)
+    except (OSError, ValueError):
+        return None
 
 
 def parse_mapping(text: str) -> dict[str, Any]:

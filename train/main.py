@@ -89,7 +89,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
         check_same_settings(ranks, plan_lines(plan))
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)
-        folder = make_run_folder(str(config.run.dir), ranks)
+        folder = make_run_folder(str(config.run.dir))
         judge(config, folder, ranks)
 
         with supervision.in_folder(folder, ranks):

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from meshwright.parallel.errors import one_line
 from meshwright.tools.cli import to_json
 from meshwright.tools.plan.export import write_atomically
@@ -33,7 +31,7 @@ from meshwright.tools.sweep.preflight import PlannedRun, predict_here
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder
 from meshwright.train.fault_tolerance.run_status import Status, read_status
-from meshwright.train.files import read_json
+from meshwright.train.files import read_json, read_note
 
 if TYPE_CHECKING:
     import psutil
@@ -68,10 +66,7 @@ class Attempt:
 
 def read_attempt(folder: Path) -> Attempt:
     """Read attempt.json of a run's folder; a waiting attempt if the file is missing or invalid."""
-    try:
-        return msgspec.convert(read_json(folder / NAME, LIMIT_BYTES), Attempt)
-    except (OSError, ValueError):
-        return Attempt()
+    return read_note(Attempt, folder / NAME, LIMIT_BYTES) or Attempt()
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> float:

@@ -89,18 +89,18 @@ def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> 
         return Start()
     if config.resume != "auto":
         path = user_path(config.resume, "checkpoint.resume", CheckpointError)
-        return Start(path, _verify_named(config, path))
-    damaged: list[tuple[Path, str]] = []
-    checkpoints = broadcast_from_rank0(ranks, lambda: list_checkpoints(folder))
-    for path in reversed(checkpoints):
         try:
-            manifest = verify_together(path, config.verify)
+            return Start(path, verify_together(path, config.verify))
+        except CheckpointError as error:
+            raise type(error)(f"checkpoint.resume={config.resume}: {error}") from None
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(broadcast_from_rank0(ranks, lambda: list_checkpoints(folder))):
+        try:
+            return Start(path, verify_together(path, config.verify), tuple(damaged))
         except UnreadableError:
             raise
         except CheckpointError as error:
             damaged.append((path, str(error)))
-            continue
-        return Start(path, manifest, tuple(damaged))
     if damaged:
         raise CheckpointError(
             f"none of the {len(damaged)} checkpoints in {folder} verifies: {damaged[0][1]}. Fix or delete "
@@ -120,10 +120,3 @@ def put_damaged_aside(start: Start, ranks: RankInfo) -> list[str]:
         return lines
 
     return broadcast_from_rank0(ranks, rename)
-
-
-def _verify_named(config: CheckpointConfig, path: Path) -> CheckpointManifest:
-    try:
-        return verify_together(path, config.verify)
-    except CheckpointError as error:
-        raise type(error)(f"checkpoint.resume={config.resume}: {error}") from None

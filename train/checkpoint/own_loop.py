@@ -74,7 +74,9 @@ def load(
         warnings.warn(line, stacklevel=2)
     if start.checkpoint is None or start.manifest is None:
         return None
-    create_state(sharded.model, optimizer)
+    if not optimizer.state:
+        # most optimizers create it in their first step: takes one with gradients of zero and a rate of zero
+        get_optimizer_state_dict(sharded.model, optimizer)
     load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer)
     if OPTIMIZER in start.manifest.files:
         set_groups(start.checkpoint / OPTIMIZER, sharded.model, optimizer)
@@ -111,9 +113,3 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 def _is_numbers(value: Any) -> bool:
     values = value if isinstance(value, tuple | list) else [value]
     return all(isinstance(each, int | float | Tensor) and not isinstance(each, bool) for each in values)
-
-
-def create_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer create its state, which most do in their first step."""
-    if not optimizer.state:
-        get_optimizer_state_dict(model, optimizer)  # takes a step with gradients of zero and a rate of zero

@@ -1,22 +1,18 @@
-"""Whose folder is it: `training.json` in run.dir says which training the folder holds, and `judge` whether a
-start goes on with it, begins, or is refused."""
+"""Which training a run's folder holds (training.json), and whether a start may use the folder (`judge`)."""
 
 import json
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.load import Start, find_checkpoint, put_damaged_aside
 from meshwright.train.config import Config
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
 from meshwright.train.errors import CheckpointError
-from meshwright.train.files import read_json, user_path, write_atomically
+from meshwright.train.files import read_note, user_path, write_atomically
 
 FILE = "training.json"
-LIMIT_BYTES = 1 << 20
 # the settings that a training has from its first start on; all others may change when it goes on
 _SETTINGS = ("checkpoint.resume", "checkpoint.init_from", "run.seed", "model.", "data.")
 
@@ -55,21 +51,15 @@ class Admission:
 
 def read_training(folder: Path) -> Training | None:
     """Return the training that a run's folder holds; None if training.json is missing or invalid."""
-    try:
-        return msgspec.convert(read_json(folder / FILE, LIMIT_BYTES), Training)
-    except (OSError, ValueError):
-        return None
+    return read_note(Training, folder / FILE, 1 << 20)
 
 
 def judge(config: Config, folder: Path, ranks: RankInfo) -> Admission:
-    """Decide whether a start may use a run's folder; every rank calls it. Reads only, so that a refused start
-    changes nothing.
+    """Decide whether a start may use a run's folder, and change nothing; every rank calls it.
 
     A start belongs to the training in the folder if checkpoint.resume is auto, or if it is the command that
-    began the training: a branch, a roll-back or a new beginning that is started again goes on, from where it
-    began if it has no checkpoint. Raises
-    CheckpointError on all ranks if the folder contains checkpoints that the start does not continue, because
-    retention would delete them.
+    began the training, such as a branch or a roll-back. Raises CheckpointError on all ranks if the folder
+    contains checkpoints that the start does not continue, because retention would delete them.
     """
     return broadcast_from_rank0(ranks, lambda: _judge(config, folder, ranks.launch))
 
@@ -98,8 +88,7 @@ def _judge(config: Config, folder: Path, launch: str) -> Admission:
 
 
 def find_start(config: Config, folder: Path, ranks: RankInfo) -> tuple[Admission, Start]:
-    """Decide as `judge` does, and return the checkpoint that the start resumes from as `find_checkpoint`
-    does."""
+    """Decide as `judge` does, and find the checkpoint that the start resumes from."""
     admission = judge(config, folder, ranks)
     asked = replace(config.checkpoint, resume=admission.resume)
     return admission, find_checkpoint(asked, folder / "checkpoints", ranks)
@@ -115,14 +104,10 @@ def admit(config: Config, folder: Path, ranks: RankInfo, admission: Admission, s
 def _record(config: Config, folder: Path, ranks: RankInfo, admission: Admission, start: Start) -> list[str]:
     training = read_training(folder)
     if not training or not admission.goes_on:
-        rolled_back = (
-            training and start.checkpoint and start.checkpoint.resolve().is_relative_to(folder.resolve())
-        )
-        training = Training(
-            training.id if training and rolled_back else uuid.uuid4().hex,
-            settings_of(config),
-            str(start.checkpoint or ""),
-        )
+        origin = start.checkpoint
+        rolled_back = training and origin and origin.resolve().is_relative_to(folder.resolve())
+        identity = training.id if training and rolled_back else uuid.uuid4().hex
+        training = Training(identity, settings_of(config), str(origin or ""))
     text = json.dumps(asdict(replace(training, launch=ranks.launch)), indent=2)
     try:
         write_atomically(folder / FILE, f"{text}\n".encode())

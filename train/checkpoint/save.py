@@ -9,7 +9,7 @@ remains.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -47,6 +47,7 @@ from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import ConfigError, SaveError
 from meshwright.train.memory import free_host_bytes
 
+_Part = tuple[str, SavedFile, dict[str, SavedTensor]]  # of a rank: its file, and its random state
 _MANIFEST_BYTES = 2**20  # disk space for manifest, config and plan, in addition to the ranks' files
 
 
@@ -188,9 +189,12 @@ class CheckpointSaver:
         if self._on_cpu and not self._config.asynchronous:
             return ""
         values = {name: shard.values for name, shard in shards.items()}
-        if not self._enough_memory and (missing := self._describe_shortage(values.values())):
-            self._asynchronous = self._config.asynchronous and not self._on_cpu
-            return "" if self._on_cpu else missing
+        if not self._enough_memory:
+            # all ranks report before any allocates, and get the same result
+            request = HostMemoryRequest(self._machine, copy_bytes(values.values()), self._host_bytes())
+            if missing := describe_missing(gather_from_all(request, self._group)):
+                self._asynchronous = self._config.asynchronous and not self._on_cpu
+                return "" if self._on_cpu else missing
         self._enough_memory, self._asynchronous = True, self._config.asynchronous
         try:
             self._copies = self._copies or {
@@ -198,17 +202,9 @@ class CheckpointSaver:
                 for name, value in values.items()
             }
         except RuntimeError as error:  # torch's error if the system refuses the allocation
-            return (
-                "host memory for copies of the training state cannot be allocated "
-                f"({one_line(str(error), 200)})"
-            )
+            why = one_line(error, 200)
+            return f"host memory for copies of the training state cannot be allocated ({why})"
         return ""
-
-    def _describe_shortage(self, values: Iterable[Tensor]) -> str:
-        """Return the shortage of memory for the copies of all ranks, or "". All ranks report before any
-        allocates, and get the same result."""
-        request = HostMemoryRequest(self._machine, copy_bytes(values), self._host_bytes())
-        return describe_missing(gather_from_all(request, self._group))
 
     def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
         """Return the shards in host memory, where training cannot change them; the shards themselves if
@@ -253,27 +249,20 @@ class CheckpointSaver:
         try:
             self._agree((step, "room"), _attempt(begin) if main else None)
             parts = self._gather((step, "part"), _attempt(lambda: self._write_part(folder, job)))
-            return Path(
-                self._agree(
-                    (step, "commit"), _attempt(lambda: self._commit(folder, job, parts)) if main else None
-                )
-            )
+            committed = _attempt(lambda: self._commit(folder, job, parts)) if main else None
+            return Path(self._agree((step, "commit"), committed))
         except SaveError:
             if main:
                 abandon(self._folder, step)
             raise
 
-    def _write_part(self, partial: Path, job: _Job) -> tuple[str, SavedFile, dict[str, SavedTensor]]:
+    def _write_part(self, partial: Path, job: _Job) -> _Part:
         """Write this rank's file. Raises SaveError if it cannot be written, or if a value is not finite."""
         if job.problem:
             raise SaveError(job.problem)
         rank = dist.get_rank()
-        bad = [
-            name
-            for name, finite in zip(job.shards, job.limits.isfinite().all(1).tolist(), strict=False)
-            if not finite
-        ]
-        if bad:
+        finite = job.limits.isfinite().all(1).tolist()
+        if bad := [name for name, good in zip(job.shards, finite, strict=False) if not good]:
             raise SaveError(
                 f"{bad[0]}{f' and {len(bad) - 1} more are' if len(bad) > 1 else ' is'} not finite on rank "
                 f"{rank}, so the checkpoint is not committed"
@@ -285,9 +274,7 @@ class CheckpointSaver:
             raise SaveError(f"{partial / name} cannot be written ({error.strerror})") from None
         return name, file, {key: tensor for key, tensor in job.tensors.items() if key.startswith("random.")}
 
-    def _commit(
-        self, partial: Path, job: _Job, parts: list[tuple[str, SavedFile, dict[str, SavedTensor]]]
-    ) -> Path:
+    def _commit(self, partial: Path, job: _Job, parts: Sequence[_Part]) -> Path:
         if job.trial:
             abandon(self._folder, job.position.step)
             return partial

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -295,13 +296,9 @@ def open_split(folder: Path, manifest: TokenStoreManifest, *splits: str) -> Toke
 
 def file_sizes(manifest: TokenStoreManifest) -> dict[str, int]:
     """Return the size in bytes of every file of the shards."""
-    dtype = np.dtype(manifest.dtype)
-    infos = [info for shards in manifest.splits.values() for info in shards]
-    return {name: size for info in infos for name, size in _shard_sizes(info, dtype).items()}
-
-
-def _shard_sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
-    return {f"{info.name}.bin": info.tokens * dtype.itemsize, f"{info.name}.ends": info.documents * 8}
+    id_bytes, infos = np.dtype(manifest.dtype).itemsize, [*chain.from_iterable(manifest.splits.values())]
+    ids = {f"{info.name}.bin": info.tokens * id_bytes for info in infos}
+    return ids | {f"{info.name}.ends": info.documents * 8 for info in infos}
 
 
 def hash_file(path: Path) -> str:

@@ -88,8 +88,8 @@ class TrainingData:
 
     def same_order(self, position: TrainPosition) -> bool:
         """Whether the sample order of a saved position is that of this run."""
-        same = position.data in (self.corpus.fingerprint, "")  # "": saved by a version without this field
-        return same and (position.seed, position.seq_len) == (self.order.seed, self.sequences.seq_len)
+        current = self.corpus.fingerprint, self.order.seed, self.sequences.seq_len
+        return (position.data, position.seed, position.seq_len) == current
 
     def describe_step(self, position: TrainPosition, step: StepData) -> dict[str, Any]:
         """Return the data columns of a metrics row: progress, and the hash of the step's sequences and their

@@ -36,7 +36,7 @@ def verify_alone(manifests: Manifests, hashes: bool, cache: Path) -> None:
     for folder, manifest in manifests.items():
         stamp = take_stamp(folder, manifest)
         if hashes and not _is_recorded(folder, stamp, cache):
-            for problem in _find_damage(folder, manifest, list(file_sizes(manifest)), lambda done: None):
+            for problem in _find_damage(folder, manifest, list(file_sizes(manifest)), lambda line: None):
                 raise DataError(problem)
             _record(folder, stamp, cache)
 
@@ -44,32 +44,37 @@ def verify_alone(manifests: Manifests, hashes: bool, cache: Path) -> None:
 def verify_together(manifests: Manifests, hashes: bool, cache: Path, ranks: RankInfo, print_: Print) -> None:
     """Like `verify_alone` on all ranks: those whose nodes see the same files divide them. Every rank calls
     it, and a problem is raised on all. `print_`: prints a line on rank 0."""
-    problems, stamps, recorded = list[str](), list[str](), list[bool]()
+    problems, states = (
+        list[str](),
+        list[tuple[str, bool]](),
+    )  # a folder's stamp, and whether it is recorded
     leads = gather_from_all(ranks.machine).index(ranks.machine) == ranks.rank  # the lowest rank of its node
     try:
         for folder, manifest in manifests.items() if leads else ():
-            stamps.append(take_stamp(folder, manifest))
-            recorded.append(not hashes or _is_recorded(folder, stamps[-1], cache))
+            stamp = take_stamp(folder, manifest)
+            states.append((stamp, not hashes or _is_recorded(folder, stamp, cache)))
     except DataError as error:
         problems.append(str(error))
     raise_first(problems)
-    of_ranks = gather_from_all((ranks.machine, stamps, recorded))
-    of_nodes = {machine: (stamps, recorded) for machine, stamps, recorded in of_ranks if stamps}
+    of_ranks = gather_from_all((ranks.machine, states))
+    of_nodes = {machine: of_node for machine, of_node in of_ranks if of_node}
     for number, (folder, manifest) in enumerate(manifests.items()):
-        stamp = of_nodes[ranks.machine][0][number]
+        of_folder = [of_nodes[machine][number] for machine, _ in of_ranks]
         # the ranks of all nodes with these files, of which one at least has no record of them
-        sharing = [
-            rank for rank, (machine, *_) in enumerate(of_ranks) if of_nodes[machine][0][number] == stamp
-        ]
-        if not all(of_nodes[of_ranks[rank][0]][1][number] for rank in sharing):
-            own = _share(file_sizes(manifest), sharing.index(ranks.rank), len(sharing))
-            problems += _find_damage(
-                folder, manifest, own, _progress(folder, manifest, own, len(sharing), print_)
+        sharing = [rank for rank, (stamp, _) in enumerate(of_folder) if stamp == of_folder[ranks.rank][0]]
+        if not all(of_folder[rank][1] for rank in sharing):
+            sizes = file_sizes(manifest)
+            print_(
+                f"data: comparing {len(sizes):,} files of {folder} with their checksums, once: "
+                f"{sum(sizes.values()) / GIB:.2f} GiB by {len(sharing)} processes"
             )
+            by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
+            own = by_size[sharing.index(ranks.rank) :: len(sharing)]
+            problems += _find_damage(folder, manifest, own, print_)
     raise_first(problems)
-    for number, folder in enumerate(manifests):
-        if hashes and leads and not recorded[number]:
-            _record(folder, stamps[number], cache)
+    for folder, (stamp, recorded) in zip(manifests, states, strict=False):  # no states unless this rank leads
+        if not recorded:
+            _record(folder, stamp, cache)
 
 
 def raise_first(problems: Sequence[str]) -> None:
@@ -133,45 +138,23 @@ def _record(folder: Path, stamp: str, cache: Path) -> None:
             return
 
 
-def _share(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
-    """The files that one of `count` processes reads: about as many bytes as the others'."""
-    return sorted(sizes, key=lambda name: (-sizes[name], name))[index::count]
-
-
-def _progress(
-    folder: Path, manifest: TokenStoreManifest, names: Sequence[str], readers: int, print_: Print
-) -> Callable[[int], None]:
-    """Say what is read, and return a function that says how far this process is, given the bytes it has
-    read."""
-    sizes, last_s = file_sizes(manifest), time.monotonic()
-    print_(
-        f"data: comparing {len(sizes):,} files of {folder} with their checksums, once: "
-        f"{sum(sizes.values()) / GIB:.2f} GiB by {readers} processes"
-    )
-    own = sum(sizes[name] for name in names)
-
-    def progress(done: int) -> None:
-        nonlocal last_s
-        if time.monotonic() > last_s + PROGRESS_S:
-            last_s = time.monotonic()
-            print_(f"data: {done / GIB:.2f} of {own / GIB:.2f} GiB of rank 0 compared")
-
-    return progress
-
-
 def _find_damage(
-    folder: Path, manifest: TokenStoreManifest, names: Sequence[str], progress: Callable[[int], None]
+    folder: Path, manifest: TokenStoreManifest, names: Sequence[str], print_: Print
 ) -> list[str]:
-    """Return the first problem of these files, in a list."""
+    """Return the first problem of these files, in a list, and print from time to time how far it is."""
     shards = {shard.name: shard for shards in manifest.splits.values() for shard in shards}
-    sizes, done = file_sizes(manifest), 0
+    sizes, done, last_s = file_sizes(manifest), 0, time.monotonic()
+    own = sum(sizes[name] for name in names)
     with ThreadPoolExecutor(THREADS) as pool:
         checks = pool.map(lambda name: _damage_of(folder / name, shards[Path(name).stem]), names)
         for name, problem in zip(names, checks, strict=True):
             if problem:
                 pool.shutdown(cancel_futures=True)
                 return [f"{folder / name} {problem}: prepare the data again"]
-            progress(done := done + sizes[name])
+            done += sizes[name]
+            if time.monotonic() > last_s + PROGRESS_S:
+                last_s = time.monotonic()
+                print_(f"data: {done / GIB:.2f} of {own / GIB:.2f} GiB of rank 0 compared")
     return []
 
 

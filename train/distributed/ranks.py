@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +26,7 @@ class RankInfo:
     local_rank: int
     local_world_size: int
     under_torchrun: bool
-    launch: str = (
-        ""  # of torchrun, the same for all processes that it starts again on a machine; "" without it
-    )
+    launch: str = ""  # of torchrun: the same for what it starts again on this machine; "" without it
     requeued: bool = False  # Slurm has started this job again
     store_host: str = "rank 0"  # the process that hosts the rendezvous store
 
@@ -148,9 +146,7 @@ def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]
 def check_same_settings(ranks: RankInfo, local: Mapping[str, str]) -> None:
     """Check that every rank has the settings, or the plan, of rank 0; otherwise the ranks would train the
     parts of the model differently. Raises ConfigError with the first difference on all ranks."""
-    broadcast = [local]
-    dist.broadcast_object_list(broadcast, src=0, device=torch.device("cpu"))
-    (main,) = broadcast
+    main = broadcast_from_rank0(ranks, lambda: local)
     different = [key for key in {**main, **local} if local.get(key) != main.get(key)][:1]
     difference = "".join(
         f"{key} is {main.get(key)} on rank 0, {local.get(key)} on rank {ranks.rank}" for key in different
@@ -166,13 +162,8 @@ def check_same_settings(ranks: RankInfo, local: Mapping[str, str]) -> None:
 def comparable_settings(config: Config) -> dict[str, str]:
     """Return every key of the config with its value, except those that may differ between nodes: cache
     folders and threads."""
-    sections = {section.name: getattr(config, section.name) for section in fields(config)}
-    return {
-        name: repr(value)
-        for section, own in sections.items()
-        for name, value, _ in keys_of(own, section)
-        if not name.endswith(("cache_dir", "run.threads"))
-    }
+    keys = keys_of(config, "")
+    return {name: repr(value) for name, value, _ in keys if not name.endswith(("cache_dir", "run.threads"))}
 
 
 def plan_lines(plan: Plan) -> dict[str, str]:

@@ -27,9 +27,8 @@ def check_crash_loop(
     """
     if previous is None or previous.state == "finished" or not (restarted or requeued):
         return FailedStarts()
-    if previous.state == "stopped" and not restarted:
-        return FailedStarts()
-    if start_step != (previous.resumed_from or 0):  # a new commit, or a damaged one was skipped
+    other_start = start_step != (previous.resumed_from or 0)  # a new commit, or a damaged one was skipped
+    if other_start or (previous.state == "stopped" and not restarted):
         return FailedStarts()
     before = previous.failed
     failed = FailedStarts(1, previous.step)
@@ -42,12 +41,9 @@ def check_crash_loop(
 
 def _diagnose(previous: Status, failed: FailedStarts, start_step: int) -> str:
     origin = f"the checkpoint of step {start_step}" if start_step else "the beginning"
-    killed = "the process was killed or its host went down"
-    reason = (
-        killed
-        if previous.state == "running"
-        else one_line(previous.reason, SHOWN) or "status.json gives no reason"
-    )
+    reason = one_line(previous.reason, SHOWN) or "status.json gives no reason"
+    if previous.state == "running":
+        reason = "the process was killed or its host went down"
     if previous.state == "stopped":
         reason = f"{reason}, which torchrun sends after a process has died: its error is in torchrun's output"
     return (

@@ -315,7 +315,10 @@ def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], 
         f"train.max_skipped_steps={max_skipped} of {WINDOW_STEPS} steps may be skipped. Diagnosis by "
         f"repeating the step (sequences {positions} of the data order):"
     ]
-    lines += _damaged(findings)
+    lines += [
+        f"rank {finding.rank} has parameters that are not finite: {first_of(finding.parameters, most=_MANY)}"
+        for finding in [each for each in findings if each.parameters][:_MANY]
+    ]
     firsts = [
         finding for finding in findings if finding.first is not None and finding.first.place == min(places)
     ]
@@ -339,15 +342,6 @@ def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], 
         "longer warm-up or other data may avoid the failure"
     )
     return "\n".join(lines)
-
-
-def _damaged(findings: Sequence[NonFiniteFinding]) -> list[str]:
-    """Return lines for the first ranks with parameters that are not finite."""
-    damaged = [finding for finding in findings if finding.parameters]
-    return [
-        f"rank {finding.rank} has parameters that are not finite: {first_of(finding.parameters, most=_MANY)}"
-        for finding in damaged[:_MANY]
-    ]
 
 
 def _to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -12,15 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-import torch.distributed as dist
-
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count
 from meshwright.train.console import Console
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, start_ticks
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all, start_ticks
 from meshwright.train.errors import ConfigError, LockError
-from meshwright.train.files import NO_LOCKS, make_lock, read_json, write_atomically
+from meshwright.train.files import NO_LOCKS, make_lock, read_note, write_atomically
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -115,11 +112,7 @@ def _taken_message(folder: Path, holder: Holder | None) -> str:
 
 
 def _read_holder(folder: Path) -> Holder | None:
-    """Return the holder that the note names; None if the note is missing or invalid."""
-    try:
-        return msgspec.convert(read_json(folder / NOTE, LIMIT_BYTES), Holder)
-    except (OSError, ValueError):
-        return None
+    return read_note(Holder, folder / NOTE, LIMIT_BYTES)
 
 
 def _write_holder(folder: Path, launch: str) -> None:
@@ -145,7 +138,7 @@ def _is_dead(holder: Holder) -> bool:
     return bool(holder.started) and start_ticks(holder.pid) not in (0, holder.started)
 
 
-def make_run_folder(run_dir: str, ranks: RankInfo) -> Path:
+def make_run_folder(run_dir: str) -> Path:
     """Create the folder that `run.dir` names, on every node; every rank calls it. Raises ConfigError on all
     ranks if it fails on one."""
     folder, problem = Path(run_dir).expanduser(), ""
@@ -153,9 +146,7 @@ def make_run_folder(run_dir: str, ranks: RankInfo) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"run.dir={folder}: cannot create this folder ({error.strerror}): name another"
-    problems = [""] * ranks.world_size
-    dist.all_gather_object(problems, problem)
-    for message in filter(None, problems):
+    for message in filter(None, gather_from_all(problem)):
         raise ConfigError(message)
     return folder
 

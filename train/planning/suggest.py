@@ -161,7 +161,9 @@ def _needed_bytes(
     """
     try:
         if job.parallel.plan == "auto":
-            return _leanest_bytes(job, processes, devices, seq_len or job.seq_len)
+            # all open keys except tp have the values that need the least memory
+            ranked = search_leanest(job, processes, devices, seq_len or job.seq_len).ranked
+            return ranked[0].needed_bytes if ranked else None
         if not _may_fit(job, processes, devices):
             return None
         plan = plan_run(
@@ -177,13 +179,6 @@ def _needed_bytes(
     except PlanError:
         return None
     return needed if devices.fits(needed, host) else None
-
-
-def _leanest_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
-    """Return the bytes that the best plan for parallel.plan=auto needs, from a search in which all open keys
-    except tp have the values that need the least memory; None if none fits."""
-    ranked = search_leanest(job, processes, devices, seq_len).ranked
-    return ranked[0].needed_bytes if ranked else None
 
 
 def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:

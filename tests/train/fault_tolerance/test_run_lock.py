@@ -312,7 +312,7 @@ def test_without_locks_another_process_with_the_same_number_is_not_the_holder_bu
 def make_own(folders: list[str]) -> str:
     rank = dist.get_rank()
     try:
-        return str(make_run_folder(folders[rank], RankInfo(rank, 2, rank, 2, True)))
+        return str(make_run_folder(folders[rank]))
     except ConfigError as error:
         return str(error)
 
