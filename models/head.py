@@ -33,8 +33,7 @@ class LinearCrossEntropySum(nn.Module):
         self.learning = torch.ones((), device="cpu")
 
     def split_vocabulary(self, group_name: str, rank: int) -> None:
-        """Set the process group that splits the vocabulary; `output` then computes the `rank`-th share of the
-        logits."""
+        """Set the group that splits the vocabulary; `output` then computes its `rank`-th share of logits."""
         self.group_name, self.rank = group_name, rank
 
     def forward(
@@ -79,8 +78,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 class Head(nn.Module):
-    """Final norm and output projection; with targets also the loss, so that the logits stay inside this
-    module."""
+    """Final norm and output projection; with targets also the loss, so that the logits stay inside."""
 
     def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:
         super().__init__()

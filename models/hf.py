@@ -96,8 +96,7 @@ def hf_name(fqn: str) -> str:
 
 
 def is_ignored(name: str, tied: bool) -> bool:
-    """Return whether a tensor of a Hugging Face folder is not loaded: a computed table, or the second copy of
-    a tied weight."""
+    """Return whether a folder's tensor is not loaded: a computed table, or a tied weight's second copy."""
     return bool(COMPUTED.fullmatch(name)) or (tied and name == OUTPUT)
 
 

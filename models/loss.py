@@ -57,8 +57,7 @@ def join_rows(rows_3n: Tensor, group_name: str) -> Tensor:
 
 
 class SplitCrossEntropySum(torch.autograd.Function):
-    """`cross_entropy_sum` of logits[n, v] of the ids from `first_id` on; every rank of the group returns the
-    full sum."""
+    """`cross_entropy_sum` of logits[n, v] of the ids from `first_id` on; every rank returns the full sum."""
 
     @staticmethod
     def forward(

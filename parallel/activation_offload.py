@@ -134,8 +134,7 @@ class ActivationOffload:
         return sum(size * len(buffers) for size, buffers in self._unused.items())
 
     def run(self, module: nn.Module, compute: Callable[..., Tensor], stays: bool, *inputs: Any) -> Tensor:
-        """Run the block's forward. `stays`: keep its saved tensors on the device, because its backward is
-        first."""
+        """Run the block's forward. `stays`: its saved tensors stay on the device: its backward is first."""
         if not (self.enabled and torch.is_grad_enabled()):
             return compute(*inputs)
         if self._copies is None:
@@ -237,8 +236,7 @@ def _storage_ids(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors inside a wrapper tensor, such as a DTensor or a float8 weight with its
-    scale."""
+    """Yield the plain tensors inside a wrapper, such as a DTensor or a float8 weight with its scale."""
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in inner:

@@ -26,8 +26,7 @@ def each_line(message: str) -> str:
 
 
 class PlanError(ValueError):
-    """The requested parallelization is impossible. Each line of the message gives rule, value, place and
-    fix."""
+    """The requested parallelization is impossible. A line of the message has rule, value, place and fix."""
 
     def __init__(self, message: str) -> None:
         super().__init__(each_line(message))

@@ -67,8 +67,7 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
 
 
 def precomputes_scales(plan: Plan) -> bool:
-    """Return whether the scales of weights are computed right after the optimizer step, for the next
-    all-gather."""
+    """Return whether scales of weights are computed after the optimizer step, for the next all-gather."""
     # with CPU offload FSDP2 copies a weight to the device without its scale
     return plan.float8.all_gather and not plan.cpu_offload
 
@@ -101,8 +100,7 @@ def scale_weights(model: nn.Module) -> None:
 
 
 def _product(module: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """x[..., K] · weight[N, K] -> [..., N]: the product of torchao's linear, with a rank's shard of the
-    weight."""
+    """x[..., K] · weight[N, K] -> [..., N]: torchao's product, with a rank's shard of the weight."""
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     return matmul_with_hp_or_float8_args.apply(x, weight.t(), module.linear_mm_config, module.config)

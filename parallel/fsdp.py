@@ -141,8 +141,7 @@ def set_last_micro_batch(model: nn.Module, units: Sequence[UnitPlan], last: bool
 
 
 def copy_shard(parameter: Tensor, value: Tensor) -> None:
-    """Copy this rank's shard of a full tensor into a parameter, without communication: every rank has the
-    tensor."""
+    """Copy this rank's shard of a full tensor, which every rank has, into a parameter."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)

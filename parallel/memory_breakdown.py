@@ -69,8 +69,7 @@ class StepMemory:
 
 @dataclasses.dataclass(frozen=True)
 class PredictedMemory(StepMemory):
-    """Predicted memory of a step. `pools`: bytes that a GPU's allocator reserves for the tensors of each CUDA
-    stream."""
+    """Predicted memory of a step. `pools`: bytes that a GPU's allocator reserves for each CUDA stream."""
 
     pools: Mapping[str, int]
 

@@ -84,8 +84,7 @@ class ShardedModel:
         return norm
 
     def _reduce_unsharded(self) -> None:
-        """Reduce the gradients of unsharded parameters, and make tp ranks agree on those that they all
-        compute."""
+        """Reduce gradients of unsharded parameters, and make tp ranks agree on those that all compute."""
         divisor = 1 if self.gradients == "sum" else self.plan.mesh.world_size // self.plan.mesh.tp
         for name in self.plan.unsharded:
             if (grad := self.model.get_parameter(name).grad) is not None:

@@ -46,8 +46,7 @@ def structure(cls: type[T], data: Any, place: str) -> T:
 
 
 def report(place: str, mistakes: Sequence[str]) -> str:
-    """Return `place` and the mistakes as text: one mistake on the same line, several on lines of their
-    own."""
+    """Return `place` and the mistakes as text: one on the same line, several on lines of their own."""
     if len(mistakes) == 1:
         return one_line(f"{place}: {mistakes[0]}")
     return "\n".join([f"{place}:", *(f"  {one_line(mistake)}" for mistake in mistakes)])

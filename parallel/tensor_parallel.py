@@ -90,8 +90,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
 def apply_styles(
     model: nn.Module, tensor: TensorPlan, axis: TensorAxis, shard: Callable[[Tensor, Placement], Tensor]
 ) -> None:
-    """Apply the plan's style to every module that has one; `shard` returns this rank's shard of a full
-    weight."""
+    """Apply the plan's style to every module with one; `shard` returns this rank's shard of a full weight."""
     split: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules() if tensor.styles else ():
         if not (style := find_style(tensor, name)):
@@ -135,8 +134,7 @@ def synchronize_replicated_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def _axis_of_copies(parameter: Tensor) -> int | None:
-    """Return the index of the tp axis of the parameter's mesh if the parameter is replicated over it, else
-    None."""
+    """Return the index of the tp axis of the parameter's mesh if it is replicated over it, else None."""
     if not isinstance(parameter, DTensor) or "tp" not in (
         names := parameter.device_mesh.mesh_dim_names or ()
     ):

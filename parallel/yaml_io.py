@@ -46,8 +46,7 @@ class _StrictLoader(yaml.SafeLoader):
         return written
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return the node's mapping. YamlError with the line for a duplicate key or one that is not a plain
-        word."""
+        """Return the node's mapping. YamlError with the line of a duplicate key or one that is no word."""
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
@@ -134,8 +133,7 @@ def to_yaml(value: Any, **form: Any) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a hand-written file. OSError; ValueError for a file that is too large, not regular,
-    or not UTF-8."""
+    """Return a hand-written file's text. OSError; ValueError for one too large, not regular, or not UTF-8."""
     if path.exists() and not path.is_file():  # reading a device or a pipe may never end
         raise ValueError("not a regular file")
     if path.stat().st_size > MAX_BYTES:  # such as a weights file named by mistake

@@ -14,8 +14,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run a tool. A user's mistake (USER_ERRORS) becomes one message on stderr and exit code 2, without a
-    traceback."""
+    """Run a tool. One of USER_ERRORS becomes a message on stderr and exit code 2, without a traceback."""
     escape_unencodable()
     try:
         main()
@@ -59,8 +58,7 @@ def config_arguments(options: argparse.Namespace, keys: Sequence[str], prog: str
 
 
 def to_json(document: object) -> str:
-    """Return the JSON text of a tool's --json. Dataclasses become objects; numbers that are not finite become
-    null."""
+    """Return the text of a tool's --json: dataclasses as objects, numbers that are not finite as null."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()

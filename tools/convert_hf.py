@@ -130,8 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int) -> None:
-    """Write a Hugging Face model into the folder `partial` as a checkpoint at step 0, whose final path is
-    `final`."""
+    """Write a Hugging Face model into `partial` as a checkpoint at step 0, whose final path is `final`."""
     names = {PREFIX + fqn: hf_name(fqn) for fqn in weight_shapes(folder.config)}
     tensors = {name: folder.tensors[hf] for name, hf in names.items()}
     sizes = {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in tensors.items()}
@@ -296,8 +295,7 @@ def _token_ids(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _new_folder(source: Path, out: Path, force: bool) -> Iterator[Path]:
-    """A hidden folder next to `out` to write into. At the end it is renamed to `out`; on an error it is
-    deleted."""
+    """A hidden folder next to `out` to write into, renamed to `out` at the end; deleted on an error."""
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise CheckpointError(f"{out} is or contains the source {source}: use another folder")
     if out.exists() and not out.is_dir():

@@ -33,8 +33,7 @@ BROKEN = "\ufffd"  # a decoder's character for bytes that are not, or not yet, a
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled. `temperature` 0 takes the likeliest token; `top_k` 0 samples from
-    all."""
+    """How the next token is sampled. `temperature` 0 takes the likeliest; `top_k` 0 samples from all."""
 
     temperature: float
     top_k: int
@@ -145,8 +144,7 @@ def find_model_tokenizer(folder: Path, data: DataConfig, requested: str) -> Toke
 
 
 def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
-    """Return the ids of the prompt as the beginning of a document, with BOS if the tokenizer has one. Raises
-    DataError."""
+    """Return the prompt's ids as the beginning of a document, with BOS if there is one. Raises DataError."""
     if not prompt:
         return [tokenizer.info.start]
     try:
@@ -169,8 +167,7 @@ def _shape(job: TrainingJob) -> LlamaConfig:
 
 
 def choose_window(requested: int, job: TrainingJob) -> int:
-    """Return the maximum tokens of context; 0 is the run's seq_len. ConfigError if the position tables are
-    shorter."""
+    """Return the maximum context; 0 is the run's seq_len. ConfigError if the position tables are shorter."""
     longest = _shape(job).max_seq_len
     if requested > longest:
         raise ConfigError(f"--window={requested} must not exceed the run's model.max_seq_len={longest}")

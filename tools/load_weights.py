@@ -20,8 +20,7 @@ from meshwright.train.errors import CheckpointError, ConfigError
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """Return the checkpoints folder of a run, given the run's folder or that one. CheckpointError if it does
-    not exist."""
+    """Return a run's checkpoints folder, given the run's folder or that one. CheckpointError if missing."""
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: no such folder: use the folder of a run, such as runs/NAME, or its checkpoints folder"

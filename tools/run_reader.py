@@ -114,8 +114,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether two values differ. Types count, except among numbers: 1 equals 1.0, but true does not equal
-    1."""
+    """Whether two values differ. Types count, except among numbers: 1 equals 1.0, but true is not 1."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
     return (isinstance(a, bool) != isinstance(b, bool)) or a != b
@@ -171,8 +170,7 @@ def _read_plan(path: Path) -> tuple[Plan | None, str]:
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return the row in a line of metrics.jsonl; None if the line is not a row, such as a partially
-    written one."""
+    """Return the row in a line of metrics.jsonl; None if it is no row, such as a partially written one."""
     try:
         row = parse_mapping(line.decode("utf-8"))
     except ValueError:

@@ -281,8 +281,7 @@ def _build(values: Mapping[str, Any], model: type) -> Config:
 
 
 def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys, or "config", and their texts, which may be arguments of their own. Raises
-    ConfigError."""
+    """Yield the keys, or "config", and their texts, which may be the next arguments. Raises ConfigError."""
     rest = iter(arguments)
     for argument in rest:
         key, equals, text = argument.removeprefix("--").partition("=")

@@ -9,8 +9,7 @@ class CheckpointError(ValueError):
 
 
 class UnreadableError(CheckpointError):
-    """The checkpoint could not be read (I/O or permission error). It may be intact, so `resume: auto` must
-    not skip it."""
+    """The checkpoint cannot be read (I/O, permission), but may be intact: `resume: auto` must not skip it."""
 
 
 class SaveError(RuntimeError):

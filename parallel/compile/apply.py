@@ -86,8 +86,7 @@ def _class_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
-    """Return the arguments of torch.compile for the backend, with an activation memory budget if it is below
-    1."""
+    """Return the arguments of torch.compile for the backend, with an activation memory budget below 1."""
     if budget < 1:
         return {"backend": budget_backend(config.backend, config.mode, budget)}
     return {"backend": config.backend} | ({"mode": config.mode} if config.mode != "default" else {})

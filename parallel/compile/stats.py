@@ -68,8 +68,7 @@ def _compiled_graph(metrics: Any, names: dict[str, str]) -> CompiledGraph:
 
 
 def describe_compiling() -> str:
-    """Return one line on this process's compile time so far, by stage, and its cache hits; "" if there are no
-    graphs."""
+    """Return one line on this process's compile time, by stage, and its cache hits; "" without graphs."""
     graphs = compiled_graphs()
     if not graphs:
         return ""

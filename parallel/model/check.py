@@ -132,8 +132,7 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
 
 
 def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of the model with the first blocks of its lists that contain each kind, and their
-    names."""
+    """Return a copy of the model with the first blocks of its lists with each kind, and their names."""
     cut = copy.deepcopy(model)
     repeated = [
         unit.modules[0]
@@ -324,8 +323,7 @@ def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
 
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the unsharded model on the CPU with these parameters and buffers; shared ones stay
-    shared."""
+    """Return a copy of the unsharded model on the CPU with these parameters and buffers, shared as before."""
     copied = copy.deepcopy(model).to_empty(device="cpu").float()
     named = dict(model.named_parameters(remove_duplicate=False))
     first_of = {id(parameter): name for name, parameter in reversed(named.items())}
@@ -343,8 +341,7 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 
 def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
-    """Return whether a loss is a "sum" or a "mean" over the rows of an example, by unequal parts; else
-    "neither"."""
+    """Return whether a loss is the "sum" or "mean" over an example's rows, by unequal parts, or "neither"."""
     rows = _rows(example)
     parts = [_some_rows(example, 0, rows), _some_rows(example, 0, 1), _some_rows(example, 1, rows)]
     was_training = model.training

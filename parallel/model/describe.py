@@ -373,8 +373,7 @@ def _in_order(owners: Mapping[str, str], order: Sequence[str], alone: set[str]) 
 def _join_shared(
     model: nn.Module, groups: Sequence[tuple[str, ...]], owners: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """Return the groups with those joined, at the place of the last, that share a parameter: it belongs to
-    one unit only."""
+    """Return the groups; those that share a parameter, which has one unit, are joined in the last's place."""
     group_of = {name: i for i, group in enumerate(groups) for name in group}
     last: dict[int, int] = {}
 

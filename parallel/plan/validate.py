@@ -126,8 +126,7 @@ def _first_difference(planned: tuple[str, ...], published: tuple[str, ...]) -> s
 
 
 def _all_units_mistakes(plan: Plan, model: ModelUnits) -> list[Mistake]:
-    """Return the mistakes in single units, each once with all its units: one entry of the file may stand for
-    many units."""
+    """Return the mistakes in units, each once with all its units: an entry of the file may stand for many."""
     units: dict[Mistake, list[str]] = {}
     for unit in plan.units:
         for mistake in _unit_mistakes(plan, unit, model):
@@ -157,8 +156,7 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
 
 
 def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mistake]:
-    """Check that activation checkpointing is of a known kind, fits the unit, and has the settings of its kind
-    only."""
+    """Check that activation checkpointing has a known kind and only its settings, and fits the unit."""
     mode, budget, ops = unit.activation_checkpoint, unit.activation_budget, unit.saved_ops
     if mode != "none" and mode in ACTIVATION_CHECKPOINTS and not model.checkpointed.issuperset(unit.modules):
         others = ", ".join(sorted(set(unit.modules) - model.checkpointed))
@@ -256,8 +254,7 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
 
 
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
-    """Check that tensor-parallel styles name this model's weights, and that each part is split fully or not
-    at all."""
+    """Check that tensor-parallel styles name the model's weights, and split a part fully or not at all."""
     styles, tp, known = plan.tensor.styles, plan.mesh.tp, (*rules.STYLE_NAMES, "loss")
     if tp > 1 and not model.styles:
         why = model.why_no_styles or (

@@ -1,2 +1,1 @@
-"""The planner: predict the memory and the step time of plans, and search for the best one, without running
-them."""
+"""The planner: predicts memory and step time of plans, and searches for the best, without running them."""

@@ -48,8 +48,7 @@ class StreamPool:
         self._add_gap(address, size)
 
     def _find_gap(self, size: int) -> int:
-        """Return the address of the smallest sufficient gap. The one at the end can grow, so it comes
-        last."""
+        """Return the address of the smallest sufficient gap, last the one at the end, which can grow."""
         end = self.reserved_bytes
         for position in range(bisect_left(self._gaps, (size, 0)), len(self._gaps)):
             gap, address = self._gaps[position]
@@ -85,8 +84,7 @@ class _Call(NamedTuple):
 
 
 class AllocationLog:
-    """The tensors that a step allocates and frees, in order, in groups by any key. While `muted`, calls are
-    ignored."""
+    """The tensors that a step allocates and frees, in order, by any key. While `muted`, calls are ignored."""
 
     def __init__(self) -> None:
         self.muted = False

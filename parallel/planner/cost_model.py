@@ -174,8 +174,7 @@ def _memory_efficiency(operation: Operation, hardware: Hardware) -> float:
 
 
 def traffic_s(moved_bytes: float, hardware: Hardware, efficiency: float) -> float:
-    """Return the seconds to move `moved_bytes` (read plus written) in device memory at a share of its
-    bandwidth."""
+    """Return the seconds to move bytes (read plus written) in device memory at a share of its bandwidth."""
     return moved_bytes / (hardware.memory_gb_s * 1e9 * efficiency)
 
 

@@ -196,8 +196,7 @@ def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
 
 
 def _distance(value: Any, chosen: Any) -> float:
-    """The distance of a value from the chosen one: the logarithm of the ratio for degrees and sizes, else
-    0."""
+    """The distance of a value from the chosen one: the ratio's logarithm for degrees and sizes, else 0."""
     return abs(log(value / chosen)) if isinstance(value, int) and value and chosen else 0.0
 
 

@@ -337,8 +337,7 @@ class _FsdpLaunchOrder:
 
 @dataclass(frozen=True)
 class _Round:
-    """A simulated micro batch, from second 0: its tasks and their spans, and the units that are gathered at
-    its end."""
+    """A simulated micro batch, from second 0: its tasks, their spans, and the units gathered at its end."""
 
     tasks: Sequence[Task]
     spans: Sequence[Span]
@@ -389,8 +388,7 @@ def _optimizer(times: StepTimes) -> MicroBatchTimeline:
 
 
 def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
-    """Concatenate rounds, each repeated by its count, and sum up their compute, exposed and host-bound
-    time."""
+    """Join rounds, each repeated by its count, and sum up their compute, exposed and host-bound time."""
     rounds, step_s, compute_s, host_s = list[MicroBatchTimeline](), 0.0, 0.0, 0.0
     by_lane = defaultdict[str, float](float)
     for part, count in parts:

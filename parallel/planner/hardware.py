@@ -139,8 +139,7 @@ class Hardware:
 
 
 def share_at(curve: Curve | float, size: float) -> float:
-    """Return the curve's share at a size: interpolated over the logarithm of the size, constant beyond the
-    ends."""
+    """Return the curve's share at a size: interpolated over its logarithm, constant beyond the ends."""
     if isinstance(curve, float):
         return curve
     if size <= curve[0][0]:
@@ -177,8 +176,7 @@ def find_hardware(device_name: str) -> Hardware | None:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Return the kind that a file describes. Raises YamlError with all mistakes of the file, each with its
-    key."""
+    """Return the kind that a file describes. Raises YamlError with all its mistakes, each with its key."""
     data = load_mapping(path)
     if "name" in data:
         raise YamlError(f"{path}: unknown key name: the name of the kind is the file's name; remove the key")

@@ -47,8 +47,7 @@ def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:
 
 
 def _shards(plan: Plan, work: ModelWorkload, size_bytes: Callable[[int], int]) -> tuple[float, float]:
-    """Return the bytes of a rank's shards of all weights and of the trained ones, given those of so many
-    values."""
+    """Return the bytes of a rank's shards of all and of trained weights, given those of so many values."""
     sizes = dict[int, int]()  # by identity of the workload, which all blocks share
     in_total = trained = 0.0
     for name in plan.modules:

@@ -275,8 +275,7 @@ class _MemoryTimeline:
 
     def _gather(self, unit: UnitPlan, phase: str) -> None:
         """Note the moments of a unit's all-gather unless it is gathered or not needed by the backward: its
-        buffer is filled, copied out, then kept (forward) or freed (backward). Then start the prefetched
-        all-gathers."""
+        buffer is filled, copied out, then kept (forward) or freed. Then start the prefetched ones."""
         if unit.name not in self._gathered and (phase == "forward" or unit.unshard_in_backward):
             self._start_gather(unit)
             self._note_moment()
@@ -294,8 +293,7 @@ class _MemoryTimeline:
                 self._start_gather(ahead)
 
     def _start_gather(self, unit: UnitPlan) -> None:
-        """Start a unit's all-gather unless it is in flight: allocate the shard to send, in param_dtype, and
-        the buffer."""
+        """Start a unit's all-gather unless in flight: allocate its shard in param_dtype, and the buffer."""
         if unit.name in self._in_flight:
             return
         self._in_flight[unit.name] = buffer = self._bytes.buffer(unit)
@@ -436,6 +434,5 @@ def allocator_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
 
 
 def reserved_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
-    """Return the memory that a process takes from the device: that of the allocator and that of the process
-    itself."""
+    """Return the memory that a process takes from the device: that of the allocator and its own."""
     return allocator_bytes(memory, hardware) + round(hardware.reserved_gib * GIB)

@@ -304,8 +304,7 @@ class _Search:
         return sum(self.model.checkpointed.issuperset(unit.modules) for unit in plan.units)
 
     def _with_all_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
-        """Return the candidate with activation checkpointing for all blocks, or for the number in the
-        config."""
+        """Return the candidate with activation checkpointing for all blocks, or the config's number."""
         requested, blocks = self.config.activation_checkpoint_blocks, self._blocks(plan)
         treated = (
             0
@@ -336,9 +335,8 @@ class _Search:
         return self.bounds[key]
 
     def _with_fewest_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate | None:
-        """Return the candidate with a lower bound of the fewest blocks that fit, from `least_bytes`. Its plan
-        is that of all blocks. None if all blocks are needed, the mode has no partial form, or the config sets
-        the number."""
+        """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
+        blocks. None if all are needed, the mode has no partial form, or the config sets the number."""
         mode, blocks = choices["activation_checkpoint"], self._blocks(plan)
         if mode not in PARTIAL_MODES or self.config.activation_checkpoint_blocks != "auto" or blocks < 2:
             return None
@@ -359,8 +357,7 @@ class _Search:
 
     def _settle_blocks(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with the fewest blocks that fit; memory grows with every block fewer. None if
-        all blocks are needed (a separate candidate), if even all do not fit, or if host memory is too
-        small."""
+        all are needed (a separate candidate), if even all do not fit, or if host memory is too small."""
         key, blocks = _without_gathering(candidate.choices), self._blocks(candidate.plan)
         needed: dict[int, int] = {}
 
@@ -410,8 +407,7 @@ class _Search:
 
 
 def _without(choices: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:
-    """Return the values of all choices except `keys` and the number of blocks, which depends on the
-    others."""
+    """Return the values of the choices except `keys` and the number of blocks, which depends on others."""
     left_out = {*keys, "activation_checkpoint_blocks"}
     return tuple(value for key, value in choices.items() if key not in left_out)
 
@@ -432,8 +428,7 @@ def _without_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
-    """Return the candidates, the fastest first; the simplest of those that tie with the fastest moves to the
-    front."""
+    """Return the candidates, the fastest first, but before all the simplest that ties with the fastest."""
     ranked = sorted(candidates, key=lambda c: -c.rate())
     tie = [c for c in ranked if c.rate() > ranked[0].rate() * (1 - EQUAL)]
     best = min(tie, key=_complexity, default=None)

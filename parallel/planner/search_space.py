@@ -105,8 +105,7 @@ def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) ->
 
 
 def _context_parallel(config: ParallelConfig, shape: RunShape) -> list[tuple[Any, str]]:
-    """Return the cp degrees to try, each with an exchange. Exchanges differ only if there is something to
-    exchange."""
+    """Return the cp degrees to try, each with an exchange; several only if there is something to exchange."""
     most = max(1, shape.seq_len // MIN_CONTEXT_TOKENS)
     degrees = [n for n in _degrees(config.cp, shape.world_size) if n <= most or config.cp != "auto"]
     return [

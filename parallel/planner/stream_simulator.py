@@ -42,8 +42,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The start and end of a task, and the index of the task whose end released it; -1 if it waited for
-    none."""
+    """The start and end of a task, and the index of the task whose end released it; -1 if none did."""
 
     start_s: float
     end_s: float

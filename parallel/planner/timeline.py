@@ -1,5 +1,4 @@
-"""The timeline of a simulated step on one GPU: events in lanes, exposed waits, and its export as a Chrome
-trace."""
+"""The timeline of a simulated step on one GPU: events in lanes, exposed waits, and its Chrome trace."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -245,9 +245,8 @@ def _draw_spans(
 
 
 def merged(events: Iterable[TimelineEvent], cell_s: float) -> Iterator[Span]:
-    """Yield the start and end of the bars of one kind. All events that lie in one cell of time share a bar
-    with the sum of their durations, so that a measured step with very many events does not make a large
-    file."""
+    """Yield the start and end of the bars of one kind. Events in one cell of time share a bar with the sum of
+    their durations, so that a measured step with very many events makes no large file."""
     start_s = end_s = -1.0
     for event in events:
         if start_s <= event.start_s and event.end_s < (start_s // cell_s + 1) * cell_s:
@@ -315,8 +314,7 @@ MARGIN = 0.08  # share of the zoom added on both sides, so that waits before the
 
 
 def zoom_window(timeline: Timeline) -> tuple[float, float, str]:
-    """Return start, end and names of a few units in the middle of the last backward; of all units if there
-    are few."""
+    """Return start, end and names of a few units in the middle of the last backward; of all, if few."""
     spans = backward_spans(timeline)
     if not spans:
         return 0.0, timeline.step_s, "nothing"
@@ -357,8 +355,7 @@ def join_spans(spans: Mapping[str, Span], units: Sequence[str]) -> Span:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure, with its size in points. pyplot is not used: there is no display, and nothing
-    to close."""
+    """Return an empty figure, with its size in points; not of pyplot, which needs a display and a close."""
     matplotlib = _import_matplotlib()
     # A run's name may contain characters that matplotlib's font lacks; an SVG viewer uses its own fonts.
     warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)

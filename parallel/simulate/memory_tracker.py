@@ -132,8 +132,7 @@ class StorageTracker:
         return "logits" if module == self._loss_module or width in self._logits_widths else "activations"
 
     def _mark_kept(self, unit: UnitPlan) -> None:
-        """Mark the gradients that a unit keeps as they are until its reduction in a later micro batch; others
-        are cast."""
+        """Mark the gradients that a unit keeps uncast until its reduction in a later micro batch."""
         sums = sums_whole_gradients(unit, self._plan) and self._micro_batch < self._plan.accumulation - 1
         if sums and unit.param_dtype == unit.reduce_dtype:
             self.mark(self._kept_kind, (p.grad for p in self._gathered[unit.name]))

@@ -190,8 +190,7 @@ def run_cases(
     path: Path | None,
     document: dict[str, Any],
 ) -> None:
-    """Run the cases that the record lacks. After a failed case the others still run; the next call runs it
-    again."""
+    """Run the cases that the record lacks. After a failed one the others run; the next call repeats it."""
     cases, stop_at = document["figures"]["cases"], time.monotonic() + budget_s
     for name, run in runs.items():
         if "run" in cases.get(name, {}):

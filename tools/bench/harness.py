@@ -31,8 +31,7 @@ KEYS = "Config keys of train.main are accepted too, as --section.key=value, and 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The result of a subcommand: figures as data and as text; `config`: of the run, of several runs by name,
-    or None."""
+    """A subcommand's result: figures as data and text; `config`: of the run, of runs by name, or None."""
 
     config: dict[str, Any] | None
     figures: dict[str, Any]
@@ -138,8 +137,7 @@ def make_document(
 
 
 def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) -> Path:
-    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: records are never overwritten. Returns the
-    path."""
+    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: none is overwritten. Returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document, indent=2) + "\n"
     number = 1
@@ -187,8 +185,7 @@ def find_versions() -> dict[str, str | None]:
 
 
 def without_names(value: Any) -> Any:
-    """Return the data with absolute paths and the names of this host and user removed from all strings,
-    except keys."""
+    """Return the data without absolute paths and the names of host and user in strings, except keys."""
     if isinstance(value, dict):
         return {key: without_names(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -26,8 +26,7 @@ PICTURES = (".svg", ".png")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare runs; exit with EXIT_DIFFERENT if any is not the same training as the first. Raises
-    ConfigError."""
+    """Compare runs; exit with EXIT_DIFFERENT unless all are the training of the first. Raises ConfigError."""
     options = make_parser().parse_args(arguments)
     if options.picture:
         check_target("--picture", options.picture, PICTURES, overwrites=True)

@@ -59,11 +59,8 @@ def custom_band(rtol: float, atol: float) -> ToleranceBand:
 def bands_for(a: RunFolder, b: RunFolder) -> tuple[ToleranceBand, ...]:
     """Return the bands from the narrowest to the widest that can explain a difference between two runs:
     bfloat16's only if one of them computes, stores or reduces below float32."""
-    return (
-        (BITWISE, FLOAT32, BFLOAT16)
-        if _uses_low_precision(a) or _uses_low_precision(b)
-        else (BITWISE, FLOAT32)
-    )
+    low_precision = _uses_low_precision(a) or _uses_low_precision(b)
+    return (BITWISE, FLOAT32, BFLOAT16) if low_precision else (BITWISE, FLOAT32)
 
 
 def distance(a: float, b: float) -> float:
@@ -77,10 +74,8 @@ def narrowest(
     bands: Sequence[ToleranceBand], curves: Mapping[str, Sequence[tuple[float, float]]]
 ) -> ToleranceBand | None:
     """Return the first band that contains every pair of every curve; None if none does."""
-    for band in bands:
-        if all(band.tolerances[key].allows(a, b) for key, pairs in curves.items() for a, b in pairs):
-            return band
-    return None
+    points = [(key, *pair) for key, pairs in curves.items() for pair in pairs]
+    return next((band for band in bands if all(band.tolerances[k].allows(a, b) for k, a, b in points)), None)
 
 
 def _uses_low_precision(run: RunFolder) -> bool:
@@ -89,9 +84,8 @@ def _uses_low_precision(run: RunFolder) -> bool:
         dtypes = {dtype for unit in run.plan.units for dtype in (unit.param_dtype, unit.reduce_dtype)}
         dtypes_in_use = [*dtypes, run.plan.storage_dtype, "float8" if run.plan.float8.linears else ""]
     else:
-        dtypes_in_use = [
-            run.config.get(f"parallel.{key}", "") for key in ("param_dtype", "reduce_dtype", "storage_dtype")
-        ]
+        keys = ("parallel.param_dtype", "parallel.reduce_dtype", "parallel.storage_dtype")
+        dtypes_in_use = [run.config.get(key, "") for key in keys]
     dtypes_in_use.append(run.config.get("optim.state_dtype", ""))
     return any(dtype in REDUCED or dtype == "auto" for dtype in dtypes_in_use)
 
@@ -204,22 +198,16 @@ def compare_runs(
 def _pairs(a: RunFolder, b: RunFolder, key: str, until: int | None) -> list[tuple[int, float, float]]:
     """Return step and both values of a curve, at the steps where both runs have one."""
     first, second = series(a.rows, key), series(b.rows, key)
-    return [
-        (step, first[step], second[step])
-        for step in first
-        if step in second and (until is None or step <= until)
-    ]
+    steps = [step for step in first if step in second and (until is None or step <= until)]
+    return [(step, first[step], second[step]) for step in steps]
 
 
 def _missing(a: RunFolder, b: RunFolder, compared: Iterable[str], until: int | None) -> dict[str, str]:
     """Return the curves that were not compared although a run reports them, with the reason."""
     reasons = dict[str, str]()
     for key in CURVES:
-        has = [
-            run.folder
-            for run in (a, b)
-            if any(until is None or step <= until for step in series(run.rows, key))
-        ]
+        reported = [(run.folder, series(run.rows, key)) for run in (a, b)]
+        has = [folder for folder, steps in reported if any(until is None or step <= until for step in steps)]
         if has and key not in compared:
             reasons[key] = f"only {has[0]} reports it" if len(has) == 1 else "no common step has it"
     return reasons
@@ -263,17 +251,13 @@ def _verdict(
         omitted = "".join(f"; {key} is not compared" for key in missing)
         return f"the same training {band.name}{known}, at {steps} steps{differences}{omitted}"
     worst = min((curve for curve in curves if curve.beyond is not None), key=lambda curve: curve.beyond or 0)
+    step, size = worst.largest
+    largest = f"largest difference at step {step}: {size:.3g}"
     return (
         f"different: at step {worst.beyond} {worst.key} is not {widest.name} "
-        f"({_describe_tolerance(worst.tolerance)}); {_describe_largest(worst)}"
+        f"({_describe_tolerance(worst.tolerance)}); "
+        f"{largest if math.isfinite(size) else f'at step {step} only one value is finite'}"
     )
-
-
-def _describe_largest(curve: CurveDifference) -> str:
-    step, most = curve.largest
-    if not math.isfinite(most):
-        return f"at step {step} only one value is finite"
-    return f"largest difference at step {step}: {most:.3g}"
 
 
 def _agreement_notes(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]:
@@ -283,9 +267,7 @@ def _agreement_notes(curves: Sequence[CurveDifference], steps: Sequence[int]) ->
     if not agreed:
         return []
     until = f"the runs agree at {len(agreed)} steps, up to step {agreed[-1]}"
-    if not all(
-        math.isfinite(curve.largest[1]) for curve in curves
-    ):  # rounding does not make one of two values NaN
+    if not all(math.isfinite(curve.largest[1]) for curve in curves):  # not by rounding
         return [until]
     return [
         f"{until}. Rounding noise can grow like this from step to step, faster in an unstable training; a "
@@ -308,8 +290,7 @@ def _plan_differences(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
 
 
 def _notes(run: RunFolder) -> list[str]:
-    """Describe irregularities of a run: not finished, resumed, unreadable lines, losses that are not
-    finite."""
+    """Describe a run's irregularities: not finished, resumed, unreadable lines, losses not finite."""
     notes, name = list[str](), run.folder
     if run.status is None:
         notes.append(f"{name} has no status.json")
@@ -327,10 +308,10 @@ def _notes(run: RunFolder) -> list[str]:
 
 def _unshared(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> list[str]:
     """Describe the steps that only one run reports; they are not compared."""
-    unshared = [(run, len(run.steps) - len(steps)) for run in (a, b) if len(run.steps) > len(steps)]
     return [
         f"{run.folder} has {count} reported steps that are not compared (it has {_describe_steps(run)})"
-        for run, count in unshared
+        for run in (a, b)
+        if (count := len(run.steps) - len(steps))
     ]
 
 

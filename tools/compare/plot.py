@@ -1,5 +1,4 @@
-"""Draw compared runs: the curves with the band around the first run, and below them the differences from
-it."""
+"""Draw compared runs: curves with the band around the first run, and below them the differences from it."""
 
 import math
 import textwrap
@@ -25,8 +24,7 @@ MOST_RUNS = 30
 
 @with_default_style
 def draw_comparisons(comparisons: Sequence[RunComparison]) -> "Figure":
-    """Draw loss and gradient norm in two columns: the curves on top, below them the differences from the
-    first run."""
+    """Draw loss and gradient norm in two columns: curves on top, below the differences from the first."""
     first, shown = comparisons[0].a, comparisons[:MOST_RUNS]
     runs = [(first, style_of(0)), *((each.b, style_of(number + 1)) for number, each in enumerate(shown))]
     same = sum(each.same for each in comparisons)
@@ -73,8 +71,7 @@ def _draw_runs(axes: "Axes", key: str, runs: Sequence[tuple[RunFolder, Style]], 
 
 
 def _draw_differences(axes: "Axes", key: str, comparisons: Sequence[RunComparison]) -> None:
-    """Draw the differences on a logarithmic axis with a 0; gray below the widest difference that the band
-    allows."""
+    """Draw the differences on a logarithmic axis with a 0; gray up to the widest that the band allows."""
     from matplotlib.ticker import FuncFormatter
 
     title = f"{key}: difference from the first"

@@ -201,8 +201,7 @@ def look_at_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Parse nvidia-smi's CSV table, one line per GPU. Values that it does not know, such as [N/A], become
-    None."""
+    """Parse nvidia-smi's CSV table, one line per GPU. Unknown values, such as [N/A], become None."""
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
     return tuple(Gpu(row[0], *map(_number, row[1:])) for row in rows if len(row) == len(QUERY))
 

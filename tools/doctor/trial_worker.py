@@ -1,5 +1,4 @@
-"""`python -m tools.doctor.trial_worker compile|all_reduce`: one process of a trial. It prints one line of
-JSON."""
+"""`python -m tools.doctor.trial_worker compile|all_reduce`: a process of a trial, which prints JSON."""
 
 import json
 import os

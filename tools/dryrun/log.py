@@ -36,8 +36,7 @@ class Call:
 
 @dataclass(frozen=True, order=True)
 class Loaded:
-    """A Triton kernel that the process loaded: registers and stack bytes of a thread; the stack holds spilled
-    registers."""
+    """A loaded Triton kernel: registers of a thread, and bytes of its stack, which holds spilled ones."""
 
     name: str
     registers: int
@@ -46,8 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class NcclCollective:
-    """One collective. `bytes`: of the full tensor, as in tools.simulate; `stream` 0: the stream on which a
-    step computes."""
+    """One collective. `bytes`: of the full tensor, as in tools.simulate; `stream` 0: the computing one."""
 
     op: str
     communicator: int
@@ -100,8 +98,7 @@ def unimplemented(calls: Sequence[Call]) -> list[str]:
 
 
 def refused(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls on a stream of a device other than the thread's, and launches beyond an H100's
-    limits."""
+    """Return calls on a stream of another device than the thread's, and launches beyond H100 limits."""
     return [call for call in calls if call.kind in ("wrong_device", "bad_launch")]
 
 

@@ -33,8 +33,7 @@ def read_operators(path: Path) -> dict[int, Mapping[str, Any]]:
 
 
 def moved_bytes(operator: Mapping[str, Any]) -> int | None:
-    """Return the bytes that an operator reads and writes, each tensor once; None if they do not follow from
-    its arguments."""
+    """Return the bytes that an operator reads and writes, each tensor once; None if that is unknown."""
     name, schema = operator["name"], _attribute(operator, "op_schema")
     if name in NOTHING:
         return 0
@@ -62,8 +61,7 @@ def _attribute(node: Mapping[str, Any], name: str) -> str:
 
 
 def _argument_kinds(schema: str) -> list[str]:
-    """Return for each argument of an operator's schema: "out" (only written), "changed" (read and written) or
-    "read"."""
+    """Return for each argument of a schema: "out" (only written), "changed" (read and written) or "read"."""
     arguments = schema[schema.index("(") + 1 : schema.rindex(" -> ") - 1]
     kinds, keyword_only = [], False
     for argument in _split(arguments):

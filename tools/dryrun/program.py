@@ -60,8 +60,7 @@ def steady_step(calls: Sequence[Call]) -> list[Call]:
 
 
 def stream_numbers(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return a number for each stream, by order of first use; 0 is the default stream, on which the step
-    computes."""
+    """Return a number for each stream, by order of first use; 0 is the default one, which computes."""
     used = (call.stream for call in step if call.kind in log.ON_STREAMS)
     order = dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)])
     return {stream: number for number, stream in enumerate(order)}

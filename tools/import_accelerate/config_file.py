@@ -35,8 +35,7 @@ def judge_accelerate(config: Mapping[Any, Any]) -> list[Item]:
 
 
 def _flatten(config: Mapping[Any, Any]) -> tuple[list[tuple[str, str, str, Any]], list[Item]]:
-    """Return (key as written, section, plain name, value) of every entry, and the items of unreadable
-    sections."""
+    """Return (written key, section, plain name, value) of each entry, and items of unreadable sections."""
     entries: list[tuple[str, str, str, Any]] = []
     items = []
     for key, value in config.items():

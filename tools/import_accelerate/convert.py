@@ -25,8 +25,7 @@ OF_THE_MODEL = (" must divide model.", " must divide train.seq_len")
 
 @dataclass(frozen=True)
 class Imported:
-    """The converted config, nested as in YAML; the verdict on each accelerate key; the launch command;
-    notes."""
+    """The converted config, nested as in YAML; the verdict on each accelerate key; launch command; notes."""
 
     source: str
     config: Mapping[str, Any]

@@ -86,8 +86,7 @@ def _fsdp_version(given: Given) -> int:
 
 
 def count(given: Given, key: str) -> int:
-    """Return the integer under a key; 1 if it is missing or wrong. The key's own rule refuses wrong
-    values."""
+    """Return the integer under a key; 1 if it is missing or wrong, which the key's own rule refuses."""
     try:
         return as_int(given.get(key, 1))
     except ValueError:
@@ -189,8 +188,7 @@ def _sync_each_batch(value: Any, given: Given) -> Verdict:
 
 
 def cost_of_whole_gradients(given: Given) -> str:
-    """Return the note on accelerate's default of sync_each_batch. Its FSDP reduces in the dtype of the
-    computation."""
+    """Return the note on accelerate's default of sync_each_batch; its FSDP reduces in the computing dtype."""
     bf16 = str(given.get("mixed_precision")).lower() == "bf16"
     size = "bfloat16, 2 bytes" if bf16 else "float32, 4 bytes"
     return (

@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
-    """Print the report on one plan, and write the requested files. A plan that does not fit is not an
-    error."""
+    """Print the report on one plan, and write the requested files. One that does not fit is no error."""
     if options.save:  # never overwritten, because a run may use it
         check_target("--save", options.save, PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
@@ -293,8 +292,7 @@ def make_diff_parser() -> argparse.ArgumentParser:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainingJob]:
-    """Return the options of a command line, and the training. Raises ConfigError for unknown or conflicting
-    options."""
+    """Return a command line's options, and the training. ConfigError for unknown or conflicting ones."""
     options, keys = make_parser().parse_known_args(arguments)
     _check_names(keys)
     options.config_arguments = config_arguments(options, keys, PROG)

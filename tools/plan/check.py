@@ -44,8 +44,7 @@ Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> count and by
 
 @dataclass(frozen=True)
 class CheckedQuantity:
-    """One quantity, predicted and simulated. `limit`: the allowed relative difference; None without a
-    limit."""
+    """One quantity, predicted and simulated. `limit`: the allowed relative difference; None: any."""
 
     name: str
     predicted: float
@@ -67,8 +66,7 @@ class CheckedQuantity:
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """The result of a check: collectives by op and axis (count, then bytes), memory by kind in bytes, and the
-    peak."""
+    """The result of a check: collectives by op and axis (count, then bytes), memory by kind, and the peak."""
 
     collectives: tuple[CheckedQuantity, ...]
     memory: tuple[CheckedQuantity, ...]
@@ -199,8 +197,7 @@ def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]
 
 
 def _padded(parameter: nn.Parameter, shards: int) -> int:
-    """Return the number of values sent: FSDP2 shards the first dimension and pads it to the same number of
-    rows per rank."""
+    """Return the number of values sent: FSDP2 shards the first dimension, padded to equal rows per rank."""
     rows = parameter.shape[0]
     return parameter.numel() // rows * (-(-rows // shards) * shards)
 

@@ -45,8 +45,7 @@ def save_plan(path: Path, plan: Plan, about: Sequence[str]) -> None:
 
 
 def save_timeline(path: Path, timeline: Timeline, title: str) -> None:
-    """Write the step as a picture (.svg, .png) or as a trace for Perfetto (.json), by the suffix of the
-    file."""
+    """Write the step as a picture (.svg, .png) or as a trace for Perfetto (.json), by the suffix."""
     if path.suffix == ".json":
         write_atomically(path, json.dumps(chrome_trace(timeline, title)).encode())
     else:

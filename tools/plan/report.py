@@ -140,8 +140,7 @@ def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware | None)
 
 
 def _find_fit_error(job: TrainingJob, target: Target, plan: Plan) -> str:
-    """Return why the plan does not fit and what would; "" if it fits, as a plan of the planner always
-    does."""
+    """Return why the plan does not fit and what would; "" if it fits, as the planner's always do."""
     if target.hardware is None or job.parallel.plan == "auto":
         return ""
     try:
@@ -164,8 +163,7 @@ def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str,
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
-    """Return the report as plain data: plan, reasons, advice, predicted; with plan=auto the candidates in
-    order."""
+    """Return the report as plain data: plan, reasons, advice, predicted; with plan=auto the candidates."""
     document: dict[str, Any] = {
         "plan": plan_to_dict(report.plan),
         "reasons": list(report.reasons),

@@ -25,8 +25,7 @@ BAR = 30  # characters of the longest bar
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One number of GPUs: its plan (the best one with plan=auto) and prediction, or the reason why there is
-    none."""
+    """One number of GPUs: its plan (with plan=auto the best) and prediction, or why there is none."""
 
     gpus: int
     plan: Plan | None = None
@@ -53,8 +52,7 @@ def read_sweep(text: str) -> list[int]:
 def sweep(
     job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware: Hardware
 ) -> list[ScalingRow]:
-    """Return a row for each number of GPUs. Raises PlanError with all reasons if the run is possible on
-    none."""
+    """Return a row for each number of GPUs. Raises PlanError with all reasons if none is possible."""
     make_row = _best_row if job.parallel.plan == "auto" else _config_row
     rows = [make_row(job, Target(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
     if not any(row.plan for row in rows):
@@ -152,8 +150,7 @@ def _values(row: ScalingRow) -> dict[str, Any] | None:
 
 
 def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
-    """Return a table with a bar for each number of GPUs, then the numbers without a plan and their
-    reasons."""
+    """Return a table with a bar for each number of GPUs, then the numbers without a plan, with reasons."""
     best = max(row.prediction.tokens_per_s_per_gpu for row in rows if row.prediction)
     divides = any(row.plan and row.plan.mesh.cp > 1 for row in rows)
     head = [

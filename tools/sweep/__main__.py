@@ -133,8 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find_spec(name: str) -> Path:
-    """Return the path of a spec: a file, or a study in configs/experiments by its name. Raises
-    ConfigError."""
+    """Return a spec's path: a file, or a study in configs/experiments by its name. Raises ConfigError."""
     for path in (Path(name), STUDIES / name, STUDIES / f"{name}.yaml"):
         if path.is_file():
             return path
@@ -145,8 +144,7 @@ def find_spec(name: str) -> Path:
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, str]:
-    """Parse --override KEY=VALUE options. Values stay text; the config parser converts them. Raises
-    ConfigError."""
+    """Parse --override KEY=VALUE. Values stay text, for the config parser. Raises ConfigError."""
     overrides = dict[str, str]()
     for text in texts:
         key, is_given, value = text.removeprefix("--").partition("=")
@@ -208,8 +206,7 @@ def print_commands(planned: Sequence[PlannedRun], slurm: bool, retry_failed: boo
 def write_report(
     name: str, spec: Spec, planned: Sequence[PlannedRun], changed: Mapping[str, Sequence[str]]
 ) -> SweepReport:
-    """Write report.html and report.json from the runs' folders. Raises ConfigError if they cannot be
-    written."""
+    """Write report.html and report.json from the runs' folders. Raises ConfigError if that fails."""
     report = read_sweep(name, spec, planned, changed)
     make_folder(spec.folder)
     record_owner(spec.folder, name)

@@ -166,8 +166,7 @@ NOTE_LIMIT_BYTES = 4096
 
 @contextmanager
 def locked_folder(folder: Path, name: str) -> Iterator[None]:
-    """Create the folder of the spec `name`, lock it and record the owner. Raises LockError and
-    ConfigError."""
+    """Create the folder of the spec `name`, lock it, record its owner. Raises LockError and ConfigError."""
     make_folder(folder)
     lock = lock_folder(folder)
     try:
@@ -192,8 +191,7 @@ def record_owner(folder: Path, name: str) -> None:
 
 
 def refuse_other_owner(folder: Path, name: str) -> None:
-    """Raise ConfigError if the folder belongs to a spec of another name; a folder without a record belongs
-    to any."""
+    """Raise ConfigError if the folder's record names another spec."""
     try:
         owner = read_json(folder / NOTE, NOTE_LIMIT_BYTES).get("spec", name)
     except (OSError, ValueError):
@@ -289,8 +287,7 @@ def _refuse_running(planned: PlannedRun) -> None:
 
 
 def _wait(process: "subprocess.Popen[bytes]", interrupts: Sequence[int], watch: Callable[[], None]) -> None:
-    """Wait until the run has ended. Leaves no process of it behind, even if this function or the launcher
-    ends early."""
+    """Wait until the run has ended. Leaves no process of it, even if this or the launcher ends early."""
     forwarded = 0
     # processes, not their ids: an id may be reused by another program
     launcher, workers = find_running([process.pid]), set["psutil.Process"]()

@@ -55,8 +55,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep: name, processes, nodes and config keys; `own` are the keys that the sweep
-    varies."""
+    """One run of a sweep: name, processes, nodes and config keys; `own`: those that the sweep varies."""
 
     name: str
     processes: int
@@ -106,8 +105,7 @@ def _complete(path: Path, written: Mapping[str, Any], changes: Mapping[str, Any]
 
 
 def _flat(keys: Any) -> Any:
-    """Return the config keys of one place in the spec, dotted; a value that is not a mapping is returned
-    unchanged."""
+    """Return the config keys of one place in the spec, dotted; a value that is no mapping unchanged."""
     return dict(leaves(keys)) if isinstance(keys, dict) else keys
 
 

@@ -112,8 +112,7 @@ def analyze_profile(
 
 
 def find_steps(store: TraceEvents) -> list[ProfiledStep]:
-    """Return the profiled steps of one rank, from a CPU or GPU trace. Raises DataError if a step has no
-    duration."""
+    """Return the profiled steps of one rank, on CPU or GPU. Raises DataError if a step has no duration."""
     mesh = find_mesh(store.path)
     steps = cpu_steps(store, mesh) if store.device_type == "cpu" else cuda_steps(store, mesh)
     for step in steps:

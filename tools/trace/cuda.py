@@ -1,5 +1,4 @@
-"""Profiled steps of a GPU run: kernels on their streams, each with its launch on the CPU by correlation
-id."""
+"""Profiled steps of a GPU run: kernels on their streams, with their launches on the CPU (correlation id)."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict

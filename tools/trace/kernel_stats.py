@@ -105,8 +105,7 @@ Calls = tuple[CallKey, int, int]  # key, number of calls, total nanoseconds
 
 
 def rank_rows(calls: Iterable[Calls], steps: int, most: int, roof: Roof | None) -> list[KernelRow]:
-    """Return a row for each of the `most` compute kernels that take longest, then likewise for
-    collectives."""
+    """Return a row for each of the `most` longest compute kernels, then likewise for collectives."""
     sorts: dict[bool, dict[str, list[Calls]]] = {False: defaultdict(list), True: defaultdict(list)}
     for key, count, ns in calls:
         sorts[key.communication][key.name].append((key, count, ns))

@@ -104,8 +104,7 @@ class KernelTable:
         calls[1] += ns
 
     def _add_annotation(self, event: Event, name: str) -> None:
-        """Record a unit's forward or backward, or count a collective of gloo, whose bytes are not
-        recorded."""
+        """Record a unit's forward or backward, or count a gloo collective, whose bytes are unknown."""
         number, (start_ns, end_ns) = int(event["tid"]), span_of(event)
         if name.startswith("gloo:"):
             self._gloo_threads.add(number)
@@ -115,8 +114,7 @@ class KernelTable:
             thread.place, thread.place_until_ns = (label[1], label[0]), end_ns
 
     def _add_operator(self, event: Event, name: str) -> None:
-        """Count an operator that computes or waits; record the work of any operator, which its kernels may
-        do."""
+        """Count an operator that computes or waits; record any operator's work, which its kernels may do."""
         work = work_of(event)
         if work and (external := (event.get("args") or {}).get("External id")):
             self._work_of_call[int(external)] = self._works.setdefault(work, work)

@@ -51,8 +51,7 @@ class Places:
         return set(self._segments)
 
     def hook(self, thread: int, time_ns: int) -> str:
-        """Return the unit whose turn it is: the one for which FSDP2's hook before forward or backward was
-        called last."""
+        """Return the unit whose turn it is: whose hook of FSDP2 before forward or backward was the last."""
         hooks = self._hooks.get(thread, [])
         index = bisect_right(hooks, time_ns, key=lambda label: label.start_ns) - 1
         return hooks[index].unit if index >= 0 else ""
@@ -73,8 +72,7 @@ class Places:
 
 
 def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Iterator[tuple[int, str, int]]:
-    """Yield each phase change: time, phase and micro batch. Forward labels during the backward belong to
-    its recompute."""
+    """Yield each phase change: time, phase, micro batch. Forward labels in the backward are its recompute."""
     _, start_ns, end_ns = step
     phase, micro_batch, over_ns = "forward", 0, start_ns
     yield start_ns, phase, micro_batch

@@ -153,8 +153,7 @@ def _covered(events: Iterable[TimelineEvent]) -> float:
 
 
 def draw_against(predicted: Timeline, measured: Timeline, title: str) -> "Figure":
-    """Draw both steps on one time axis, lane below lane; below them, on another axis, a few units of both
-    backwards."""
+    """Draw both steps on one time axis, lane below lane; below, on another, a few units of both backwards."""
     both = (predicted, measured)
     spans = [backward_spans(timeline) for timeline in both]
     units = middle_units([unit for unit in spans[0] if unit in spans[1]])
@@ -243,8 +242,7 @@ def _event(
 
 
 def _works(step: ProfiledStep) -> Iterator[TimelineEvent]:
-    """Yield compute events, one at a time in the order of their starts, because parallel streams share the
-    lane."""
+    """Yield compute events one after the other, by their starts, because parallel streams share the lane."""
     done_ns = step.start_ns
     for w in step.works:
         start_ns, end_ns = max(w.start_ns, done_ns), min(w.end_ns, step.end_ns)

@@ -145,8 +145,7 @@ def _judge_phase(step: ProfiledStep, key: tuple[str, int]) -> Prefetch | None:
 def _costs(
     step: ProfiledStep, runs: Sequence[UnitRun], sent: dict[str, Transfer], key: tuple[str, int]
 ) -> list[UnitCost]:
-    """Return the cost of each unit; compute is the time between the starts of units, without waits for
-    communication."""
+    """Return each unit's cost; compute is the time between starts of units, without communication."""
     scatters = defaultdict[str, int](int)
     for t in step.transfers:
         if t.lane == "reduce_scatter" and (t.phase, t.micro_batch) == key:
@@ -257,8 +256,7 @@ def split_step(step: ProfiledStep) -> Shares:
 
 
 def sum_communication(step: ProfiledStep) -> list[Communication]:
-    """Sum transfers by lane and axis, longest first. Overlapping transfers count once as time, but add up as
-    bytes."""
+    """Sum transfers by lane and axis, longest first. Overlaps count once as time, but add up as bytes."""
     by_kind = defaultdict[tuple[str, str], list[Transfer]](list)
     for t in step.transfers:
         by_kind[t.lane, t.axis].append(t)

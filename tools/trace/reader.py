@@ -62,8 +62,7 @@ def run_of(trace: Path) -> Path | None:
 
 
 def find_mesh(trace: Path) -> MeshPlan | None:
-    """Return the mesh of the run whose folder contains the trace; None if there is no run or no valid
-    plan."""
+    """Return the mesh of the run whose folder contains the trace; None without a run or a valid plan."""
     run = run_of(trace)
     try:
         return load_plan(run / "plan.yaml").mesh if run else None
@@ -120,8 +119,7 @@ MAX_OPEN = 1_000
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the keys before the events, which are all that torch's profiler writes besides them. Raises
-    DataError."""
+    """Return the keys before the events, all that torch's profiler writes besides. Raises DataError."""
     import ijson
 
     header = ijson.ObjectBuilder()

@@ -108,8 +108,7 @@ def work_of(event: Mapping[str, Any]) -> OperatorWork | None:
 
 
 def _tensor(args: Mapping[str, Any], place: int) -> _Tensor | None:
-    """Return the tensor argument at a position; None for a list, a number, no argument, or an unknown
-    dtype."""
+    """Return the tensor argument at a position; None for a list, number, none, or an unknown dtype."""
     dims, kinds, strides = args["Input Dims"], args.get("Input type") or [], args.get("Input Strides") or []
     dtype = dtype_of(kinds[place]) if place < min(len(dims), len(kinds)) else None
     if dtype is None:

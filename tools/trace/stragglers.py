@@ -128,8 +128,7 @@ Key = tuple[int, str, str, str, str, int, int]  # step, axis, lane, unit, phase,
 
 
 def _group(rank: int, axis: str, mesh: MeshPlan | None) -> tuple[int, ...]:
-    """Return a key shared by the ranks that meet in a collective on this axis: their positions on the
-    other axes."""
+    """Return a key of the ranks that meet in a collective on this axis: their positions on the others."""
     if mesh is None or axis not in AXES:
         return ()
     places = {

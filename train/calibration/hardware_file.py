@@ -264,8 +264,7 @@ def _rates(
     peaks: Mapping[str, float],
     base: Hardware,
 ) -> dict[str, SourcedValue]:
-    """Return matmul and attention as shares of the peaks. Dtypes that were not measured are copied from the
-    base."""
+    """Return matmul and attention as shares of the peaks, of dtypes that were not measured the base's."""
     note = _note_copied(base.matmul.keys() - curves.keys(), base)
     matmul = {
         dtype: [(size, rate / 1e12 / peaks[dtype]) for size, rate in curve] for dtype, curve in curves.items()

@@ -58,8 +58,7 @@ class Timer:
         self._now = time.thread_time if alone else time.perf_counter
 
     def seconds(self, runs: Sequence[Run]) -> float:
-        """Return the median seconds of a run. `runs` do the same work on different inputs and are used in
-        turn."""
+        """Return the median seconds of a run. `runs` do the same work on different inputs, in turn."""
         return statistics.median(self._times(runs, self._timed_on_device))
 
     def host_seconds(self, runs: Sequence[Run]) -> float:
@@ -90,8 +89,7 @@ class Timer:
         return times
 
     def _timed_on_gpu(self, turns: Iterator[Run], count: int) -> list[float]:
-        """Time each run with GPU events. The queue is filled during a pause, so that launching is not
-        timed."""
+        """Time each run with GPU events. The queue is filled in a pause, so that launching is not timed."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         torch.cuda._sleep(PAUSE_CYCLES)
         for event in events[:-1]:

@@ -167,8 +167,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def _sync_parent(final: Path, partial: Path) -> None:
-    """Sync the rename to disk. On an error undo the rename, because a failed save must leave no committed
-    checkpoint."""
+    """Sync the rename to disk. On an error undo it: a failed save must leave no committed checkpoint."""
     try:
         flush_folder(final.parent)
     except OSError:

@@ -133,8 +133,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def _check_blocks(folder: HfFolder) -> None:
-    """Raise CheckpointError if the config has more blocks than the files have tensors, before that many are
-    built."""
+    """Raise CheckpointError if the config has more blocks than the files tensors, before they are built."""
     if folder.config.n_layers > len(folder.tensors):
         raise CheckpointError(
             f"{folder.path} does not contain the weights of its config: {CONFIG} sets num_hidden_layers="
@@ -144,8 +143,7 @@ def _check_blocks(folder: HfFolder) -> None:
 
 
 def _check_copies(folder: HfFolder) -> None:
-    """Raise CheckpointError if the two saved copies of a tied weight differ, because the model has only
-    one."""
+    """Raise CheckpointError if the two saved copies of a tied weight differ: the model has only one."""
     embedding, output = folder.tensors[EMBEDDING], folder.tensors[OUTPUT]
     same = (embedding.shape, embedding.dtype) == (output.shape, output.dtype)
     with safe_open(embedding.file, framework="pt") as first, safe_open(output.file, framework="pt") as second:

@@ -64,8 +64,7 @@ def part_of(shape: tuple[int, ...], sharding: Sharding, mesh: Mesh, index: tuple
 
 
 def _chunk(start: int, stop: int, degree: int, index: int) -> tuple[int, int]:
-    """Return one of `degree` parts of a range, as torch.chunk splits: equal, the last ones smaller or
-    empty."""
+    """Return one of `degree` parts of a range, as of torch.chunk: equal, the last ones smaller or empty."""
     size = -(-(stop - start) // degree)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
@@ -169,8 +168,7 @@ def _overlapping(
 
 @cache
 def _chunks(size: int, axes: tuple[str, ...], mesh: Mesh) -> list[tuple[int, int, int]]:
-    """Split a dim by axes: the share in the rank's number, the start and the stop of each chunk that is not
-    empty."""
+    """Split a dim by axes: share in the rank's number, start and stop of each chunk that is not empty."""
     strides, degrees = {axis: s for (axis, _), s in zip(mesh, _strides(mesh), strict=True)}, dict(mesh)
     chunks = [(0, 0, size)]
     for axis in axes:

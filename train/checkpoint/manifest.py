@@ -129,8 +129,7 @@ def rank_file(rank: int) -> str:
 
 
 def manifest_to_text(manifest: CheckpointManifest) -> str:
-    """Return the file's text, which is unique for a manifest: its last key is the hash of everything before
-    it."""
+    """Return the file's text, which is unique for a manifest: its last key is the hash of all before it."""
     content = {
         "format": FORMAT if manifest.mesh else FORMAT_WITHOUT_MESH,
         "position": asdict(manifest.position),

@@ -35,8 +35,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The tensors in the files of a folder: `find` returns, by a tensor's name, the stored parts that overlap
-    a part of it."""
+    """The tensors in a folder's files: `find` returns the stored parts that overlap a part of a tensor."""
 
     folder: Path
     find: Callable[[str, TensorPart], Iterable[StoredPart]]

@@ -240,8 +240,7 @@ class CheckpointSaver:
         return self.cut_off
 
     def _write(self, job: _Job) -> Path:
-        """Write this rank's file and take part in the commit. Raises SaveError on all ranks if it fails on
-        one."""
+        """Write this rank's file and take part in the commit. If one rank fails, all raise SaveError."""
         step, main = job.position.step, dist.get_rank() == 0
         folder = self._folder / f".step-{step:08d}.partial"
         keep = (self._config.keep, self._config.keep_every) if job.trial else None

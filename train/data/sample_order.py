@@ -33,8 +33,7 @@ def shares(weights: tuple[float, ...]) -> tuple[int, ...]:
 def draw(
     first: int, count: int, weights: tuple[float, ...], seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of each position first .. first + count - 1, and how many earlier positions have that
-    source."""
+    """Return the source of each position first .. first + count - 1, and how many earlier ones have it."""
     sources, places = np.empty(count, np.int64), np.empty(count, np.int64)
     per_cycle, done = np.array(shares(weights)), 0
     while done < count:

@@ -1,5 +1,4 @@
-"""Reads sequences from token shards, and masks packed documents from one another. Shapes: B sequences, T
-tokens."""
+"""Reads sequences from token shards, and masks packed documents. Shapes: B sequences, T tokens."""
 
 from dataclasses import dataclass
 

@@ -120,8 +120,7 @@ class TokenStream:
         return begin + (int(ends[within - 1]) if within else 0), begin + int(ends[within])
 
     def ends_between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the ends of documents (the token after their last) that are after `first` and at most
-        `last`."""
+        """Return the ends of documents (the token after) that are after `first` and at most `last`."""
         parts = []
         shard = self._find(first)[0]
         while shard < len(self._shards) and self._tokens[shard] < last:
@@ -174,8 +173,7 @@ def _map(file: MappedFile) -> NDArray[Any]:
 
 
 def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
-    """DataError if the file has changed since the start of the run: its tokens would belong to other
-    documents."""
+    """DataError if the file has changed since the run started: its tokens would be of other documents."""
     status = os.fstat(opened.fileno())
     same_size = status.st_size == file.length * file.dtype.itemsize
     if same_size and status.st_ctime_ns <= file.known_ns:
@@ -230,8 +228,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class TokenStoreManifest:
-    """The manifest of a prepared folder: tokenizer, dtype of the ids, source files, shards of each split,
-    settings."""
+    """A prepared folder's manifest: tokenizer, dtype of ids, source files, shards of each split, settings."""
 
     tokenizer: TokenizerInfo
     dtype: IdDtype

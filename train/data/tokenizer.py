@@ -246,8 +246,7 @@ def _after_first_letter(tokens: Sequence[str]) -> re.Pattern[str]:
 def _find_token(
     ids: dict[str, int], key: str, requested: str, configured: str | None, names: Sequence[str], path: Path
 ) -> int | None:
-    """The id of the requested token; with auto that of tokenizer_config.json, else of the first known name,
-    else None."""
+    """The id of the requested token; auto: that of tokenizer_config.json or the first known name, or None."""
     token = (
         requested
         if requested != "auto"

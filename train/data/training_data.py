@@ -71,8 +71,7 @@ class TrainingData:
         return {**self.corpus.held_out, **self.corpus.validation}
 
     def load_from(self, position: TrainPosition, ahead: int) -> TrainLoader:
-        """Return a loader of this rank's micro batches from `position` on, at most `ahead` steps in
-        advance."""
+        """Return a loader of this rank's micro batches from `position` on, at most `ahead` steps ahead."""
         return TrainLoader(self.order, self.sequences, self.batch, position.samples, self.device, ahead)
 
     def advance(self, position: TrainPosition, steps: int = 1) -> TrainPosition:
@@ -93,8 +92,7 @@ class TrainingData:
 
     def describe_step(self, position: TrainPosition, step: StepData) -> dict[str, Any]:
         """Return the data columns of a metrics row: progress, and the hash of the step's sequences and their
-        positions in the sample order over all ranks, which is the same on every mesh. Collective: every rank
-        must call it."""
+        positions in the sample order over all ranks, the same on every mesh. Every rank must call it."""
         data_hash = torch.tensor(step.data_hash, device=self.device)
         dist.all_reduce(data_hash, group=self.group)
         return {**data_progress(self.order, position.samples), "data_hash": f"{data_hash.item():016x}"}

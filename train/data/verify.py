@@ -127,8 +127,7 @@ def _is_recorded(folder: Path, stamp: str, cache: Path) -> bool:
 
 
 def _record(folder: Path, stamp: str, cache: Path) -> None:
-    """Write an empty file beside the data, or if that fails in the cache; without it the next start reads all
-    again."""
+    """Write an empty file beside the data, or else into the cache; without it the next start reads again."""
     for place in (folder, cache):
         with contextlib.suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)

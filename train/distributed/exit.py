@@ -45,8 +45,7 @@ def print_error(message: str) -> None:
 
 
 def exit_process(ranks: "RankInfo", code: int, error: BaseException | None = None) -> NoReturn:
-    """End the process with `code`; under torchrun, record `error` so that torchrun's report contains its
-    message."""
+    """End the process with `code`; under torchrun, record `error`, so that torchrun reports its message."""
     if ranks.under_torchrun and error is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -62,8 +62,7 @@ def _affinity() -> Collection[int]:
 
 
 def _thread_siblings(root: Path, cpu: int) -> str:
-    """The hardware threads of the core of `cpu`, the same text for all of them; without that file `cpu`
-    itself."""
+    """The hardware threads of the core of `cpu`, the same text for all; without that file `cpu` itself."""
     try:
         return (
             (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -62,8 +62,7 @@ class TimedOut:
 
 
 def diagnose(reports: Sequence[RankReport], fired: TimedOut) -> str:
-    """Return the message: the suspected ranks and why, where every rank is, and which timeout was
-    exceeded."""
+    """Return the message: the suspected ranks and why, where every rank is, and the exceeded timeout."""
     table = sorted(reports, key=lambda report: report.rank)
     headline, suspects = _judge(table)
     blamed = {report.rank for report in suspects}
@@ -173,8 +172,7 @@ def _judge_all_waiting(table: Sequence[RankReport]) -> _Verdict:
 
 
 def _judge_all_busy(table: Sequence[RankReport]) -> _Verdict:
-    """No rank waits in a collective that its host can show (on GPUs the host runs ahead): name the ranks that
-    differ."""
+    """No rank waits in a collective that its host shows (with GPUs it runs ahead): name ranks that differ."""
     if len(table) == 1:
         return f"{_ranks(table)} is at {table[0].place or table[0].inside}", table
     if late := _late(table):

@@ -64,8 +64,7 @@ class Heartbeats:
         self._store.set("told", "1")
 
     def wait_for_diagnosis(self) -> bool:
-        """Wait a few seconds for `announce_diagnosis`; return False on a timeout. All ranks receive it at the
-        same time."""
+        """Wait for `announce_diagnosis`, which reaches all ranks at once; False after a few seconds."""
         try:
             self._store.wait(["told"], timedelta(seconds=DIAGNOSIS_S))
         except DistStoreError:

@@ -79,8 +79,7 @@ def first_bad_value(
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all local values of the tensors are finite. Waits for the device once, and makes no
-    copies."""
+    """Return whether all local values are finite. Waits for the device once, and makes no copies."""
     held = [local for x in tensors if (local := local_part(x.detach())).numel() and local.is_floating_point()]
     largest = torch._foreach_norm(held, float("inf")) if held else []
     return all(bool(torch.stack(of_device).isfinite().all()) for of_device in _by_device(largest))
@@ -104,8 +103,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
-        """Check the inputs and outputs of every module, and the gradients of its inputs and its own
-        weights."""
+        """Check every module's inputs and outputs, and the gradients of its inputs and own weights."""
         hooks = []
         for name, module in model.named_modules():
             if name:  # the model itself would add no location
@@ -238,8 +236,7 @@ class NonFiniteGuard:
 
     def step_done(self, step: int, first_sample: int, data: StepData, result: StepResult) -> list[str]:
         """Call after each step, which began at position `first_sample` of the order of all ranks. Returns
-        lines to print. Raises NonFiniteError, after a diagnosis by all ranks, if too many steps were
-        skipped."""
+        lines to print. Raises NonFiniteError, after a diagnosis by all ranks, if too many were skipped."""
         skipped, copied = _to_host(result.skipped)
         self._steps.append(_Step(step, first_sample, data.micro_batches, skipped, copied))
         return self._read(0 if copied is None else 1)
@@ -272,8 +269,7 @@ class NonFiniteGuard:
         return lines
 
     def _diagnose(self, done: _Step) -> str:
-        """Return the findings of all ranks about a step. On a GPU the next step may have changed the weights
-        slightly."""
+        """Return all ranks' findings about a step. On a GPU the next may have changed weights slightly."""
         damaged = tuple(name for name, p in self._model.named_parameters() if not all_finite([p]))
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
@@ -293,8 +289,7 @@ class NonFiniteGuard:
         return describe(done.step, self._max_skipped, findings, positions)
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
-        """Return this rank's sequences, of one micro batch or of the full step, by source and index in the
-        source."""
+        """Return this rank's sequences, of a micro batch or the full step, by source and index in it."""
         shape = self._shape
         begin = first_sample + shape.data_rank * shape.accumulation * shape.micro_batch_size
         count = shape.accumulation * shape.micro_batch_size

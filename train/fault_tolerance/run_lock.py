@@ -152,8 +152,7 @@ def make_run_folder(run_dir: str) -> Path:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str], ranks: RankInfo, console: Console) -> None:
-    """Write config and plan, by file name. An error is only a warning, because every checkpoint contains them
-    too."""
+    """Write config and plan, by file name. An error is only a warning: every checkpoint contains them too."""
     for name, text in texts.items() if ranks.is_main else ():
         try:
             (folder / name).write_text(text, encoding="utf-8")

@@ -25,8 +25,7 @@ LIMIT_BYTES = 1 << 20  # a reason may contain a complete error message
 
 @dataclass(frozen=True)
 class FailedStarts:
-    """The number of failed starts in a row from the same checkpoint, none of which got further than step
-    `step`."""
+    """The failed starts in a row from one checkpoint, none of which got further than step `step`."""
 
     count: Natural = 0
     step: Natural = 0

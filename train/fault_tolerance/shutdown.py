@@ -86,8 +86,7 @@ class GracefulShutdown:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop: this rank's request or, once agreed, the same request on all ranks. None without a
-        request."""
+        """Why to stop: this rank's request or, once agreed, the same one on all ranks. None without one."""
         return self._request.reason if self._request else None
 
     @property
@@ -213,8 +212,7 @@ class GracefulShutdown:
         self._thread.start()
 
     def _receive_signals(self) -> None:
-        """The thread: receive signals, and end the process when the grace period is over or a peer is
-        lost."""
+        """The thread: receive signals, and end the process after the grace period or a peer's loss."""
         while True:
             self._read_end.settimeout(self._left_s())
             with contextlib.suppress(TimeoutError):
@@ -255,8 +253,7 @@ class GracefulShutdown:
         self._end(EXIT_FAILED, explain_loss(lost.text), lost)
 
     def _start_grace(self, number: int) -> None:
-        """Start the deadline of the stop, which the thread enforces, and the kernel if the thread cannot
-        run."""
+        """Start the deadline of the stop, which the thread enforces, or the kernel if it cannot run."""
         self._grace = time.monotonic() + self._config.grace_s, number
         # SIGALRM ends a process by default
         signal.setitimer(signal.ITIMER_REAL, self._config.grace_s + EXIT_S)
@@ -283,8 +280,7 @@ class GracefulShutdown:
 
 
 def merge_requests(requests: Sequence[ShutdownRequest | None]) -> ShutdownRequest | None:
-    """Return the request that counts of those of all ranks, the same on each: the first error, otherwise the
-    first request."""
+    """Return the request of all ranks' that counts, the same on each: the first error, else the first."""
     errors = [
         ShutdownRequest(f"rank {rank}: {request.reason}", True)
         for rank, request in enumerate(requests)

@@ -47,8 +47,7 @@ def main_thread_calls() -> list[FrameSummary]:
 
 
 def find_where(calls: Sequence[FrameSummary]) -> Where:
-    """Return where a stack (innermost call first) is in our code, and which collective it waits in, if
-    any."""
+    """Return where a stack (innermost call first) is in our code, and in which collective, if any."""
     ours = [call for call in calls if _is_ours(call)]
     inner = calls[: calls.index(ours[0])] if ours else calls
     inside = "" if not calls or calls[0] in ours[:1] else _show(calls[0])
@@ -112,8 +111,7 @@ def count_collectives() -> tuple[tuple[str, int], ...]:
 
 
 def _is_ours(call: FrameSummary) -> bool:
-    """Return whether a call is in the package or next to it in its checkout, but not in an environment inside
-    it."""
+    """Return whether a call is in the package or its checkout, but not in an environment inside it."""
     path = Path(call.filename)
     in_checkout = path.is_relative_to(ROOT) and not {"site-packages", "dist-packages"} & set(path.parts)
     return path.is_relative_to(PACKAGE) or in_checkout
@@ -130,8 +128,7 @@ def _show(call: FrameSummary) -> str:
 
 
 def _collective(inner: Sequence[FrameSummary]) -> str:
-    """Return the function of torch.distributed that our code (or autograd) called and that has not
-    returned."""
+    """Return the function of torch.distributed that our code (or autograd) called and that still runs."""
     folder = TORCH / "distributed"
     calls = [call for call in inner if Path(call.filename).is_relative_to(folder)]
     named = [call.name for call in calls if call.filename.endswith("distributed_c10d.py")]

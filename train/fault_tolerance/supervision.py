@@ -85,8 +85,7 @@ class Supervision:
     def check_crash_loop(
         self, folder: Path, ranks: RankInfo, admission: Admission, start: Start
     ) -> FailedStarts:
-        """Return the failed starts before this one. Raises CrashLoopError after repeated failures from
-        `start`."""
+        """Return the failed starts before this one. Raises CrashLoopError after several from `start`."""
 
         def check() -> FailedStarts:
             return check_crash_loop(read_status(folder), admission.restarted, ranks.requeued, start.step)
@@ -94,8 +93,7 @@ class Supervision:
         return broadcast_from_rank0(ranks, check)
 
     def begin(self, folder: Path, start: Start, failed: FailedStarts) -> None:
-        """The start is admitted: from now on the folder is written. Record that the run resumes from `start`,
-        or begins."""
+        """From now on the folder is written. Record that the run resumes from `start`, or begins."""
         self._status.start(folder, start.step if start.checkpoint else None, failed)
 
     @contextmanager
@@ -116,8 +114,7 @@ class Supervision:
             self._garbage.close()
 
     def save_before_failing(self, save: Callable[[int], None]) -> None:
-        """Have `save` called with the last step that was not skipped before too many skipped ones end the
-        run."""
+        """Have `save` called with the last step that was not skipped before skipped ones end the run."""
         self._nonfinite.save_good = save
 
     def enter(self, section: Section, step: int = 0) -> None:

@@ -109,13 +109,11 @@ class Watchdog:
         self._folder = folder / "stuck"
 
     def enter(self, section: Section, step: int = 0) -> None:
-        """Enter a section or step. Evaluation and checkpoint pass their step too: a rank at a lower step is
-        "behind"."""
+        """Enter a section or step. Evaluation and checkpoint pass a step too: a lower one is "behind"."""
         self._at = _At(section, step, time.monotonic())
 
     def close(self) -> None:
-        """Stop the thread and wait for it; then report to the store that this rank has ended, and nothing
-        afterwards."""
+        """Stop the thread and wait for it; last, report to the store that this rank has ended."""
         self._closing.set()
         self._thread.join()
         if (link := self._link) and not self._why_alone:
@@ -150,8 +148,7 @@ class Watchdog:
         return time.monotonic() - self._seen.since_s - self._overslept_s
 
     def _beat(self) -> bool:
-        """Send a heartbeat, unless the last is still in progress; return True if another rank requests
-        reports."""
+        """Send a heartbeat, unless one is in progress; return True if another rank requests reports."""
         link = self._link
         if link is None or self._why_alone:
             return False

@@ -232,8 +232,7 @@ def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any
 
 
 def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return eval_loss, the mean over the tokens of all sets, and for each set eval/NAME/loss, perplexity and
-    bits_per_byte."""
+    """Return eval_loss (the mean of all tokens), and eval/NAME/loss, perplexity, bits_per_byte of sets."""
     if not scores:
         return {}
     row = {"eval_loss": mean_loss(scores)}

@@ -86,8 +86,7 @@ class Reporting:
         about: Mapping[str, Any],
         scores: Mapping[str, Score],
     ) -> None:
-        """Write and show a row; every rank calls it while the clock is stopped. `about`: further entries of
-        the row."""
+        """Write and show a row; every rank calls it while the clock is stopped. `about`: further entries."""
         self._console.report(self._metrics.log(step, result, lr, about, scores))
         self.progress(step)
 

@@ -168,8 +168,7 @@ class OwnSource:
 
     @cache  # noqa: B019
     def recorded(self, sequences: int, seq_len: int = 0, dtype: str = "float32") -> Recorded:
-        """Return the calls of the units' modules with parameters of `dtype`; `seq_len` 0: as long as the
-        example."""
+        """Return the calls of the units' modules with parameters of `dtype`; `seq_len` 0: the example's."""
         example = with_sizes(self.example, sequences, seq_len)
         return record_calls(self.module, example, self.units.modules, getattr(torch, dtype))
 

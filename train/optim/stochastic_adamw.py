@@ -1,5 +1,4 @@
-"""AdamW for parameters or moments in bfloat16: torch's fused AdamW rounds to nearest and has no separate
-moment dtype."""
+"""AdamW for bfloat16 parameters or moments: torch's fused AdamW rounds to nearest, with one dtype for all."""
 
 import math
 from collections.abc import Mapping

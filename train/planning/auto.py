@@ -1,5 +1,4 @@
-"""`parallel.plan: auto`: the planner's choice for a run on this or another machine, and the error if no plan
-fits."""
+"""`parallel.plan: auto`: the planner's choice for a run on any machine, and the error if no plan fits."""
 
 import dataclasses
 from collections.abc import Mapping

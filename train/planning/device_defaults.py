@@ -37,8 +37,7 @@ def attention_on_device(job: TrainingJob, device: torch.device, device_name: str
 
 
 def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:
-    """Raise PlanError if the plan's attention kernel does not support the job on this device ("cpu" or
-    "cuda")."""
+    """Raise PlanError if the plan's attention kernel does not support the job on "cpu" or "cuda"."""
     kernel, document_mask = plan.attention, job.document_mask
     model = source_of(job.model).units
     if not model.attention_kernels:  # the model's own business

@@ -74,8 +74,7 @@ def predict_memory(job: TrainingJob, plan: Plan) -> PredictedMemory:
 
 
 def search_plans(job: TrainingJob, world_size: int, cluster: Devices) -> SearchResult:
-    """Search all legal plans of the job on `world_size` processes of a cluster. Raises PlanError if there are
-    none."""
+    """Search all legal plans of the job on `world_size` processes. Raises PlanError if there are none."""
     model, shape = model_units(job.model), shape_on(job, world_size, cluster)
     return search(job.parallel, model, shape, cluster, partial(run_workload, job))
 

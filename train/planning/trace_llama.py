@@ -13,8 +13,7 @@ from meshwright.train.planning.trace_case import TraceCase, freeze_named
 
 
 def llama_module(case: TraceCase, sequences: int) -> TracedModule:
-    """Return the module of a case, as one rank has it after the all-gather, with its arguments, on fake
-    tensors."""
+    """Return a case's module, as a rank has it after the all-gather, with its arguments, on fake tensors."""
     config, dtype = case.model, getattr(torch, case.dtype)
     torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
     try:

@@ -1,5 +1,4 @@
-"""The buffers of a compiled module: the tensors that its forward and backward allocate, with their
-lifetimes."""
+"""The buffers of a compiled module: the tensors that forward and backward allocate, with their lifetimes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -60,8 +59,7 @@ def _lifetimes(graph: KernelGraph) -> dict[Node, tuple[int, int]]:
 
 
 def _inside_operators(graph: KernelGraph, start: int) -> list[Buffer]:
-    """Return what custom operators allocate besides their results: one buffer for each operator and kind of
-    size."""
+    """Return what custom operators allocate besides results: a buffer for each operator and kind of size."""
     buffers = []
     for i, kernel in enumerate(graph.kernels):
         if body := graph.bodies.get(kernel.nodes[0]):

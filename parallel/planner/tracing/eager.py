@@ -144,8 +144,7 @@ class _OpRecorder(TorchDispatchMode):
 
 
 def trace_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Linear, Linear]:
-    """Return forward, backward, saved bytes and output bytes of the module that `build` returns for a number
-    of sequences."""
+    """Return forward, backward, saved and output bytes of the module that `build` returns for sequences."""
     runs = [_record(build(sequences)) for sequences in RECORDED_SEQUENCES]
     forwards, backwards, outputs = zip(*runs, strict=True)
     return (
@@ -185,8 +184,7 @@ def _written(func: Any, args: Any) -> list[Tensor]:
 
 
 def record_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[RecordedPhase, Any]:
-    """Return the record of a function call, not counting the tensors in `uncounted`; and the call's
-    result."""
+    """Return the record of a call, not counting the tensors in `uncounted`, and the call's result."""
     with _OpRecorder(value for value in uncounted if isinstance(value, Tensor)) as recorder:
         result = call()
         return recorder.finish(), result

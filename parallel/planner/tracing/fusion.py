@@ -55,8 +55,7 @@ class Value:
 
 @dataclass(eq=False)
 class Kernel:
-    """Values computed together. `reads`: the tensors that it reads from memory; `writes`: its values that
-    others read."""
+    """Values computed together. `reads`: tensors read from memory; `writes`: values that others read."""
 
     nodes: list[Node]
     reads: set[Node]

@@ -105,8 +105,7 @@ class KernelGraph:
         return self._custom_result_size(node) or self._scale(_bytes(node), node in self._fixed)
 
     def _custom_result_size(self, node: Node) -> Linear | None:
-        """Return the bytes of a custom operator's result (one of several for a getitem); None for other
-        nodes."""
+        """Return the bytes of a custom operator's result (one of several for a getitem); None for others."""
         source, index = (node.args[0], node.args[1]) if _name(node) == "getitem" else (node, 0)
         if source not in self.bodies or isinstance(node.meta["val"], tuple):
             return None
@@ -272,8 +271,7 @@ def _product_flops(node: Node) -> float:
 
 
 def _name(node: Node) -> str:
-    """Return an operation's name without namespace and overload, as mm, add, getitem; "" for a
-    placeholder."""
+    """Return an operation's name without namespace and overload, as mm, getitem; "" for a placeholder."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return getattr(packet, "__name__", "") if node.op == "call_function" else ""
 

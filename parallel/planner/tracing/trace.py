@@ -46,8 +46,7 @@ MOST_TRACED_SEQUENCES = 2  # the graphs of all larger micro batches are the same
 
 
 def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
-    """Return the workload of the module that `build` returns for a number of sequences, as it runs
-    eagerly."""
+    """Return the workload, run eagerly, of the module that `build` returns for a number of sequences."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         forward, backward, saved, output = trace_eager(build)
         module = build(1).module

@@ -80,8 +80,7 @@ def describe_way(way: tuple[str, str, str]) -> str:
 
 
 def measure_accumulation(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Measure runs on this CPU, or with `--predict` predict GPUs. Raises BenchError, ConfigError and
-    PlanError."""
+    """Measure runs on this CPU, or with `--predict` predict GPUs. Raises USER_ERRORS."""
     return predict_table(options, overrides) if options.predict else measure_ways(options, overrides)
 
 
@@ -178,8 +177,7 @@ def predict_table(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
 
 
 def choose(keys: Sequence[str], gpus: int, hardware: Hardware) -> Candidate | None:
-    """Return the planner's choice; None if no plan fits. Raises ConfigError, and PlanError if no plan is
-    legal."""
+    """Return the planner's choice; None if none fits. Raises ConfigError, and PlanError if none is legal."""
     job = parse_config(list(keys), "tools.bench").job
     machines = Target(gpus, min(gpus, GPUS_PER_NODE), hardware).machines()
     return next(iter(search_plans(job, gpus, machines).ranked), None)

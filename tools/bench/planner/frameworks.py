@@ -71,8 +71,7 @@ def kempnerforge_workload(plan: Plan, work: ModelWorkload) -> ModelWorkload:
 
 
 def kempnerforge_times(plan: Plan, times: StepTimes) -> StepTimes:
-    """Return the times without FSDP2's copies, where there is no data parallelism: then KempnerForge does not
-    use FSDP2."""
+    """Return the times without FSDP2, which KempnerForge does not use without data parallelism."""
     if plan.mesh.dp_shard * plan.mesh.dp_replicate > 1:
         return times
     nothing = UnitTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -97,8 +97,7 @@ def compare_case(case: PlanCase, overrides: Sequence[str] = ()) -> MemoryRow:
 
 
 def summarize(rows: Sequence[MemoryRow]) -> dict[str, Any]:
-    """Return mean and worst error of the peak, the worst error of the exact kinds, and whether all are within
-    the targets."""
+    """Return mean and worst error of the peak, the worst of the exact kinds, and whether targets are met."""
     errors = [abs(row.peak_error) for row in rows]
     mean, worst, exact = statistics.mean(errors), max(errors), max(abs(row.exact_error) for row in rows)
     within = mean <= MEAN_ERROR and worst <= WORST_ERROR and exact <= EXACT_ERROR

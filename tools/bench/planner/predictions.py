@@ -1,5 +1,4 @@
-"""Compare the planner's predictions, with the calibrated hardware file, with real runs of small models on a
-CPU with gloo."""
+"""Compare the planner's predictions, by the calibrated hardware file, with real runs on a CPU with gloo."""
 
 import argparse
 import dataclasses
@@ -215,8 +214,7 @@ def find_machine(kind: str, case: PredictionCase, setup: Setup, cache: str) -> H
 
 
 def sized(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a run without the plan's degrees: the sizes of a model's operations on any
-    plan."""
+    """Return a run's arguments without the plan's degrees: the sizes of its operations on any plan."""
     open_keys = ("parallel.tp", "parallel.dp_", "train.micro_batch_size", "train.global_batch_size")
     return [key for key in arguments if not key.removeprefix("--").startswith(open_keys)]
 

@@ -1,5 +1,4 @@
-"""Compare the planner's predictions with published training runs: tokens per second and memory of each
-run."""
+"""Compare the planner's predictions with published training runs: tokens per second and memory of each."""
 
 import argparse
 import dataclasses

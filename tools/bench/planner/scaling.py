@@ -108,8 +108,7 @@ def pairs(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
 
 
 def tables(cells: Sequence[Cell]) -> Iterator[str]:
-    """Yield a Markdown table for each model, with a row for each number of GPUs on which at least one way
-    fits."""
+    """Yield a Markdown table for each model, with a row for each number of GPUs on which a way fits."""
     fitting = [(chosen, fsdp) for chosen, fsdp in pairs(cells) if chosen["fits"] or fsdp["fits"]]
     for model, model_pairs in groupby(fitting, key=lambda pair: pair[0]["config"]):
         rows = [HEAD, ["---"] * len(HEAD), *(row_of(*pair) for pair in model_pairs)]

@@ -1,5 +1,4 @@
-"""Draw how runs scale: MFU above, exposed share below, a column for each model, a color for each kind of
-GPU."""
+"""Draw how runs scale: MFU above, exposed share below, a column for each model, a color for each GPU."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,8 +59,7 @@ def draw_scaling(both: Sequence[Both]) -> "Figure":
 
 
 def _draw_ways(axes: "Axes", both: Sequence[Both], key: str, kind: str, number: int) -> None:
-    """Draw a line for each way. FSDP alone is dashed, with larger hollow markers that stay visible around
-    solid ones."""
+    """Draw a line for each way; FSDP alone is dashed, its larger hollow markers visible around solid ones."""
     color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
     for way, index in WAYS.items():
         cells = [pair[index] for pair in both if pair[index]["fits"]]

@@ -26,8 +26,7 @@ class StoreTraffic:
 
 
 class CountingStore(Store):
-    """Forwards every operation to `store`, which the ranks share, and counts it in `traffic`, which only this
-    rank changes."""
+    """Forwards every operation to `store`, which the ranks share, and counts it in this rank's `traffic`."""
 
     def __init__(self, store: Any, traffic: StoreTraffic) -> None:
         super().__init__()

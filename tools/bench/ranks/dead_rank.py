@@ -1,5 +1,4 @@
-"""Measure how long ranks outlive one that is killed, while their main threads are in a call that never
-returns."""
+"""Measure how long ranks outlive a killed one, while their main threads are in a call that never returns."""
 
 import os
 import signal

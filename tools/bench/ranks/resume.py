@@ -93,8 +93,7 @@ def make_manifest(config_name: str, mesh: MeshPlan) -> CheckpointManifest:
 
 
 def count_resume(checkpoint: Path, config_name: str, mesh: MeshPlan, rank: int) -> ResumeCost:
-    """Read a checkpoint that has a manifest but no files as `rank` of a mesh; the files that it opens are
-    made first."""
+    """Read a checkpoint of a manifest alone as `rank` of a mesh; files that it opens are made first."""
     with training_state(config_name, mesh, rank) as (into, _):
         start_s = time.process_time()
         manifest = read_manifest(checkpoint)

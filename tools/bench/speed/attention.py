@@ -34,8 +34,7 @@ def add_attention_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Compare both kernels on every shape and dtype, on one thread: with several, CPU time includes their
-    waiting."""
+    """Compare both kernels on every shape and dtype, on one thread: CPU time of several includes waits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

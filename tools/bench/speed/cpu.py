@@ -60,8 +60,7 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Measure every shape and dtype, this trainer and the peers in turn. Raises BenchError if this trainer
-    fails."""
+    """Measure every shape and dtype, this trainer and peers in turn. Raises BenchError if this one fails."""
     if ignoring := [text for text in options.peer if "BENCH_DIM" not in text]:
         raise BenchError(
             f"--peer {ignoring[0]!r} does not use BENCH_DIM, so it would run another model: pass the BENCH_* "
@@ -135,8 +134,7 @@ def shape_variables(config: Config, processes: int) -> dict[str, str]:
 
 
 def cpu_text(cells: Mapping[str, Any], rounds: int) -> str:
-    """Return a table with a row for each shape, dtype and trainer, the lower bounds, and the peers left
-    out."""
+    """Return a table with a row for each shape, dtype and trainer, the lower bounds, and peers left out."""
     head = (
         "shape, dtype",
         "trainer",

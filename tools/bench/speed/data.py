@@ -113,8 +113,7 @@ def write_store(folder: Path, size_bytes: int) -> None:
 
 
 def set_cache(folder: Path, cache: str) -> None:
-    """Remove the folder's files from the page cache (cold), or read them all into it as far as memory allows
-    (warm)."""
+    """Remove the folder's files from the page cache (cold), or read them into it as memory allows (warm)."""
     for path in sorted(folder.iterdir()):
         with open(path, "rb", buffering=0) as file:
             if cache == "cold":
@@ -125,8 +124,7 @@ def set_cache(folder: Path, cache: str) -> None:
 
 
 def loader_tokens_s(folder: Path, cache: str, size: Size, turn: int) -> float:
-    """Return the tokens/s of one loader whose batches are taken without pause; every round reads different
-    sequences."""
+    """Return the tokens/s of a loader whose batches are taken without pause; rounds read other sequences."""
     set_cache(folder, cache)
     batch = node_batch()
     loader = open_loader(folder, size, turn * 1_000_000 * batch.global_batch_size)
@@ -142,9 +140,8 @@ def loader_tokens_s(folder: Path, cache: str, size: Size, turn: int) -> float:
 
 
 def measure_waits(folder: Path, size: Size) -> dict[str, Any]:
-    """Return the share of the step time spent waiting for data, with a cold cache, after the first step:
-    while the process sleeps during a step, as if waiting for its GPU, and while it holds the interpreter
-    lock."""
+    """Return the share of later steps' time spent waiting for data, with a cold cache: while the process
+    sleeps during a step, as if waiting for its GPU, and while it holds the interpreter lock."""
     rate = NODE_GPUS * PUBLISHED_TOKENS_S
     step_s = node_batch().global_batch_size * size.seq_len / rate
     shares = {
@@ -252,8 +249,7 @@ def measure_tokenising(size: Size) -> dict[str, Any]:
 
 
 def _write_text(path: Path, size_bytes: int) -> int:
-    """Write the standard library's source as records of DOCUMENT_BYTES, repeated up to the size; return the
-    bytes of text."""
+    """Write the standard library as records of DOCUMENT_BYTES, repeated up to the size; return the bytes."""
     texts = [text for _, file in find_files("stdlib") if (text := file.read_bytes().decode(errors="ignore"))]
     corpus, written = "".join(texts), 0
     with open(path, "w", encoding="utf-8") as file:
@@ -284,8 +280,7 @@ def _train_tokenizer(folder: Path) -> None:
 
 
 def _library_s(folder: Path) -> float:
-    """Return the seconds of the library alone, in a separate process, because it reads its number of threads
-    only once."""
+    """Return the seconds of the library alone, in a process: it reads its number of threads only once."""
     environment = os.environ | {"RAYON_NUM_THREADS": str(WORKERS), "TOKENIZERS_PARALLELISM": "true"}
     command = [
         sys.executable,

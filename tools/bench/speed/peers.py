@@ -26,8 +26,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Contender:
-    """A trainer: its name, and a function that runs it with the environment variables of its compile
-    cache."""
+    """A trainer: its name, and a function that runs it with the variables of its compile cache."""
 
     name: str
     run: Callable[[dict[str, str]], Figures]

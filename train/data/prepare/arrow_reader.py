@@ -14,8 +14,7 @@ _ROWS = 256  # per read: few enough that long documents fit in memory, many enou
 
 
 def count_groups(path: Path, kind: str) -> int:
-    """Return the number of row groups of a parquet file, or of record batches of an arrow file. Raises
-    DataError."""
+    """Return the number of row groups (parquet) or record batches (arrow) of a file. Raises DataError."""
     pyarrow = import_pyarrow(path)
     with read_errors(path):
         if kind == "parquet":
@@ -101,8 +100,7 @@ def _read_arrow(pyarrow: Any, path: Path, first: int, last: int, field: str) -> 
 
 
 def _open_arrow(pyarrow: Any, source: Any) -> Any:
-    """A reader for either of Arrow's formats: the file format, which has an index, or the streaming
-    format."""
+    """A reader for either of Arrow's formats: that of files, which has an index, or of streams."""
     try:
         return pyarrow.ipc.open_file(source)
     except pyarrow.ArrowInvalid:

@@ -178,8 +178,7 @@ def prepare(
 
 
 def check_same_inputs(folder: Path, expected: TokenStoreManifest) -> TokenStoreManifest:
-    """Return the manifest of an existing folder. DataError if its text, tokenizer or settings differ from
-    `expected`."""
+    """Return an existing folder's manifest. DataError if text, tokenizer or settings are not `expected`."""
     if not (folder / MANIFEST).is_file():
         raise DataError(
             f"{folder} already exists and was not made by tools.prepare_data, so it is not replaced: use "
@@ -219,8 +218,7 @@ class _Preparation:
         self._total = self._kept = self._done = self._documents = self._tokens = 0
 
     def run(self, pieces: list[Piece]) -> list[TokenizedPiece]:
-        """Return the result of every piece. If all documents are in one split, one piece is tokenized
-        again."""
+        """Return every piece's result. If all documents are in one split, one piece is tokenized again."""
         results = self._finish(pieces)
         changed = _balance(pieces, results) if self._job.held_out else pieces
         return results if changed == pieces else self._finish(changed)

@@ -1,5 +1,4 @@
-"""Reads the documents of a part of a source one at a time. A file is only held in memory if it is one
-document."""
+"""Reads a part's documents one at a time. A file is only held in memory if it is one document."""
 
 import gzip
 import io
@@ -119,8 +118,7 @@ def _read_jsonl(part: Part, text_field: str) -> Iterator[Document]:
 
 
 def _lines(part: Part, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines of a part, each with its byte offset. A line belongs to the range that contains its first
-    byte."""
+    """The lines of a part, with their byte offsets. A line belongs to the range with its first byte."""
     file: Any = raw
     offset = part.first
     if part.kind == "jsonl.gz":

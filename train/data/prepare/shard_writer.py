@@ -1,5 +1,4 @@
-"""Writes shards under a temporary name, flushes and renames them, so that no partial shard has a final
-name."""
+"""Writes shards under temporary names, flushes and renames them: no partial shard has a final name."""
 
 import contextlib
 import hashlib
@@ -69,8 +68,7 @@ class ShardWriter:
 
 
 def _runs(arrays: list[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """Regroup tokens into arrays of about _RUN_TOKENS: short arrays are joined for speed, long ones cut to
-    save memory."""
+    """Regroup tokens into arrays of about _RUN_TOKENS: short ones are joined for speed, long ones cut."""
     joined: list[NDArray[Any]] = []
     size = 0
     for ids in arrays:

@@ -45,8 +45,7 @@ OnPart = Callable[[int, int], None]  # bytes and ids of a part
 
 
 def encode_in_parts(encode: Encode, text: bytes, dtype: np.dtype, on_part: OnPart) -> list[NDArray[Any]]:
-    """Return the ids of a text, in parts; together they are those of the full text. `on_part` is called after
-    each part."""
+    """Return the ids of a text, in parts that join to those of the full text; `on_part` follows each."""
     ids = []
     for part in cut_text(encode, text):
         ids.append(encode([part])[0].astype(dtype))
@@ -146,8 +145,7 @@ def read_result(path: Path) -> TokenizedPiece:
 
 
 def piece_key(job: TokenizeJob, piece: Piece) -> str:
-    """Return a hash of everything that determines the shards of a piece; paths of files are not part of
-    it."""
+    """Return a hash of all that determines the shards of a piece, which paths of files do not."""
     described = asdict(piece)
     for part in described["parts"]:
         del part["path"]
@@ -248,8 +246,7 @@ class _PieceWriter:
             raise
 
     def _assign(self, part: Part, document: Document) -> list[tuple[str, bytes]]:
-        """The split and text of a document: both splits if it is the only document, none if it has no
-        text."""
+        """The split and text of a document: both splits of the only document, none without text."""
         text = document.text
         if not text:
             self._empty += 1

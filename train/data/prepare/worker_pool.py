@@ -55,8 +55,7 @@ class _WorkerContext(SpawnContext):
 
 
 def tokenize_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_batch: OnBatch) -> None:
-    """Tokenize the pieces in `workers` processes. Raises DataError and NoSpace; no worker outlives the
-    call."""
+    """Tokenize the pieces in `workers` processes, which end with the call. Raises DataError and NoSpace."""
     if not pieces:
         return
     context = _WorkerContext()
