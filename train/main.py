@@ -2,11 +2,9 @@
 
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
@@ -49,7 +47,7 @@ from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer, describe_short_run
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
-from meshwright.train.state import TrainState, restore
+from meshwright.train.state import restore
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -81,7 +79,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
     console = Console(ranks.is_main)
     with supervised(config.run, ranks, console) as supervision:
         # user errors are found before anything is created
-        source = source_of(config.model)
+        source, saves = source_of(config.model), config.checkpoint
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, source.vocab_size)
@@ -95,8 +93,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
         with supervision.in_folder(folder, ranks):
             admission, start = find_start(config, folder, ranks)
             start = compare_configs(start, config, plan, ranks)
-            meant = config.checkpoint.changed_model
-            weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint, meant)
+            weights = find_weights(saves.init_from, config.model, start.checkpoint, saves.changed_model)
             failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
             log_run_summary(console, ranks, planned, config)
 
@@ -115,8 +112,10 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
             model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
-            state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
-            saver = _build_saver(config, folder, state, mesh, texts, ranks, console)
+            state = restore(model, optimizer, start, weights, saves, data, console)
+            parts = saves, folder / "checkpoints", model, optimizer, mesh, texts
+            saver = CheckpointSaver(*parts, machine=ranks.machine, group_timeout=timeout)
+            saver.make_room(state.position.step, console.print)
             loss_of = source.loss(plan, config.train.z_loss)
             reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)
             with (
@@ -135,22 +134,6 @@ def run(config: Config, ranks: RankInfo) -> bool:
             why = supervision.stop_reason
             console.print(f"stopped at {progress} ({why}), {kept}; {again}" if stopped else finished)
     return stopped
-
-
-def _build_saver(
-    config: Config,
-    folder: Path,
-    state: TrainState,
-    mesh: DeviceMesh,
-    texts: Mapping[str, str],
-    ranks: RankInfo,
-    console: Console,
-) -> CheckpointSaver:
-    checkpoints, timeout = folder / "checkpoints", group_timeout(config.run)
-    saved = config.checkpoint, checkpoints, state.model, state.optimizer, mesh, texts
-    saver = CheckpointSaver(*saved, machine=ranks.machine, group_timeout=timeout)
-    saver.make_room(state.position.step, console.print)
-    return saver
 
 
 def _describe_kept(config: Config, checkpoint: Path | None) -> str:

@@ -164,13 +164,9 @@ def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware)
     """Return the seconds of an operation by the roofline: the slower of compute and memory traffic, plus the
     fixed cost per operation."""
     flops, moved = operation.flops.at(micro_batch_size), operation.bytes.at(micro_batch_size)
-    moving_s = traffic_s(moved, hardware, _memory_efficiency(operation, hardware))
-    return max(_computing_s(operation, flops, hardware), moving_s) + hardware.operation_s
-
-
-def _memory_efficiency(operation: Operation, hardware: Hardware) -> float:
     shares = hardware.memory_efficiency
-    return shares.get(operation.dtype, shares["float32"])
+    moving_s = traffic_s(moved, hardware, shares.get(operation.dtype, shares["float32"]))
+    return max(_computing_s(operation, flops, hardware), moving_s) + hardware.operation_s
 
 
 def traffic_s(moved_bytes: float, hardware: Hardware, efficiency: float) -> float:

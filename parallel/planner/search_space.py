@@ -40,14 +40,9 @@ def with_choices(
 ) -> tuple[ParallelConfig, RunShape]:
     """Return config and shape with the keys set to the choices."""
     unused = {"activation_checkpoint_blocks"} if choices["activation_checkpoint"] == "none" else set()
-    keys = {
-        key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | unused
-    }
-    keys |= {
-        key: choices["prefetch"]
-        for key in ("forward_prefetch", "backward_prefetch")
-        if getattr(config, key) == "auto"
-    }
+    others = {"prefetch", "micro_batch_size"} | unused
+    keys = {key: value for key, value in choices.items() if key not in others}
+    keys |= dict.fromkeys(_open_prefetches(config), choices["prefetch"])
     shape = dataclasses.replace(shape, micro_batch_size=choices["micro_batch_size"])
     return dataclasses.replace(config, plan="manual", **keys), shape
 
@@ -55,11 +50,7 @@ def with_choices(
 def with_gathering(plan: Plan, config: ParallelConfig, choices: Mapping[str, Any]) -> Plan:
     """Return a plan with other choices of when its units gather parameters and reduce gradients."""
     settings = {key: choices[key] for key in ("reduce_gradients", "reshard_after_backward")}
-    settings |= {
-        key: choices["prefetch"]
-        for key in ("forward_prefetch", "backward_prefetch")
-        if getattr(config, key) == "auto"
-    }
+    settings |= dict.fromkeys(_open_prefetches(config), choices["prefetch"])
     *others, last = plan.units  # the last is never resharded after its forward
     resharded = settings | {"reshard_after_forward": choices["reshard_after_forward"]}
     units = (
@@ -67,6 +58,10 @@ def with_gathering(plan: Plan, config: ParallelConfig, choices: Mapping[str, Any
         dataclasses.replace(last, **settings),
     )
     return dataclasses.replace(plan, units=units)
+
+
+def _open_prefetches(config: ParallelConfig) -> list[str]:
+    return [key for key in ("forward_prefetch", "backward_prefetch") if getattr(config, key) == "auto"]
 
 
 def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
@@ -117,7 +112,7 @@ def _context_parallel(config: ParallelConfig, shape: RunShape) -> list[tuple[Any
 
 def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
     """Return the prefetch depths to try: only one if nothing is gathered or both directions are set."""
-    if "auto" not in (config.forward_prefetch, config.backward_prefetch):
+    if not _open_prefetches(config):
         return (f"{config.forward_prefetch}/{config.backward_prefetch}",)
     return PREFETCH if shard > 1 else PREFETCH[:1]
 

@@ -13,7 +13,7 @@ from meshwright.parallel.errors import PlanError, first_of
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.tools.run_reader import changed_keys, read_config
-from meshwright.tools.sweep.spec import Spec, SweepRun, make_cells, override_text, value_text
+from meshwright.tools.sweep.spec import Spec, SweepRun, make_cells, value_text
 from meshwright.train.config import Config
 from meshwright.train.config_parser import find_config, leaves, parse_config
 from meshwright.train.distributed.devices import choose_device
@@ -151,7 +151,7 @@ def _plan(spec: Spec, cell: SweepRun, local: bool) -> PlannedRun:
     folder = spec.folder / cell.name
     arguments = [
         f"--config={spec.config}",
-        *(override_text(key, value) for key, value in cell.overrides.items()),
+        *(f"--{key}={value_text(value)}" for key, value in cell.overrides.items()),
         f"--run.dir={folder}",
     ]
     config = parse_config(arguments, "tools.sweep")

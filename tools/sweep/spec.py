@@ -141,11 +141,6 @@ def make_cells(spec: Spec) -> list[SweepRun]:
     return list(_with_unique_names(cells))
 
 
-def override_text(key: str, value: Any) -> str:
-    """Format a key and value as a command-line option."""
-    return f"--{key}={value_text(value)}"
-
-
 def value_text(value: Any) -> str:
     """Format a YAML value on one line, even one that is not valid in a config."""
     return value if isinstance(value, str) else json.dumps(value)
@@ -168,11 +163,9 @@ def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
         for key, value in keys.items():
             varied = place != "overrides"
             if varied and key in LAUNCH:
-                invalid = [count for count in (value if place == "grid" else [value]) if not _is_count(count)]
-                yield from (
-                    f"{place}: {key}={one_line(count, 80)} must be an integer of at least 1"
-                    for count in invalid
-                )
+                for count in value if place == "grid" else [value]:
+                    if type(count) is not int or count < 1:
+                        yield f"{place}: {key}={one_line(count, 80)} must be an integer of at least 1"
             elif key in FIXED:
                 yield (
                     f"{place}: {key} is set by the sweep (each run has its own folder, all share one "
@@ -189,10 +182,6 @@ def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
                 yield f"--override {key}: {place} varies this key: remove one of the two"
             elif place.startswith("runs") and key in spec.grid:
                 yield f"{place}: {key} is in the grid too: remove one of the two"
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
 
 
 def _short_key(key: str, grid: Mapping[str, Any]) -> str:

@@ -117,7 +117,8 @@ class JsonTokenizer:
         )
         eos_id = _find_token(ids, "eos", eos, config.get("eos_token"), EOS_NAMES, self.path)
         if eos_id is None:
-            special = ", ".join(_special(self._tokenizer)[:4])
+            added = self._tokenizer.get_added_tokens_decoder().values()
+            special = ", ".join([token.content for token in added if token.special][:4])
             raise DataError(
                 f"data.tokenizer={self.path} has none of the known EOS tokens {', '.join(EOS_NAMES)}: set "
                 "data.eos to the token that ends a document"
@@ -257,7 +258,3 @@ def _find_token(
             f"data.{key}={one_line(token, 80)} is not a token of {path}: use a token of its vocabulary"
         )
     return None if token is None else ids[token]
-
-
-def _special(tokenizer: Any) -> list[str]:
-    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]

@@ -127,12 +127,10 @@ def _make_case(source: ModelSource, plan: Plan, unit: UnitPlan, module: str, seq
 
 @cache
 def _trace(model: ModelConfig, case: TraceCase, folder: Path | None) -> ModuleWorkload:
-    trace = partial(_trace_compiled if case.compiled else _trace_eager, model, case)
+    def trace() -> ModuleWorkload:
+        return _trace_compiled(model, case) if case.compiled else eager_workload(_recomputed(model, case))
+
     return remember(folder, case, trace) if folder else trace()
-
-
-def _trace_eager(model: ModelConfig, case: TraceCase) -> ModuleWorkload:
-    return eager_workload(_recomputed(model, case))
 
 
 def _trace_compiled(model: ModelConfig, case: TraceCase) -> ModuleWorkload:

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
-from meshwright.tools.bench.speed.cpu_limits import Allowed, measure_allowed
+from meshwright.tools.bench.speed.cpu_limits import measure_allowed
 from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, ours, parse_peers, run_rounds, to_figures
 from meshwright.tools.bench.train_run import (
     STANDARD_SHAPE,
@@ -109,8 +109,8 @@ def measure_cell(
     rounds, left_out = run_rounds([ours(setup), *peers], options.rounds, options.cache)
     allowed = measure_allowed(config.model, sequences, seq_len, dtype, setup.processes, setup.threads)
     figures = to_figures(rounds)
-    shares = {
-        name: share_of_allowed(allowed, sequences * seq_len, median["tokens_per_s_per_rank"])
+    shares = {  # the lower bound as a share of the step's time
+        name: allowed.total_s / (sequences * seq_len / median["tokens_per_s_per_rank"])
         for name, median in figures["median"].items()
     }
     return {
@@ -119,11 +119,6 @@ def measure_cell(
         "share_of_allowed": shares,
         "left_out": left_out,
     }
-
-
-def share_of_allowed(allowed: Allowed, tokens: int, tokens_per_s: float) -> float:
-    """Return the lower bound of a rank's step of `tokens` as a share of the time that it takes."""
-    return allowed.total_s / (tokens / tokens_per_s)
 
 
 def shape_variables(config: Config, processes: int) -> dict[str, str]:
