@@ -44,10 +44,8 @@ def verify_alone(manifests: Manifests, hashes: bool, cache: Path) -> None:
 def verify_together(manifests: Manifests, hashes: bool, cache: Path, ranks: RankInfo, print_: Print) -> None:
     """Like `verify_alone` on all ranks: those whose nodes see the same files divide them. Every rank calls
     it, and a problem is raised on all. `print_`: prints a line on rank 0."""
-    problems, states = (
-        list[str](),
-        list[tuple[str, bool]](),
-    )  # a folder's stamp, and whether it is recorded
+    problems = list[str]()
+    states = list[tuple[str, bool]]()  # a folder's stamp, and whether it is recorded
     leads = gather_from_all(ranks.machine).index(ranks.machine) == ranks.rank  # the lowest rank of its node
     try:
         for folder, manifest in manifests.items() if leads else ():
