@@ -11,9 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.train.config import MetricsConfig
 from meshwright.train.evaluation import Score
+from meshwright.train.metrics import writer
 from meshwright.train.metrics.collector import Metrics, Throughput
 from meshwright.train.metrics.tensorboard import RunSummary
 
+writer.HANGS_S = 240.0  # no disk hangs here, but the machine may be busy
 THROUGHPUT = Throughput(100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=1, peak_flops=None)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,16 +49,17 @@ class Lock:
         self._folder, self._lock, self.warning = folder, lock, warning
 
     def release(self) -> None:
-        """Remove the note, whose absence marks a clean end, and release the lock.
+        """Remove the note and release the lock. `.lock` stays, because others may have it open."""
+        self.forget()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
-        .lock stays: if it were removed, a process of an older version that already has it open would lock a
-        deleted file.
-        """
+    def forget(self) -> None:
+        """Remove the note, whose absence marks a clean end."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 (self._folder / NOTE).unlink(missing_ok=True)
-            self._lock.release()
-            self._lock = None
 
 
 def lock_folder(folder: Path, wait_s: float = 0.0, launch: str = "") -> Lock:
@@ -164,9 +165,9 @@ ENDING_S = 120.0  # wait for a holder that may be gone; NFS 4 keeps a dead host'
 
 
 @contextmanager
-def take_folder(folder: Path, ranks: RankInfo, console: Console) -> Iterator[None]:
+def take_folder(folder: Path, ranks: RankInfo, console: Console) -> Iterator[Callable[[], None]]:
     """Hold the folder's lock on rank 0; every rank calls it. Raises LockError on all ranks if another run has
-    it.
+    it. Yields what a process calls that ends at once, so that the next start does not take it for killed.
 
     A holder on another host may be a dead machine, whose lock a network file system keeps for a while, and
     one that the same torchrun has started is ending: these are waited for.
@@ -188,7 +189,7 @@ def take_folder(folder: Path, ranks: RankInfo, console: Console) -> Iterator[Non
     if warning := broadcast_from_rank0(ranks, take):
         console.print(f"warning: {warning}")
     try:
-        yield
+        yield held[0].forget if held else lambda: None
     finally:
         for lock in held:
             lock.release()

@@ -54,9 +54,8 @@ class Supervision:
             ranks,
             lambda why: status.write("failed", why, for_all=True),
         )
-        self._shutdown = GracefulShutdown(
-            config, lambda why: status.write("stopped", why), status.record_loss
-        )
+        self._forget_lock: Callable[[], None] = lambda: None
+        self._shutdown = GracefulShutdown(config, self._end_at_once, status.record_loss)
 
     @property
     def skipped_steps(self) -> dict[str, int]:
@@ -77,7 +76,7 @@ class Supervision:
     def in_folder(self, folder: Path, ranks: RankInfo) -> Iterator[None]:
         """Within this context no other run uses the folder, and after `begin` status.json records how this
         one ends. Raises LockError."""
-        with take_folder(folder, ranks, self._console), self._status.recording():
+        with take_folder(folder, ranks, self._console) as self._forget_lock, self._status.recording():
             self._watchdog.report_to(folder)
             with self._naming_lost_peer():
                 yield
@@ -178,6 +177,10 @@ class Supervision:
         """End the agreed stop and destroy the process group, after a run without an error."""
         self._shutdown.close()
         dist.destroy_process_group()
+
+    def _end_at_once(self, why: str) -> None:
+        self._status.write("stopped", why)
+        self._forget_lock()
 
     @contextmanager
     def _naming_lost_peer(self) -> Iterator[None]:

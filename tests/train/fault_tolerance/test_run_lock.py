@@ -174,8 +174,10 @@ class Listening(Console):
 def waits_for(holder: Holder, folder: Path, launch: str) -> bool:
     """Whether a start waits for the lock that another process has, which then releases it."""
     try:
-        with take_folder(folder, RankInfo(0, 1, 0, 1, True, launch), Listening(holder)):
+        with take_folder(folder, RankInfo(0, 1, 0, 1, True, launch), Listening(holder)) as forget:
             assert holder.process.wait(LIMIT_S) == 0
+            forget()  # as a process that ends at once, such as by Ctrl-C before the first step
+            assert not (folder / NOTE).exists()
     except LockError:
         return False
     return True
