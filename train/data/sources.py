@@ -117,8 +117,8 @@ def _walk(root: Path) -> Iterator[Path]:
     unfinished data), installed packages (not part of the standard library), prepared data, and the metadata
     of saved datasets."""
     for folder, subfolders, names in os.walk(root):
-        left_out = (".", "site-packages", "dist-packages")
-        subfolders[:] = [name for name in subfolders if not name.startswith(left_out)]
+        names_of_packages = ("site-packages", "dist-packages")
+        subfolders[:] = [f for f in subfolders if not (f.startswith(".") or f in names_of_packages)]
         names = [name for name in names if not name.startswith(".")]
         of_dataset = any(name.endswith(".arrow") for name in names)
         if not (MANIFEST in names and any(name.endswith(".ends") for name in names)):
