@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.config import CompileConfig as CompileConfig
     from meshwright.parallel.config import ParallelConfig as ParallelConfig
     from meshwright.parallel.errors import PlanError as PlanError
+    from meshwright.parallel.forward_only import evaluating as evaluating
     from meshwright.parallel.mesh import build_mesh as build_mesh
     from meshwright.parallel.model.check import CheckReport as CheckReport
     from meshwright.parallel.model.check import check as check
@@ -51,6 +52,7 @@ _PUBLIC = {
     "build_mesh": "parallel.mesh",
     "apply_plan": "parallel.apply",
     "ShardedModel": "parallel.sharded_model",
+    "evaluating": "parallel.forward_only",
     "materialize": "parallel.model.materialize",
     "load_weights": "parallel.model.materialize",
     "check": "parallel.model.check",

@@ -52,6 +52,6 @@ def apply_plan(
         from meshwright.parallel.activation_offload import apply_activation_offload
 
         apply_activation_offload(model, plan)
-    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), gradients, group_timeout)
+    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), group_timeout)
     apply_prefetch(model, plan)
     return ShardedModel(model, plan, mesh, gradients)

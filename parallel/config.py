@@ -19,7 +19,7 @@ class CompileConfig:
         on_recompile: reaction to a recompile after the first step: warn (rank 0 logs the guard that failed),
             error, or ignore; metrics count recompiles on all ranks
         float32_matmul_precision: precision of float32 matrix products: highest, high (TF32 on a GPU) or
-            medium
+            medium. train.main sets it; in a loop of your own call torch.set_float32_matmul_precision
         cache_dir: folder of the compile cache, which makes later starts faster; null is
             TORCHINDUCTOR_CACHE_DIR or ~/.cache/meshwright/compile
         fullgraph: refuse a block that cannot be compiled as one graph; false splits it where it breaks

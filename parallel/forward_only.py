@@ -4,30 +4,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
+
+from meshwright.parallel.fsdp import free_gathered
 
 
 @contextmanager
-def without_backward(model: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards save no activations and offload none, even with autograd enabled.
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context manager for evaluations, which leave nothing behind: modules are in eval mode, no random number
+    of training is drawn, no activations are saved or offloaded, and at the end all parameters are sharded.
 
-    Autograd stays enabled because compiled blocks would need a second graph without it. At the end all
-    gathered parameters are freed: FSDP2 keeps those of the last unit gathered until its backward.
+    Autograd stays enabled, because compiled blocks would need a second graph without it; one that asks for
+    `self.training`, as dropout does, needs it anyway. A backward raises RuntimeError.
     """
+    modes = [(module, module.training) for module in model.modules()]
     offload = getattr(model, "activation_offload", None)
     if offload is not None:
         offload.enabled = False
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with saved_tensors_hooks(_drop, _refuse):
+        model.eval()
+        with torch.random.fork_rng(gpus), saved_tensors_hooks(_drop, _refuse):
             yield
     finally:
+        for module, training in modes:
+            module.training = training
         if offload is not None:
             offload.enabled = True
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        free_gathered(model)
 
 
 def _drop(_tensor: Any) -> None:
@@ -36,6 +42,6 @@ def _drop(_tensor: Any) -> None:
 
 def _refuse(_nothing: None) -> NoReturn:
     raise RuntimeError(
-        "backward of an output computed in without_backward: no activations were saved for it; compute it "
-        "outside of without_backward"
+        "backward of an output computed in mw.evaluating: no activations were saved for it: compute it "
+        "outside of that context"
     )

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
@@ -26,18 +27,14 @@ Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
 
 
 def apply_fsdp(
-    model: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    gradients: Gradients = "sum",
-    group_timeout: timedelta | None = None,
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
 ) -> None:
     """Shard each unit, then the root (which has no parameters left), in place.
 
     Applies to one process too, so that code, precision policy and parameter names are the same everywhere.
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
-    whole = {model.get_parameter(name) for name in plan.unsharded}
+    whole = keep_whole(model, plan.unsharded, mesh)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
         for unit in plan.units:
@@ -52,13 +49,58 @@ def apply_fsdp(
             )
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
     fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=whole)
-    divisor = 1.0 if gradients == "sum" else float(plan.mesh.world_size // plan.mesh.tp)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Reduce by sums, and divide them: for other divisors FSDP2 uses PREMUL_SUM, which gloo does not
-            # support.
-            module.set_gradient_divide_factor(divisor)
+            # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank.
+            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    model.register_forward_hook(_free_without_backward)
+
+
+def _free_without_backward(model: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    """After a forward: FSDP2 keeps the last unit gathered for a backward, also where none will follow."""
+    if not torch.is_grad_enabled():
+        free_gathered(model)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the gathered parameters of all units: what reads or changes parameters must see the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def keep_whole(model: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Make parameters that are not sharded replicated DTensors, as optimizers need beside sharded ones, and
+    let their modules read them as plain tensors. Returns them. Those with a style are both already."""
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = module._parameters[key]
+        assert parameter is not None, name
+        if parameter not in whole and not isinstance(parameter, DTensor):
+            copies = distribute_tensor(
+                parameter.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None
+            )
+            whole[parameter] = nn.Parameter(copies, parameter.requires_grad)
+        if parameter in whole:
+            module._parameters[key] = whole[parameter]
+            module.__class__ = _reading_locally(cast(Any, type(module)), key)
+        else:
+            whole[parameter] = parameter
+    return set(whole.values())
+
+
+@cache
+def _reading_locally(kind: Any, key: str) -> Any:
+    """Return a subclass of a module's class, whose parameter `key` reads as this rank's tensor."""
+
+    def read(self: nn.Module) -> Tensor | None:
+        parameter = self._parameters[key]
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, key: property(read)})
 
 
 @contextmanager

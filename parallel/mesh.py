@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.plan.schema import MeshPlan
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # of the DeviceMesh
+DATA_GROUP = "meshwright_data_parallel"  # attribute of a mesh that keeps this group
 CONTEXT_GROUP = "mesh_cp"  # description of the groups of cp, which are not an axis of the DeviceMesh
 
 
@@ -115,11 +116,13 @@ def data_parallel_group(mesh: DeviceMesh, timeout: timedelta | None = None) -> d
     together process the global batch. Every rank calls it.
 
     The group of an axis or of all ranks where that has these ranks, and on GPUs its communicator; only HSDP
-    with tp needs one more, a new one for each call. `timeout`: as in build_mesh.
+    with tp needs one more, which the first call makes and the mesh keeps. `timeout`: as in build_mesh.
     """
     for axis, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
         if mesh[other].size() == 1:
             return mesh.get_group(axis)
-    return _own_group(
-        mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist(), "data_parallel", mesh.device_type, timeout
-    )
+    made: dict[str, dist.ProcessGroup] = vars(mesh)
+    if DATA_GROUP not in made:
+        ranks = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
+        made[DATA_GROUP] = _own_group(ranks, "data_parallel", mesh.device_type, timeout)
+    return made[DATA_GROUP]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -13,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.context_parallel import token_positions
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import Gradients, local_part, set_last_micro_batch
+from meshwright.parallel.fsdp import Gradients, free_gathered, local_part, set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
-from meshwright.parallel.plan.schema import Plan, UnitPlan
-from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
+from meshwright.parallel.plan.schema import Plan
 
 T = TypeVar("T")
+FEW_VALUES = 2**18  # gradients of fewer are copied over tp together; a larger one alone
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class ShardedModel:
         mesh, rank = self.plan.mesh, context_rank(self.mesh, self.plan.mesh)
         return token_positions(self.plan.context.exchange, mesh.cp, rank, seq_len)
 
-    @cached_property
+    @property
     def data_group(self) -> dist.ProcessGroup:
         """The data-parallel ranks, with those of cp. The first use is a collective of all ranks."""
         return data_parallel_group(self.mesh)
@@ -68,14 +67,31 @@ class ShardedModel:
                 "none" if count else "count=..., what the loss of a micro batch sums over, such as its tokens"
             )
             raise PlanError(f"micro_batches with gradients={self.gradients!r} takes {needs}")
-        divisor = global_count(batches, count, self.data_group) if count else float(len(batches))
-        for batch in set_micro_batches(self.model, self.plan.units, batches):
+        divisor = self.global_count(batches, count) if count else float(len(batches))
+        for batch in self.accumulate(batches):
             yield batch, divisor
-        self._reduce_unsharded()
+
+    def accumulate(self, batches: Sequence[T]) -> Iterator[T]:
+        """`micro_batches` without divisors: yield each micro batch of an optimizer step."""
+        free_gathered(self.model)  # of a forward without a backward: the shards may have changed since
+        for i, batch in enumerate(batches):
+            set_last_micro_batch(self.model, self.plan.units, last=i == len(batches) - 1)
+            yield batch
+        self._complete_gradients()
+
+    def global_count(self, batches: Sequence[T], count: Callable[[T], Tensor | int]) -> Tensor:
+        """Return the sum of the counts of all micro batches of all data-parallel ranks, at least 1, as a
+        float32 scalar on the device (exact up to 16.7 million per rank)."""
+        device, counts = self.mesh.device_type, [count(batch) for batch in batches]
+        on_device = [
+            c.to(device) if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counts
+        ]
+        return summed(torch.stack(on_device).sum().float(), self.data_group).clamp(min=1)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm` (0: leave them), and return their norm
         before, the same scalar on every rank. For any optimizer."""
+        free_gathered(self.model)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = gradient_norm(parameters, torch.zeros(()))
         divisor = clip_divisor(norm, max_norm)
@@ -83,46 +99,49 @@ class ShardedModel:
             torch._foreach_div_([local_part(p.grad) for p in parameters if p.grad is not None], divisor)
         return norm
 
-    def _reduce_unsharded(self) -> None:
-        """Reduce gradients of unsharded parameters, and make tp ranks agree on those that all compute."""
-        divisor = 1 if self.gradients == "sum" else self.plan.mesh.world_size // self.plan.mesh.tp
-        for name in self.plan.unsharded:
-            if (grad := self.model.get_parameter(name).grad) is not None:
-                dist.all_reduce(grad, group=self.data_group)
-                grad /= divisor
-        synchronize_replicated_gradients(self.model.parameters())
+    def _complete_gradients(self) -> None:
+        """Finish the gradients after the last backward of a step: what FSDP2 has not reduced, the mean of
+        ranks, and equal copies on all tp ranks."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for parameter in [parameters[name] for name in self.plan.unsharded]:
+            if isinstance(parameter, DTensor) and isinstance(grad := parameter.grad, DTensor):
+                grad = grad.redistribute(placements=parameter.placements)  # summed over tp
+                dist.all_reduce(local_part(grad), group=self.data_group)
+                parameter.grad = grad
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if self.gradients == "mean_of_ranks":
+            torch._foreach_div_([local_part(grad) for grad in grads], dist.get_world_size(self.data_group))
         if self.plan.mesh.tp > 1:
-            self._copy_gradients_over_tp()
+            self._copy_over_tp([local_part(grad) for grad in grads if not is_split(grad, "tp")])
 
-    def _copy_gradients_over_tp(self) -> None:
-        """Copy the first tp rank's gradients of parameters without a style to all tp ranks: on GPUs their
-        equal computations differ in the last bits, and the copies would drift apart."""
-        tp = self.mesh["tp"]
-        for parameter in self.model.parameters():
-            grad = parameter.grad
-            axes = grad.device_mesh.mesh_dim_names or () if isinstance(grad, DTensor) else ()
-            if grad is not None and "tp" not in axes:
-                own = local_part(grad)
-                if tp.get_local_rank():
-                    own.zero_()
-                dist.all_reduce(own, group=tp.get_group())
+    def _copy_over_tp(self, copies: Sequence[Tensor]) -> None:
+        """Copy the first tp rank's gradients of parameters that tp does not split to all tp ranks.
 
-
-def set_micro_batches(model: nn.Module, units: Sequence[UnitPlan], batches: Sequence[T]) -> Iterator[T]:
-    """Yield the micro batches of an optimizer step; set for each whether it is the last, as the units'
-    reductions need. `units`: those of the plan that was applied to the model."""
-    for i, batch in enumerate(batches):
-        set_last_micro_batch(model, units, last=i == len(batches) - 1)
-        yield batch
+        The ranks compute the same ones, but on GPUs not bitwise (attention's backward adds in varying order,
+        and so may reductions), so within hundreds of steps their copies would become different models.
+        """
+        tp, small = self.mesh["tp"], [grad for grad in copies if grad.numel() < FEW_VALUES]
+        for group in [*([each] for each in copies if each.numel() >= FEW_VALUES), *_by_dtype(small)]:
+            flat = group[0].view(-1) if len(group) == 1 else torch.cat([grad.view(-1) for grad in group])
+            if tp.get_local_rank():
+                flat.zero_()  # so that the sum is the first rank's gradient
+            dist.all_reduce(flat, group=tp.get_group())
+            if len(group) > 1:
+                parts = flat.split([grad.numel() for grad in group])
+                torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
 
 
-def global_count(
-    batches: Sequence[T], count: Callable[[T], Tensor | int], data_parallel: dist.ProcessGroup
-) -> Tensor:
-    """Return the sum of the counts of all micro batches of all data-parallel ranks, at least 1, as a float32
-    scalar on the device (exact up to 16.7 million per rank)."""
-    counts = [torch.as_tensor(count(batch)) for batch in batches]
-    return summed(torch.stack(counts).sum().float(), data_parallel).clamp(min=1)
+def is_split(tensor: Tensor, axis: str) -> bool:
+    """Whether a tensor is split over an axis of the mesh."""
+    if not isinstance(tensor, DTensor):
+        return False
+    placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    return axis in placements and not placements[axis].is_replicate()
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
 
 
 def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -37,13 +37,12 @@ random state is saved differently.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -100,49 +99,22 @@ def apply_styles(
             continue
         if hasattr(module, "matrix"):  # other modules read the weight through it
             module.matrix = MethodType(_weight, module)
-        forward, placement = STYLES[style]
+        forward, _ = STYLES[style]
         if style == "per_head" or (style in NORM_STYLES and not isinstance(module, nn.RMSNorm)):
             module.unsharded = (copy.deepcopy(module),)  # in a tuple: not a submodule
         for key, full in list(module.named_parameters(recurse=False)):
             if full not in split:
-                place = Replicate() if key != "weight" and placement == Shard(1) else placement
+                place = weight_placement(style, key)
                 split[full] = nn.Parameter(shard(full.detach(), place), requires_grad=full.requires_grad)
             setattr(module, key, split[full])
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
 
 
-def synchronize_replicated_gradients(parameters: Iterable[Tensor]) -> None:
-    """Copy the first tp rank's gradients of replicated weights to all tp ranks, once a step; only needed if
-    `tp_modules` leaves a part of the model unsplit.
-
-    The ranks compute the same gradients, but on GPUs not bitwise (attention's backward adds in varying
-    order), so within hundreds of steps their copies would become different models. If every part is split,
-    only norms are replicated, and their gradients are summed over the ranks anyway.
-    """
-    copies = [
-        (parameter, axis) for parameter in parameters if (axis := _axis_of_copies(parameter)) is not None
-    ]
-    if all(parameter.dim() == 1 for parameter, _ in copies):
-        return
-    for parameter, axis in copies:
-        if isinstance(grad := parameter.grad, DTensor):
-            own = grad.to_local()
-            if grad.device_mesh.get_local_rank(axis):
-                own.zero_()  # so that the sum is the first rank's gradient
-            dist.all_reduce(own, group=grad.device_mesh.get_group(axis))
-
-
-def _axis_of_copies(parameter: Tensor) -> int | None:
-    """Return the index of the tp axis of the parameter's mesh if it is replicated over it, else None."""
-    if not isinstance(parameter, DTensor) or "tp" not in (
-        names := parameter.device_mesh.mesh_dim_names or ()
-    ):
-        return None
-    axis = names.index("tp")
-    return (
-        axis if parameter.placements[axis].is_replicate() and parameter.device_mesh.size(axis) > 1 else None
-    )
+def weight_placement(style: str, key: str) -> Placement:
+    """Return how a style places a parameter over tp: its `weight`, or a bias of its outputs."""
+    placement = STYLES[style][1]
+    return Replicate() if key != "weight" and placement == Shard(1) else placement
 
 
 # Communication at the boundaries of a part, in the forward or the backward. x is this rank's local tensor.

@@ -260,7 +260,7 @@ def score_model(
     )
     timeout = group_timeout(config.run)
     mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
-    model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
+    model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout).model
     load_weights(target.weights, model)
     shape = make_batch_shape(plan, mesh)
     with torch.no_grad():  # save no activations

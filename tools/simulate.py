@@ -121,7 +121,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         batches = [
             shape.own_tokens(Batch(tokens.clone(), tokens.clone(), first)) for _ in range(plan.accumulation)
         ]
-        train_step(model, plan.units, optimizer, batches, 1.0, group, loss_of)
+        train_step(sharded[-1], optimizer, batches, 1.0, loss_of)
 
     return simulate(plan, TrainingCode(build, fill, step, source.logits), rank)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.models.head import LinearCrossEntropySum
 from meshwright.models.loss import LogitsLoss
-from meshwright.parallel.forward_only import without_backward
+from meshwright.parallel.forward_only import evaluating
 from meshwright.parallel.sharded_model import summed
 from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
@@ -118,7 +118,7 @@ def evaluate(
     because without it the compiled blocks would need a second graph.
     """
     totals = None
-    with without_backward(model), _loss_only(model, loss_of):
+    with evaluating(model), _loss_only(model, loss_of):
         for batch in batches:
             if should_stop():
                 return None

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import nn
 
-from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig, Config
@@ -24,7 +23,6 @@ from meshwright.train.step import train_step
 
 def train_loop(
     config: Config,
-    plan: Plan,
     loss_of: LossOf,
     state: TrainState,
     data: TrainingData,
@@ -39,9 +37,9 @@ def train_loop(
     DataError.
     """
 
-    model, optimizer, position, stopping = state.model, state.optimizer, state.position, False
+    optimizer, position, stopping = state.optimizer, state.position, False
     saves = Saves(saver, config.checkpoint, supervision, reporting, data)
-    evaluate = partial(_evaluate, config.train.eval_sequences, model, loss_of, data, supervision)
+    evaluate = partial(_evaluate, config.train.eval_sequences, state.model, loss_of, data, supervision)
     with (
         closing(data.load_from(position, config.data.prefetch)) as loader,
         reporting.profiling(),
@@ -60,9 +58,8 @@ def train_loop(
             reporting.before_step(step, reported)
             batch, lr = loader.next(), learning_rate(config.optim, step, *data.schedule)
             set_learning_rate(optimizer, lr)
-            result = train_step(
-                model, plan.units, optimizer, batch.micro_batches, config.train.grad_clip, data.group, loss_of
-            )
+            grad_clip = config.train.grad_clip
+            result = train_step(state.sharded, optimizer, batch.micro_batches, grad_clip, loss_of)
             supervision.after_step(step, position.samples, batch, result)
             reporting.after_step(step, batch, result)
             position = data.advance(position)

@@ -110,20 +110,20 @@ def run(config: Config, ranks: RankInfo) -> bool:
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
 
-            model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
-            optimizer = build_optimizer(model, config.optim, config.run.seed)
-            state = restore(model, optimizer, start, weights, saves, data, console)
-            parts = saves, folder / "checkpoints", model, optimizer, mesh, texts
+            sharded = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
+            optimizer = build_optimizer(sharded.model, config.optim, config.run.seed)
+            state = restore(sharded, optimizer, start, weights, config, data, console)
+            parts = saves, folder / "checkpoints", sharded.model, optimizer, mesh, texts
             saver = CheckpointSaver(*parts, machine=ranks.machine, group_timeout=timeout)
             saver.make_room(state.position.step, console.print)
             loss_of = source.loss(plan, config.train.z_loss)
             reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)
             with (
                 explaining_out_of_memory(config.job, plan, device, optimizer, folder / "profile"),
-                supervision.training(config.train, plan, model, data, loss_of),
+                supervision.training(config.train, sharded, data, loss_of),
                 reporting,
             ):
-                reached, saved = train_loop(config, plan, loss_of, state, data, saver, supervision, reporting)
+                reached, saved = train_loop(config, loss_of, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
             reporting.finish()
             supervision.finish(reached.step, stopped)

@@ -1,14 +1,17 @@
 """The training state: model and optimizer, with the values that a run starts with."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from meshwright.parallel.shardable import ShardableModel
+from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights
 from meshwright.train.checkpoint.load import Start, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.config import CheckpointConfig
+from meshwright.train.config import Config
 from meshwright.train.console import Console
 from meshwright.train.data.training_data import TrainingData
 
@@ -17,31 +20,42 @@ from meshwright.train.data.training_data import TrainingData
 class TrainState:
     """Model and optimizer, which are updated in place, and the `position` in the run at which they start."""
 
-    model: nn.Module
+    sharded: ShardedModel
     optimizer: torch.optim.Optimizer
     position: TrainPosition
 
+    @property
+    def model(self) -> nn.Module:
+        """The sharded module."""
+        return self.sharded.model
+
 
 def restore(
-    model: nn.Module,
+    sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     start: Start,
     weights: Weights | None,
-    config: CheckpointConfig,
+    config: Config,
     data: TrainingData,
     console: Console,
 ) -> TrainState:
     """Load the checkpoint that the run resumes from, or the weights of `checkpoint.init_from`; without either
-    keep the initial weights. Raises CheckpointError."""
-    console.print_lines(describe_start(config.init_from, start.checkpoint))
+    keep the initial weights. Raises CheckpointError.
+
+    Dropout draws other numbers on each data-parallel rank, the same ones on the ranks of a cp or tp group.
+    """
+    console.print_lines(describe_start(config.checkpoint.init_from, start.checkpoint))
+    torch.manual_seed(zlib.crc32(f"{config.run.seed}:{start.step}:{sharded.data_rank}".encode()))
     if start.checkpoint and start.manifest:
-        load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
+        goes_on = load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer, sharded.mesh)
         changes = list(start.changes)
+        if not goes_on and not isinstance(sharded.model, ShardableModel):  # our Llama draws none
+            changes.append("the mesh, so that dropout draws other numbers")
         if not data.same_order(start.manifest.position):
             changes += ["data order (by seed, length or text), which restarts from the beginning"]
         if changes:
             console.print(f"changed since the checkpoint: {', '.join(changes)}")
         console.print(f"resumed from {start.checkpoint}: step {start.step} of {data.total_steps} is done")
     elif weights:
-        load_weights(weights, model, config.verify)
-    return TrainState(model, optimizer, data.start)
+        load_weights(weights, sharded.model, config.checkpoint.verify)
+    return TrainState(sharded, optimizer, data.start)

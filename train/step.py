@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
-from meshwright.parallel.plan.schema import UnitPlan
-from meshwright.parallel.sharded_model import global_count, set_micro_batches, summed
-from meshwright.parallel.tensor_parallel import synchronize_replicated_gradients
+from meshwright.parallel.sharded_model import ShardedModel, summed
 from meshwright.train.data.batch import Batch
 from meshwright.train.model.source import LossOf
 
@@ -35,36 +32,32 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module,
-    units: Sequence[UnitPlan],
+    sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[Batch],
     grad_clip: float,
-    data_parallel: dist.ProcessGroup,
     loss_of: LossOf,
 ) -> StepResult:
     """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights unless the
     loss or the gradient norm is not finite.
 
     The loss of each micro batch is divided by the number of tokens of the global batch, so the result does
-    not depend on how sequences and padding are divided into micro batches and ranks. `units`: those of the
-    plan that was applied to the model.
+    not depend on how sequences and padding are divided into micro batches and ranks.
     """
-    global_tokens = global_count(micro_batches, count_targets, data_parallel)
+    global_tokens = sharded.global_count(micro_batches, count_targets)
     loss = torch.zeros_like(global_tokens)
-    for batch in set_micro_batches(model, units, micro_batches):
-        micro_loss = loss_of(model, batch, global_tokens)
+    for batch in sharded.accumulate(micro_batches):
+        micro_loss = loss_of(sharded.model, batch, global_tokens)
         micro_loss.backward()
         loss += micro_loss.detach()
-    synchronize_replicated_gradients(model.parameters())
-    grad_norm = gradient_norm(list(model.parameters()), loss)
+    grad_norm = gradient_norm(list(sharded.model.parameters()), loss)
     # The attributes that GradScaler sets for fused AdamW: the divisor of the gradients, and a flag that, at
     # 1, keeps weights, moments and step count unchanged.
     optimizer.grad_scale = clip_divisor(grad_norm, grad_clip)  # type: ignore[attr-defined]
     optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(summed(loss, data_parallel), grad_norm, skipped, global_tokens)
+    return StepResult(summed(loss, sharded.data_group), grad_norm, skipped, global_tokens)
 
 
 def count_targets(batch: Batch) -> Tensor:

@@ -25,7 +25,6 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
     look-up. `tp`: the mesh axis.
     """
     config = plan.compile
-    torch.set_float32_matmul_precision(config.float32_matmul_precision)
     if config.enabled and config.backend == "inductor":
         _skip_cpu_probe()
         if plan.async_tp:

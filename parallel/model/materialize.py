@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import copy_shard
+from meshwright.parallel.fsdp import copy_shard, free_gathered
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.sharded_model import ShardedModel
 
@@ -119,14 +120,16 @@ def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
 def allocate(sharded: ShardedModel) -> nn.Module:
     """Allocate this rank's tensors, filled with NaN; shared parameters stay shared. Returns the model."""
     model, plan = sharded.model, sharded.plan
+    free_gathered(model)
     shared: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(parameter, []).append(name)
     model.to_empty(device="cpu" if plan.cpu_offload else _device_type(sharded))
+    allocated = dict(model.named_parameters(remove_duplicate=False))
     for names in shared.values():
         for name in names[1:]:
             parent, _, key = name.rpartition(".")
-            setattr(model.get_submodule(parent), key, model.get_parameter(names[0]))
+            setattr(model.get_submodule(parent), key, allocated[names[0]])
     with torch.no_grad():
         for module in model.modules():
             for key, buffer in module.named_buffers(recurse=False):
@@ -173,7 +176,7 @@ def _whole_tensors(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 @contextmanager
 def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace the module's own tensors in the meantime. What an initialiser assigns anew is taken over."""
-    own = {name: getattr(module, name) for name in tensors}
+    own: dict[str, Any] = {name: {**module._parameters, **module._buffers}[name] for name in tensors}
     for name, tensor in tensors.items():
         is_parameter = isinstance(own[name], nn.Parameter)
         setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)

@@ -74,7 +74,7 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
     shape = run.shape
     own = tokens.chunk(shape.data_parallel)[shape.data_rank]
     batch = Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous())
-    result = train_step(model, run.plan.units, run.optimizer, [batch], 0.0, run.group, loss_of_llama)
+    result = train_step(run.sharded, run.optimizer, [batch], 0.0, loss_of_llama)
     return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": full}
 
 

@@ -112,16 +112,14 @@ def train(case: Case) -> dict[str, Any]:
     """Train with the guard as the loop does, until it raises."""
     torch._dynamo.reset()
     run, fault = build_sharded(case.arguments), case.fault
-    config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
+    config, model, optimizer = run.config, run.model, run.optimizer
     shape, corpus = run.shape, load_corpus(config.data)
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
     loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
-    guard = NonFiniteGuard(
-        config.train.max_skipped_steps, model, run.plan.units, order, shape, group, loss_of_llama
-    )
+    guard = NonFiniteGuard(config.train.max_skipped_steps, run.sharded, order, shape, loss_of_llama)
     now: Now = {"step": 0}
     FAULTS[fault](model, now)
     hooks = count_hooks(model)
@@ -133,15 +131,8 @@ def train(case: Case) -> dict[str, Any]:
             seen["tokens"] = torch.cat([batch.tokens for batch in data.micro_batches]).tolist()
             damaged = fault == "nan_parameter" and step == FAULTY_STEP  # the fault itself changes the weight
             before = bits(model, optimizer)
-            result = train_step(
-                model,
-                run.plan.units,
-                optimizer,
-                data.micro_batches,
-                config.train.grad_clip,
-                group,
-                loss_of_llama,
-            )
+            batches, grad_clip = data.micro_batches, config.train.grad_clip
+            result = train_step(run.sharded, optimizer, batches, grad_clip, loss_of_llama)
             after = bits(model, optimizer)
             changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) - (
                 damaged and faulty(now)

@@ -41,9 +41,7 @@ def train(*arguments: str) -> dict[str, Any]:
         offload = getattr(run.model, "activation_offload", None)
         seen: dict[str, list[Any]] = {"losses": [], "norms": [], "sent": [], "held": []}
         for _ in range(STEPS):
-            result = train_step(
-                run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama
-            )
+            result = train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)
             seen["losses"].append(result.loss.item())
             seen["norms"].append(result.grad_norm.item())
             seen["sent"].append(offload.sent_bytes if offload else 0)

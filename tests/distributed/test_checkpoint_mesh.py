@@ -74,7 +74,7 @@ def save(folder: Path, arguments: Sequence[str], asynchronous: bool) -> None:
     model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
 
     def step() -> None:
-        train_step(model, run.plan.units, optimizer, batches, 1.0, run.group, loss_of_llama)
+        train_step(run.sharded, optimizer, batches, 1.0, loss_of_llama)
 
     step()
     tensors = training_tensors(model, optimizer)
@@ -110,7 +110,7 @@ def load_on(folder: Path, meshes: Mapping[str, Sequence[str]]) -> dict[tuple[str
         for saved in sorted(folder.iterdir()):
             newest = list_checkpoints(saved)[-1]
             last.clear()
-            load_checkpoint(newest, verify_together(newest, "full"), run.model, run.optimizer)
+            load_checkpoint(newest, verify_together(newest, "full"), run.model, run.optimizer, run.mesh)
             opened[saved.name, name] = sorted(last)
             tensors = training_tensors(run.model, run.optimizer)
             assert compare(saved, {name: full_tensor(tensor) for name, tensor in tensors.items()}) > 2 * 7 * 3
@@ -222,7 +222,7 @@ def load_with_a_file_of_too_few_tensors(checkpoint: Path, arguments: Sequence[st
         write_shard_file(path, shards)
     dist.barrier()
     with pytest.raises(CheckpointError) as error:
-        load_checkpoint(checkpoint, read_manifest(checkpoint), run.model, run.optimizer)
+        load_checkpoint(checkpoint, read_manifest(checkpoint), run.model, run.optimizer, run.mesh)
     return str(error.value)
 
 

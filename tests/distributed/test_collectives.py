@@ -56,7 +56,7 @@ def step(arguments: Sequence[str]) -> dict[str, Any]:
     batches = random_batches(run)
     recorder = StepRecorder(ModuleTracker(run.model, run.plan), axes_of_groups(run.mesh, run.group), None)
     with recorder.position.following(), recorder:
-        train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama)
+        train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)
     state = [value for values in run.optimizer.state.values() for value in values.values()]
     return {
         "collectives": [dataclasses.asdict(collective) for collective in recorder.collectives],

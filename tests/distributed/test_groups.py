@@ -119,7 +119,7 @@ def test_all_groups_have_the_runs_timeout_and_one_backend(device: str) -> None:
 
 
 def test_groups_that_reduce_gradients_in_host_memory_have_a_gloo_half() -> None:
-    """As with cpu_offload, for tensor_parallel.synchronize_replicated_gradients."""
+    """As with cpu_offload, for `ShardedModel`, which makes the copies on tp ranks equal."""
     (groups,) = run_ranks(1, groups_of_rank, (1, 8, 2), "cuda", True, 0)
     assert groups.keys() == {"mesh_dp_replicate", "mesh_dp_shard", "mesh_tp"}
     assert {tuple(sorted(devices)) for devices, _, _ in groups.values()} == {("cpu", "cuda")}

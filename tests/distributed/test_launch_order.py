@@ -57,11 +57,9 @@ def profiled_step(arguments: Sequence[str]) -> list[Event]:
     rank's trace."""
     run = build_sharded(arguments)
     batches = random_batches(run)[:1]
-    train_step(
-        run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama
-    )  # FSDP2 initializes in the first step
+    train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)  # FSDP2 initializes in the first step
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        train_step(run.model, run.plan.units, run.optimizer, batches, 1.0, run.group, loss_of_llama)
+        train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)
     return events_of(trace)
 
 

@@ -64,7 +64,7 @@ def round_trip(cases: dict[str, tuple[list[str], Path, Path]]) -> None:
         config = parse_config(keys)
         plan = plan_run(config.job, 2)
         mesh = build_mesh(plan.mesh, "cpu")
-        model = build_model(config.model, config.train, plan, mesh, seed=0)
+        model = build_model(config.model, config.train, plan, mesh, seed=0).model
         weights = find_weights(str(folder), config.model, None)
         assert weights is not None
         load_weights(weights, model)

@@ -76,9 +76,7 @@ def train_case(config: Config, steps: int) -> dict[str, Any]:
         if step == steps:
             batches = [replace(batch, targets=pad_unevenly(batch.tokens, batch.targets)) for batch in batches]
         batches = [shape.own_tokens(batch) for batch in batches]
-        result = train_step(
-            model, run.plan.units, optimizer, batches, config.train.grad_clip, group, loss_of_llama
-        )
+        result = train_step(run.sharded, optimizer, batches, config.train.grad_clip, loss_of_llama)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         if step == EVALUATE_AFTER:

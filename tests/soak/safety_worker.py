@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.parallel.mesh import build_mesh
 from meshwright.tools.bench.speed.data import set_cache
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint
@@ -59,7 +59,8 @@ class Rank:
         ranks = read_rank_info()
         self.plan = plan = plan_run(config.job, ranks.world_size, ranks.local_world_size)
         self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
-        self.model: nn.Module = build_model(config.model, config.train, plan, self.mesh, config.run.seed)
+        self.sharded = build_model(config.model, config.train, plan, self.mesh, config.run.seed)
+        self.model: nn.Module = self.sharded.model
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tensors = training_tensors(self.model, self.optimizer)
 
@@ -113,7 +114,7 @@ def time_loads(rank: Rank, ours: Path, rounds: int) -> dict[str, dict[str, list[
     storages."""
 
     def verified(mode: VerifyMode) -> None:
-        load_checkpoint(ours, verify_together(ours, mode), rank.model, rank.optimizer)
+        load_checkpoint(ours, verify_together(ours, mode), rank.model, rank.optimizer, rank.mesh)
 
     safetensors, plain = rank.folder / "safetensors", rank.folder / "plain"
     works: Mapping[str, tuple[Path, Callable[[], Any]]] = {
@@ -173,12 +174,12 @@ def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
     and all others."""
     tokens = torch.randint(0, 256, (MICRO_BATCH, rank.config.train.seq_len + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    saver, group = rank.saver(asynchronous=True), data_parallel_group(rank.mesh)
+    saver = rank.saver(asynchronous=True)
     seconds: dict[str, list[float]] = {"normal": [], "saving": [], "beside writing": []}
     for step in range(1, WARM_UP_STEPS + (rounds + 1) * STEPS_BETWEEN + 1):
         saving = step % STEPS_BETWEEN == 0
         start_s = time.perf_counter()
-        train_step(rank.model, rank.plan.units, rank.optimizer, [batch], 1.0, group, loss_of_llama)
+        train_step(rank.sharded, rank.optimizer, [batch], 1.0, loss_of_llama)
         if saving:
             saver.save(rank.position(step))
         took_s = time.perf_counter() - start_s

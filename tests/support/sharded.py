@@ -4,14 +4,15 @@ step."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.models.llama import Llama
-from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
@@ -28,15 +29,29 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of a run. `shape`: of its batches; `group`: the data-parallel ranks."""
+    """This rank's part of a run. `shape`: of its batches."""
 
     config: Config
-    plan: Plan
-    mesh: DeviceMesh
-    model: Llama
+    sharded: ShardedModel
     optimizer: torch.optim.Optimizer
     shape: BatchShape
-    group: dist.ProcessGroup
+
+    @property
+    def plan(self) -> Plan:
+        return self.sharded.plan
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.sharded.mesh
+
+    @property
+    def model(self) -> Any:
+        """The Llama."""
+        return self.sharded.model
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.sharded.data_group
 
 
 def build_sharded(overrides: Sequence[str] | Config) -> Sharded:
@@ -45,10 +60,9 @@ def build_sharded(overrides: Sequence[str] | Config) -> Sharded:
     config = overrides if isinstance(overrides, Config) else parse_config(overrides)
     plan = plan_run(config.job, dist.get_world_size())
     mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config.model, config.train, plan, mesh, config.run.seed)
-    optimizer = build_optimizer(model, config.optim, config.run.seed)
-    shape = make_batch_shape(plan, mesh)
-    return Sharded(config, plan, mesh, model, optimizer, shape, data_parallel_group(mesh))
+    sharded = build_model(config.model, config.train, plan, mesh, config.run.seed)
+    optimizer = build_optimizer(sharded.model, config.optim, config.run.seed)
+    return Sharded(config, sharded, optimizer, make_batch_shape(plan, mesh))
 
 
 @contextmanager

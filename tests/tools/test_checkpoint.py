@@ -203,7 +203,7 @@ def save_alone(checkpoint: Path, folder: Path) -> Path:
     """Return the checkpoint that this process, alone, saves after loading one of several ranks."""
     manifest, texts = verify_alone(checkpoint), {"config.yaml": (checkpoint / "config.yaml").read_text()}
     with sharded_alone([f"--config={checkpoint / 'config.yaml'}"]) as run:
-        load_checkpoint(checkpoint, manifest, run.model, run.optimizer)
+        load_checkpoint(checkpoint, manifest, run.model, run.optimizer, run.mesh)
         saver = CheckpointSaver(
             CheckpointConfig(), folder, run.model, run.optimizer, run.mesh, texts, lambda: 2**30
         )

@@ -181,9 +181,7 @@ def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_
     )
 
     def step(number: int) -> None:
-        train_step(
-            run.model, run.plan.units, run.optimizer, [Batch(tokens, tokens)], 1.0, run.group, loss_of_llama
-        )
+        train_step(run.sharded, run.optimizer, [Batch(tokens, tokens)], 1.0, loss_of_llama)
 
     def profiled(number: int) -> None:
         off.before_step(number)

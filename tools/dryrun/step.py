@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend fake)
 
-from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.profiler_annotations import name_units
@@ -76,16 +76,13 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     check_device_support(config.job, plan, DEVICE)
     mesh = build_mesh(plan.mesh, "cuda")
     report("building the model")
-    model = build_model(config.model, config.train, plan, mesh, config.run.seed)
-    optimizer = build_optimizer(model, config.optim, config.train.steps)
-    data_parallel = data_parallel_group(mesh)
+    sharded = build_model(config.model, config.train, plan, mesh, config.run.seed)
+    optimizer = build_optimizer(sharded.model, config.optim, config.train.steps)
     loss_of = source_of(config.model).loss(plan, config.train.z_loss)
 
     def step(batch: Batch) -> None:
         micro_batches = [batch] * plan.accumulation
-        train_step(
-            model, plan.units, optimizer, micro_batches, config.train.grad_clip, data_parallel, loss_of
-        )
+        train_step(sharded, optimizer, micro_batches, config.train.grad_clip, loss_of)
 
     for number in range(STEPS):
         report(f"step {number + 1} of {STEPS}" + (", which compiles" if number == 0 else ""))
@@ -98,9 +95,9 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     (scratch / MEMORY_FILE).write_text(json.dumps(peaks))
     if record_step:
         report("recording one more step")
-        (scratch / AXES_FILE).write_text(json.dumps(axes_of_groups(mesh, data_parallel)))
+        (scratch / AXES_FILE).write_text(json.dumps(axes_of_groups(mesh, sharded.data_group)))
         batch = make_batch(plan, config, mesh)
-        record(scratch, model, plan, lambda: step(batch))
+        record(scratch, sharded.model, plan, lambda: step(batch))
 
 
 def make_batch(plan: Plan, config: Config, mesh: DeviceMesh) -> Batch:

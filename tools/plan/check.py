@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import (
@@ -26,7 +27,9 @@ from meshwright.parallel.plan.schema import (
 )
 from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
+from meshwright.parallel.sharded_model import FEW_VALUES
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
+from meshwright.parallel.tensor_parallel import weight_placement
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import TrainingJob
@@ -178,22 +181,24 @@ def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
 
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """Yield the all-reduces of replicated weights. If tp does not split a part of the model, the gradients of
-    all weights with identical copies on the tp ranks are summed
-    (`parallel.tensor_parallel.synchronize_replicated_gradients`)."""
-    styles = {
-        name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()
-    }
-    copies = [p for name, p in model.named_parameters() if styles[name].startswith(("whole_", "sequence"))]
-    if all(p.dim() == 1 for p in copies):
+    """Yield the all-reduces that make the gradients of weights with identical copies on the tp ranks equal
+    (`ShardedModel`): one for all small ones, one for each other."""
+    if plan.mesh.tp == 1:
         return
-    for parameter in (p for p in copies if p.requires_grad):
-        rows = -(-parameter.shape[0] // plan.mesh.shards)  # on rank 0
-        yield (
-            "all_reduce",
-            "tp",
-            rows * (parameter.numel() // parameter.shape[0]) * DTYPE_BYTES[plan.storage_dtype],
-        )
+    together = 0
+    for name, parameter in model.named_parameters():
+        module, _, key = name.rpartition(".")
+        style = find_style(plan.tensor, module)
+        placement = weight_placement(style, key) if style else Replicate()
+        if parameter.requires_grad and placement.is_replicate():
+            rows = -(-parameter.shape[0] // plan.mesh.shards)  # on rank 0
+            values = rows * (parameter.numel() // parameter.shape[0])
+            if values < FEW_VALUES:
+                together += values
+            else:
+                yield "all_reduce", "tp", values * DTYPE_BYTES[plan.storage_dtype]
+    if together:
+        yield "all_reduce", "tp", together * DTYPE_BYTES[plan.storage_dtype]
 
 
 def _padded(parameter: nn.Parameter, shards: int) -> int:

@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints, put_aside
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor
 from meshwright.train.checkpoint.reader import open_checkpoint, read_together
-from meshwright.train.checkpoint.shards import random_state, set_numbers, training_tensors
+from meshwright.train.checkpoint.shards import degrees, random_state, set_numbers, training_tensors
 from meshwright.train.checkpoint.verify import unnamed_files, verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
@@ -24,23 +24,27 @@ from meshwright.train.files import user_path
 
 
 def load_checkpoint(
-    checkpoint: Path, manifest: CheckpointManifest, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+) -> bool:
     """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call
-    it.
+    it. Returns whether it restored the random state, which only ranks of the same mesh can go on with.
 
-    The random state is restored only if as many ranks load as saved. Raises CheckpointError if names, shapes
-    or dtypes differ, and on all ranks if one cannot read its parts.
+    Raises CheckpointError if names, shapes or dtypes differ, and on all ranks if one cannot read its parts.
     """
     tensors = training_tensors(model, optimizer)
     saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith(RANDOM)}
     refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)
-    same_size = manifest.position.world_size == dist.get_world_size()
-    random = {name: state for name, state in random_state().items() if same_size and name in manifest.tensors}
+    same_mesh = manifest.mesh == dict(degrees(mesh))
+    random = {name: state for name, state in random_state().items() if same_mesh and name in manifest.tensors}
     read_together(partial(open_checkpoint, checkpoint, manifest), {**tensors, **random})
     set_numbers(model, optimizer, tensors)
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
+    return bool(random)
 
 
 def refuse_different(

@@ -123,7 +123,6 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> l
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = not ranks.under_torchrun and ranks.world_size == 1
     comparison = init_process_group(backend, group_timeout(config), None if alone else read_facts(device))
-    torch.manual_seed(config.seed)
     return [comparison.warning] if comparison.warning else []
 
 

@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.errors import first_of
-from meshwright.parallel.fsdp import local_part, set_last_micro_batch
-from meshwright.parallel.plan.schema import UnitPlan
-from meshwright.parallel.sharded_model import global_count
+from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
@@ -46,11 +45,7 @@ class BadValue:
 
 
 def first_bad_value(
-    model: nn.Module,
-    units: Sequence[UnitPlan],
-    micro_batches: Sequence[Batch],
-    data_parallel: dist.ProcessGroup,
-    loss_of: LossOf,
+    sharded: ShardedModel, micro_batches: Sequence[Batch], loss_of: LossOf
 ) -> BadValue | None:
     """Repeat a step's forward and backward without compilation; return the first value on this rank that is
     not finite, or None.
@@ -58,11 +53,10 @@ def first_bad_value(
     Every rank repeats the full step whatever it finds, because the others need its shards of the weights.
     Leaves no gradients.
     """
-    global_tokens = global_count(micro_batches, count_targets, data_parallel)
-    watch = _Watch()
+    model, watch = sharded.model, _Watch()
+    global_tokens = sharded.global_count(micro_batches, count_targets)
     with _eager(model), watch.modules(model):
-        for i, batch in enumerate(micro_batches):
-            set_last_micro_batch(model, units, last=i == len(micro_batches) - 1)
+        for i, batch in enumerate(sharded.accumulate(micro_batches)):
             watch.micro_batch, watch.in_forward = i, True
             loss = loss_of(model, batch, global_tokens)
             watch.check("the loss", [loss])
@@ -216,22 +210,20 @@ class NonFiniteGuard:
     def __init__(
         self,
         max_skipped: int,
-        model: nn.Module,
-        units: Sequence[UnitPlan],
+        sharded: ShardedModel,
         order: SampleOrder,
         shape: BatchShape,
-        data_parallel: dist.ProcessGroup,
         loss_of: LossOf,
     ) -> None:
         """`max_skipped` of WINDOW_STEPS steps may be skipped. The other arguments serve to repeat the first
-        step above that limit and to name its sequences: model, units, group and loss of train_step, order and
-        shape of the training loop."""
+        step above that limit and to name its sequences: model and loss of train_step, order and shape of the
+        training loop."""
         self.skipped = 0  # by this process
         self.save_good: Callable[[int], None] = lambda step: None
         self._recent: list[int] = []  # skipped steps
         self._good = 0  # the last step that was not skipped
         self._max_skipped, self._order, self._shape = max_skipped, order, shape
-        self._model, self._units, self._data_parallel, self._loss_of = model, units, data_parallel, loss_of
+        self._sharded, self._loss_of = sharded, loss_of
         self._steps: deque[_Step] = deque()
 
     def step_done(self, step: int, first_sample: int, data: StepData, result: StepResult) -> list[str]:
@@ -270,12 +262,10 @@ class NonFiniteGuard:
 
     def _diagnose(self, done: _Step) -> str:
         """Return all ranks' findings about a step. On a GPU the next may have changed weights slightly."""
-        damaged = tuple(name for name, p in self._model.named_parameters() if not all_finite([p]))
+        damaged = tuple(name for name, p in self._sharded.model.named_parameters() if not all_finite([p]))
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
-            first = first_bad_value(
-                self._model, self._units, done.micro_batches, self._data_parallel, self._loss_of
-            )
+            first = first_bad_value(self._sharded, done.micro_batches, self._loss_of)
         # possibly on this rank only, so no collective may follow
         except torch.OutOfMemoryError:
             alone = NonFiniteFinding(

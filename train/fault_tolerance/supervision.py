@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
 
 from meshwright.parallel.compile.async_tp import describe_async_tp
 from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.load import Start
 from meshwright.train.checkpoint.ownership import Admission
 from meshwright.train.config import RunConfig, TrainConfig
@@ -97,15 +97,13 @@ class Supervision:
 
     @contextmanager
     def training(
-        self, config: TrainConfig, plan: Plan, model: nn.Module, data: TrainingData, loss_of: LossOf
+        self, config: TrainConfig, sharded: ShardedModel, data: TrainingData, loss_of: LossOf
     ) -> Iterator[None]:
         """Steps are done within this context: from now on there is something to save, and a first signal
         requests an agreed stop."""
-        self._plan, self._garbage = plan, GarbageCollector(config.gc_every_steps)
-        self._recompiles = RecompileGuard(plan.compile)
-        self._nonfinite = NonFiniteGuard(
-            config.max_skipped_steps, model, plan.units, data.order, data.batch, data.group, loss_of
-        )
+        self._plan, self._garbage = sharded.plan, GarbageCollector(config.gc_every_steps)
+        self._recompiles = RecompileGuard(sharded.plan.compile)
+        self._nonfinite = NonFiniteGuard(config.max_skipped_steps, sharded, data.order, data.batch, loss_of)
         self._shutdown.begin()
         try:
             yield

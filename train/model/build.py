@@ -23,7 +23,7 @@ def build_model(
     mesh: DeviceMesh,
     seed: int,
     group_timeout: timedelta | None = None,
-) -> nn.Module:
+) -> ShardedModel:
     """Return the sharded model with initial weights, built on the meta device and filled one parameter or
     module at a time, so that no rank ever holds the full model.
 
@@ -33,7 +33,7 @@ def build_model(
     sharded = shard_model(config, plan, mesh, train.freeze, train.z_loss, group_timeout)
     source_of(config).initialise(sharded, seed)
     torch.cuda.empty_cache()  # the memory of the full tensors returns to the GPU; does nothing without one
-    return sharded.model
+    return sharded
 
 
 def shard_model(
@@ -46,6 +46,7 @@ def shard_model(
 ) -> ShardedModel:
     """First half of `build_model`: return a model on the meta device with the plan applied. `frozen`:
     patterns of `train.freeze`; `z_loss`: as `train.z_loss`."""
+    torch.set_float32_matmul_precision(plan.compile.float32_matmul_precision)
     model = source_of(config).new(z_loss)
     for parameter in model.parameters():  # not the buffers: position tables stay float32
         parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))

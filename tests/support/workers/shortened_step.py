@@ -11,10 +11,10 @@ from meshwright.train.step import train_step
 if __name__ == "__main__":
     steps = iter(range(1, 1000))
 
-    def shortened(model: Any, units: Any, optimizer: Any, batches: Any, *rest: Any) -> Any:
+    def shortened(sharded: Any, optimizer: Any, batches: Any, *rest: Any) -> Any:
         if next(steps) == 3:
             batches = [Batch(b.tokens[:, :16], b.targets[:, :16]) for b in batches]
-        return train_step(model, units, optimizer, batches, *rest)
+        return train_step(sharded, optimizer, batches, *rest)
 
     meshwright.train.loop.train_step = shortened
     main(sys.argv[1:])

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import meshwright.train.main
-from meshwright.models.llama import Llama
+from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.exit import exit_process
 from meshwright.train.distributed.ranks import read_rank_info
@@ -43,9 +43,10 @@ def compute(calls: Iterator[int], folder: Path) -> None:
     (folder / f"computed-{next(calls)}").touch()
 
 
-def build_slowed(*arguments: Any) -> Llama:
+def build_slowed(*arguments: Any) -> ShardedModel:
     """Build the model of the plan, with the slow unit and the late all-gather."""
-    model = build_model(*arguments)
+    sharded = build_model(*arguments)
+    model = sharded.model
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._set_unshard_async_op(True)
@@ -61,7 +62,7 @@ def build_slowed(*arguments: Any) -> Llama:
         )
     else:
         attention.register_forward_pre_hook(lambda module, inputs: compute(calls, FOLDER))
-    return model
+    return sharded
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def round_trips(folder: Path, seed: int) -> dict[str, str]:
             continue
         saved = trainer.save(folder / name, 1)
         assert saved.path, saved.error
-        load_checkpoint(saved.path, verify_alone(saved.path), other, trainer.optimizer)
+        load_checkpoint(saved.path, verify_alone(saved.path), other, trainer.optimizer, trainer.mesh)
         with safe_open(saved.path / "rank-00000.safetensors", framework="pt") as file:
             assert file.get_tensor("model.table").dtype == dtype
         outcomes[name] = "exact" if other.content() == trainer.model.content() else "other values"

@@ -124,7 +124,7 @@ def test_a_save_beside_training_contains_the_values_of_its_step(
     changed.set()
     saver.wait()
     (checkpoint,) = list_checkpoints(tmp_path)
-    load_checkpoint(checkpoint, verify_alone(checkpoint), trainer.model, trainer.optimizer)
+    load_checkpoint(checkpoint, verify_alone(checkpoint), trainer.model, trainer.optimizer, trainer.mesh)
     assert torch.equal(weight, before)
 
 

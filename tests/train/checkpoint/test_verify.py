@@ -145,7 +145,7 @@ def ways_in(run: Sharded, bad: Path, out: Path) -> Ways:
     def resume(name: str) -> None:
         start = find_checkpoint(CheckpointConfig(resume=name), bad.parent, ALONE)
         if start.checkpoint and start.manifest:
-            load_checkpoint(start.checkpoint, start.manifest, run.model, run.optimizer)
+            load_checkpoint(start.checkpoint, start.manifest, run.model, run.optimizer, run.mesh)
 
     def init_from() -> None:
         weights = find_weights(str(bad), run.config.model, None)

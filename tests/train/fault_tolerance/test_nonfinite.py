@@ -57,7 +57,7 @@ def eager() -> Iterator[Any]:
 def build(*arguments: str) -> Iterator[Any]:
     torch._dynamo.reset()
     with sharded_alone([*TINY, *arguments]) as run:
-        yield run.model, run.plan.units, run.optimizer, run.group
+        yield run.model, run.sharded, run.optimizer, run.group
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -65,8 +65,8 @@ def make_batches(count: int) -> list[Batch]:
     return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
 
 
-def open_guard(model: Any, units: Any, group: Any, max_skipped: int) -> NonFiniteGuard:
-    return NonFiniteGuard(max_skipped, model, units, Order(), BatchShape(2, 2, 0, 1), group, loss_of_llama)  # type: ignore[arg-type]
+def open_guard(sharded: Any, max_skipped: int) -> NonFiniteGuard:
+    return NonFiniteGuard(max_skipped, sharded, Order(), BatchShape(2, 2, 0, 1), loss_of_llama)  # type: ignore[arg-type]
 
 
 def result_of(skipped: bool, device: str = "cpu") -> StepResult:
@@ -77,11 +77,11 @@ def result_of(skipped: bool, device: str = "cpu") -> StepResult:
 @pytest.mark.parametrize("draw", range(4))
 def test_too_many_skipped_steps_of_a_hundred_end_a_run_and_what_was_good_is_kept(eager, draw):
     """However they lie: one in a row now and then never ends a run, and each of them is reported."""
-    model, units, _, group = eager
+    _, sharded, _, _ = eager
     rng = random.Random(f"{os.environ['MESHWRIGHT_TESTS_SEED']} {draw}")
     allowed, share = rng.randint(0, 4), rng.choice([0.01, 0.1])
     guard, data, kept = (
-        open_guard(model, units, group, allowed),
+        open_guard(sharded, allowed),
         StepData(make_batches(1), 0, 0.0),
         list[int](),
     )
@@ -103,8 +103,8 @@ def test_too_many_skipped_steps_of_a_hundred_end_a_run_and_what_was_good_is_kept
 @pytest.mark.values
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # torch 2.11
 def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
-    model, units, _, group = eager
-    guard, data = open_guard(model, units, group, 5), StepData([], 0, 0.0)
+    _, sharded, _, _ = eager
+    guard, data = open_guard(sharded, 5), StepData([], 0, 0.0)
     result = result_of(True, "cuda")  # made from a number on the host, which waits
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -120,15 +120,15 @@ def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
 # by torch, while it compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_left_as_it_was(compiled):
-    model, units, optimizer, group = compiled
+    model, sharded, optimizer, _ = compiled
     batches = make_batches(2)
-    train_step(model, units, optimizer, batches, 1.0, group, loss_of_llama)
+    train_step(sharded, optimizer, batches, 1.0, loss_of_llama)
     calls = [module._compiled_call_impl for module in model.modules()]
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}
-    assert first_bad_value(model, units, batches, group, loss_of_llama) is None
+    assert first_bad_value(sharded, batches, loss_of_llama) is None
     with torch.no_grad():
         model.layers[1].feed_forward.w1.weight.to_local()[3, 4] = math.inf
-    found = first_bad_value(model, units, batches, group, loss_of_llama)
+    found = first_bad_value(sharded, batches, loss_of_llama)
     assert found is not None
     assert (found.what, found.micro_batch) == ("the output of layers.1.feed_forward.w1", 0)
     assert [module._compiled_call_impl for module in model.modules()] == calls
@@ -142,11 +142,11 @@ def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_l
 
 
 def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_named(eager):
-    model, units, optimizer, group = eager
+    model, sharded, optimizer, _ = eager
     calls = itertools.count()
     model.layers[0].ffn_norm.register_forward_hook(lambda _m, _i, x: x * math.nan if next(calls) % 2 else x)
-    guard, batches = open_guard(model, units, group, 0), make_batches(2)
-    result = train_step(model, units, optimizer, batches, 1.0, group, loss_of_llama)
+    guard, batches = open_guard(sharded, 0), make_batches(2)
+    result = train_step(sharded, optimizer, batches, 1.0, loss_of_llama)
     with pytest.raises(NonFiniteError) as error:
         guard.step_done(1, 40, StepData(batches, 0, 0.0), result)
     finding = (
@@ -164,7 +164,7 @@ def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("meshwright.train.fault_tolerance.nonfinite.first_bad_value", full)
-    guard = open_guard(eager[0], eager[1], eager[3], 0)
+    guard = open_guard(eager[1], 0)
     with pytest.raises(NonFiniteError, match=r"rank 0: .*memory to repeat") as error:
         guard.step_done(1, 0, StepData([], 0, 0.0), result_of(True))
     assert "not reproduced" not in str(error.value)

@@ -34,7 +34,7 @@ PLANS = {
 
 def step_of(run: Sharded) -> StepResult:
     batches = random_batches(run)
-    return train_step(run.model, run.plan.units, run.optimizer, batches, 0.01, run.group, loss_of_llama)
+    return train_step(run.sharded, run.optimizer, batches, 0.01, loss_of_llama)
 
 
 def take_steps(plans: list[list[str]]) -> list[dict[str, Any]]:

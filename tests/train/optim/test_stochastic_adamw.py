@@ -346,7 +346,7 @@ def test_ranks_without_a_row_count_their_steps_too() -> None:
 @pytest.fixture
 def trainer():
     with sharded_alone([*TINY, *EAGER, *BFLOAT16]) as run:
-        yield run.model, run.plan.units, run.optimizer, run.group
+        yield run.model, run.sharded, run.optimizer, run.group
 
 
 def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> None:
@@ -360,17 +360,17 @@ def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> 
 
 
 def test_a_step_reads_nothing_back_and_a_skipped_one_changes_no_bit(trainer) -> None:
-    model, units, optimizer, group = trainer
-    train_step(model, units, optimizer, make_batches(2), 1.0, group, loss_of_llama)
+    model, sharded, optimizer, _ = trainer
+    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
     before = bits(model, optimizer)
     with Count(*READS) as reads:
-        result = train_step(model, units, optimizer, make_batches(2), 0.01, group, loss_of_llama)
+        result = train_step(sharded, optimizer, make_batches(2), 0.01, loss_of_llama)
         assert reads.count == 0
     assert result.skipped.item() == 0
     after = bits(model, optimizer)
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * math.nan)
-    assert train_step(model, units, optimizer, make_batches(2), 1.0, group, loss_of_llama).skipped.item() == 1
+    assert train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama).skipped.item() == 1
     assert all(torch.equal(a, b) for a, b in zip(after, bits(model, optimizer), strict=True))
 
 
