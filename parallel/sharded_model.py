@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -47,7 +48,7 @@ class ShardedModel:
         mesh, rank = self.plan.mesh, context_rank(self.mesh, self.plan.mesh)
         return token_positions(self.plan.context.exchange, mesh.cp, rank, seq_len)
 
-    @property
+    @cached_property
     def data_group(self) -> dist.ProcessGroup:
         """The data-parallel ranks, with those of cp. The first use is a collective of all ranks."""
         return data_parallel_group(self.mesh)
