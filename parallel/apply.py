@@ -5,6 +5,7 @@ from typing import get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpoint
 from meshwright.parallel.compile.apply import apply_compile
@@ -38,6 +39,8 @@ def apply_plan(
     """
     if gradients not in get_args(Gradients):
         raise PlanError(f"gradients={gradients!r} must be one of {', '.join(get_args(Gradients))}")
+    if isinstance(model, FSDPModule):
+        raise PlanError("apply_plan: the model has a plan already: build it again for another")
     if isinstance(model, ShardableModel):
         model.choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:

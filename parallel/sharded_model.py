@@ -53,6 +53,13 @@ class ShardedModel:
         """The data-parallel ranks, with those of cp. The first use is a collective of all ranks."""
         return data_parallel_group(self.mesh)
 
+    def settle(self) -> None:
+        """Free what a forward without a backward has left gathered, so that parameters are the shards that
+        optimizers change. Every call of this API begins with it. Raises PlanError if there are no values."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise PlanError("the model has no values: call materialize or load_weights after apply_plan")
+        free_gathered(self.model)
+
     def micro_batches(
         self, batches: Sequence[T], count: Callable[[T], Tensor | int] | None = None
     ) -> Iterator[tuple[T, Tensor | float]]:
@@ -74,7 +81,7 @@ class ShardedModel:
 
     def accumulate(self, batches: Sequence[T]) -> Iterator[T]:
         """`micro_batches` without divisors: yield each micro batch of an optimizer step."""
-        free_gathered(self.model)  # of a forward without a backward: the shards may have changed since
+        self.settle()
         for i, batch in enumerate(batches):
             set_last_micro_batch(self.model, self.plan.units, last=i == len(batches) - 1)
             yield batch
@@ -92,7 +99,7 @@ class ShardedModel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm` (0: leave them), and return their norm
         before, the same scalar on every rank. For any optimizer."""
-        free_gathered(self.model)
+        self.settle()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = gradient_norm(parameters, torch.zeros(()))
         divisor = clip_divisor(norm, max_norm)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from meshwright.parallel.fsdp import free_gathered
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.load import find_checkpoint, load_checkpoint, put_damaged_aside
@@ -44,7 +43,7 @@ def save(
     Raises SaveError on all ranks if one fails, and if the folder has a checkpoint of this step or a later
     one, which is of another training or should have been loaded. Nothing is deleted then.
     """
-    free_gathered(sharded.model)
+    sharded.settle()
     config = CheckpointConfig(asynchronous=False, keep=keep)
     check_bounds("mw.save", config)
     texts = {"plan.yaml": plan_to_yaml(sharded.plan), EXTRA: json.dumps(dict(extra or {}))}
@@ -71,7 +70,7 @@ def load(
     The model's tensors must be allocated (`materialize` or `load_weights`). Raises CheckpointError if the
     checkpoint is of another model, or of an optimizer with other groups of parameters.
     """
-    free_gathered(sharded.model)
+    sharded.settle()
     start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info())
     for line in put_damaged_aside(start, ranks):
         warnings.warn(line, stacklevel=2)

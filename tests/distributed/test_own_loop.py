@@ -1,0 +1,218 @@
+"""The calls of a training loop of one's own in any order: random walks on a mesh beside one process with plain
+torch. After every call the model is what the plain one is, and nothing but its shards is left."""
+
+import itertools
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import meshwright as mw
+from meshwright.parallel.errors import PlanError
+from tests.support.factories import VOCABULARY, Positioned
+from tests.support.hf_models import make_tokens
+from tests.support.worlds import run_ranks
+
+SAMPLES, TOKENS, CALLS = 8, 8, 12
+SPLIT = {"blocks.*.qkv": "own_gathered", "blocks.*.out": "own_rowwise", "logits": "own_gathered"}
+MESHES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {},
+        {"strategy": "ddp"},
+        {"tp": 2},
+        {"cp": 2},
+        {"reshard_after_forward": False, "activation_checkpoint": "full"},
+    ],
+    4: [
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"tp": 2, "reduce_gradients": "last_micro_batch", "reshard_after_backward": False},
+        {"tp": 2, "dp_replicate": 2, "dp_shard": 1},
+        {"cp": 2, "activation_checkpoint": "offload"},
+        {"strategy": "no_shard"},
+    ],
+}
+UNSHARDED: list[list[str]] = [[], ["blocks.1.norm.weight"], ["blocks.0.out.weight", "places.weight"]]
+
+
+class Walk:
+    """A sharded and a plain model in the same state, and the calls, each done to both."""
+
+    def __init__(self, keys: dict[str, Any], rng: random.Random, compiled: bool, folder: Path) -> None:
+        self.rng, self.folder, self.step, self.saved = rng, folder, 0, dict[str, Any]()
+        torch.manual_seed(rng.randrange(1000))
+        self.plain = Positioned()
+        with torch.device("meta"):
+            model = Positioned()
+        self.gradients: Any = rng.choice(["sum", "mean_of_ranks"])
+        self.count = rng.choice([int, torch.tensor])
+        ranks, ids = dist.get_world_size(), make_tokens(VOCABULARY, 2, TOKENS)
+        units = mw.describe(model, (ids,), styles=SPLIT, unsharded=rng.choice(UNSHARDED))
+        config = mw.ParallelConfig(compile=mw.CompileConfig(compiled, "aot_eager"), **keys)
+        plan = mw.make_plan(config, units, mw.RunShape(ranks, ranks, seq_len=TOKENS))
+        mesh = mw.build_mesh(plan.mesh, "cpu")
+        self.sharded = mw.apply_plan(model, plan, mesh, gradients=self.gradients)
+        with pytest.raises(PlanError, match="no values"):
+            self.sharded.clip_grad_norm(1.0)
+        self.load_weights()
+        self.new_optimizer()
+
+    def load_weights(self) -> None:
+        mw.load_weights(self.sharded, dict(self.plain.named_parameters()))
+
+    def new_optimizer(self) -> None:
+        kind, keys = self.rng.choice(
+            [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"eps": 1e-3})]
+        )
+        self.optimizers = [
+            kind(model.parameters(), lr=0.01, foreach=True, **keys)
+            for model in (self.sharded.model, self.plain)
+        ]
+
+    def batch(self) -> Tensor:
+        return torch.randint(
+            VOCABULARY, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(self.step)
+        )
+
+    def own(self, ids: Tensor) -> Tensor:
+        part = ids.tensor_split(self.sharded.plan.mesh.data_parallel)[self.sharded.data_rank]
+        return part[:, self.sharded.token_positions(TOKENS)]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.sharded.model(ids, self.sharded.token_positions(TOKENS))
+        return logits
+
+    def train(self, evaluates_within: bool = False) -> None:
+        self.step += 1
+        micro, ids = self.rng.choice([1, 2]), self.batch()
+        batches = self.own(ids).tensor_split(micro)
+        count = None if self.gradients == "mean_of_ranks" else lambda batch: self.count(batch.numel())
+        reduction = "mean" if count is None else "sum"
+        for batch, divisor in self.sharded.micro_batches(batches, count):
+            loss = F.cross_entropy(self.forward(batch).flatten(0, 1), batch.flatten(), reduction=reduction)
+            (loss / divisor).backward()
+            if evaluates_within:
+                with mw.evaluating(self.sharded.model):
+                    self.forward(batch)
+        F.cross_entropy(self.plain(ids).flatten(0, 1), ids.flatten()).backward()
+        expected = nn.utils.clip_grad_norm_(self.plain.parameters(), 1.0)
+        torch.testing.assert_close(self.sharded.clip_grad_norm(1.0), expected, rtol=1e-4, atol=0.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate_within_a_step(self) -> None:
+        self.train(evaluates_within=True)
+
+    def evaluate(self) -> None:
+        with mw.evaluating(self.sharded.model):
+            self.compare_outputs()
+
+    def forward_without_gradients(self) -> None:
+        with torch.no_grad():
+            self.compare_outputs()
+
+    def compare_outputs(self) -> None:
+        ids = self.batch()
+        with torch.no_grad():
+            expected = self.own(self.plain(ids))
+        torch.testing.assert_close(self.forward(self.own(ids)).detach(), expected, rtol=1e-4, atol=1e-4)
+
+    def forward_alone(self) -> None:
+        """With gradients, for a backward that does not come."""
+        self.forward(self.own(self.batch()))
+        self.sharded.settle()
+
+    def swap(self) -> None:
+        """Evaluate with other weights, as of an average, put into the optimizer's parameters."""
+        kept = []
+        for optimizer in self.optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            kept.append([(p, p.detach().clone()) for p in parameters])
+            torch._foreach_mul_([p.data for p in parameters], 0.5)
+        self.rng.choice([self.evaluate, self.forward_without_gradients, self.forward_alone])()
+        for parameter, value in itertools.chain(*kept):
+            parameter.data.copy_(value)
+
+    def save(self) -> None:
+        if (self.folder / f"step-{self.step:08d}").exists():
+            return
+        mw.save(self.folder, self.sharded, self.optimizers[0], self.step, extra={"step": self.step})
+        state = [part.state_dict() for part in (self.plain, self.optimizers[1])]
+        self.saved = {
+            "step": self.step,
+            "state": torch.load(_in_memory(state)),
+            "kind": type(self.optimizers[0]),
+        }
+
+    def load(self) -> None:
+        if not self.saved:
+            assert mw.load(self.folder, self.sharded, self.optimizers[0]) is None
+        if self.saved.get("kind") is not type(self.optimizers[0]):
+            return
+        found = mw.load(self.folder, self.sharded, self.optimizers[0])
+        assert found == (self.saved["step"], {"step": self.saved["step"]})
+        for part, state in zip((self.plain, self.optimizers[1]), self.saved["state"], strict=True):
+            part.load_state_dict(state)
+
+    def check(self) -> None:
+        plain = dict(self.plain.named_parameters())
+        for name, parameter in self.sharded.model.named_parameters():
+            assert isinstance(parameter, DTensor), f"{name} is left gathered"
+            torch.testing.assert_close(parameter.full_tensor(), plain[name], rtol=1e-4, atol=1e-5, msg=name)
+        assert all(module.training for module in self.sharded.model.modules())
+
+
+CALLS_OF_A_LOOP = (
+    *("train", "train", "train", "evaluate_within_a_step", "evaluate", "forward_without_gradients"),
+    *("forward_alone", "swap", "save", "load", "load_weights", "new_optimizer"),
+)
+
+
+def _in_memory(state: Any) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def walk_each(jobs: list[tuple[dict[str, Any], str, bool]], folder: Path) -> None:
+    for i, (keys, seed, compiled) in enumerate(jobs):
+        torch._dynamo.reset()
+        rng, done = random.Random(seed), list[str]()
+        try:
+            walk = Walk(keys, rng, compiled, folder / str(i))
+            for call in rng.choices(CALLS_OF_A_LOOP, k=CALLS):
+                done.append(call)
+                getattr(walk, call)()
+                walk.check()
+        except BaseException as error:
+            raise AssertionError(f"{keys}, seed {seed}, compiled {compiled}: {', '.join(done)}") from error
+
+
+def walk(ranks: int, compiled: bool, draws: int) -> None:
+    day = os.environ["MESHWRIGHT_TESTS_SEED"]
+    jobs = [(keys, f"{day} {draw}", compiled) for draw in range(draws) for keys in MESHES[ranks]]
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(ranks, walk_each, jobs, Path(folder), limit_s=900)
+
+
+@pytest.mark.parametrize("ranks", MESHES)
+def test_calls_in_any_order_train_what_one_process_does(ranks: int) -> None:
+    walk(ranks, compiled=False, draws=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compiled", "draws"), [(False, 10), (True, 1)])
+@pytest.mark.parametrize("ranks", MESHES)
+def test_many_more_orders_and_compiled_ones(ranks: int, compiled: bool, draws: int) -> None:
+    walk(ranks, compiled, draws)
