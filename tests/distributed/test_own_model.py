@@ -12,8 +12,6 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.tools.bench.own_model.command import compare_in_worker
 from meshwright.tools.bench.own_model.models import MODELS, PLANS, WITHOUT_STYLES, encoder, on_meta
-from tests.support.factories import VOCABULARY, Positioned
-from tests.support.hf_models import make_tokens
 from tests.support.worlds import run_ranks
 
 EVERYDAY = "torch's TransformerEncoder"
@@ -95,34 +93,3 @@ def test_two_ranks_train_the_same_and_each_goes_on_from_the_other(tmp_path: Path
     assert together == pytest.approx(alone, rel=1e-4)
     assert on == pytest.approx(again, rel=1e-4)
     assert on[-2] < alone[-2], "it goes on"
-
-
-def mean_gradients(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The gradients of the mean loss of eight sequences, in two micro batches of each rank, in a loop of
-    one's own that leaves the reduction to gradients="mean_of_ranks"."""
-    with torch.device("meta"):
-        model = Positioned()
-    ranks, ids = dist.get_world_size(), make_tokens(VOCABULARY, 8, 16)
-    config = mw.ParallelConfig(compile=mw.CompileConfig(enabled=False), **keys)
-    plan = mw.make_plan(config, mw.describe(model, (ids[:1],)), mw.RunShape(ranks, ranks, seq_len=16))
-    sharded = mw.apply_plan(model, plan, mw.build_mesh(plan.mesh, "cpu"), gradients="mean_of_ranks")
-    mw.materialize(sharded, seed=1)
-    positions = sharded.token_positions(16)
-    own = ids.tensor_split(plan.mesh.data_parallel)[sharded.data_rank][:, positions]
-    for batch, divisor in sharded.micro_batches(own.tensor_split(2)):
-        logits = model(batch, positions)
-        (F.cross_entropy(logits.flatten(0, 1), batch.flatten()) / divisor).backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def mean_gradients_of(meshes: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-    return [mean_gradients(keys) for keys in meshes]
-
-
-def test_the_mean_over_ranks_is_that_of_one_process_on_every_mesh() -> None:
-    meshes: list[dict[str, Any]] = [{}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2}, {"cp": 4}]
-    ((alone,),) = run_ranks(1, mean_gradients_of, [{}])
-    for keys, of_mesh in zip(meshes, run_ranks(4, mean_gradients_of, meshes)[0], strict=True):
-        assert of_mesh.keys() == alone.keys()
-        for name, gradient in alone.items():
-            assert (of_mesh[name] - gradient).norm() < 1e-5 * gradient.norm(), (keys, name)
