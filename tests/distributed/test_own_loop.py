@@ -207,8 +207,8 @@ def walk_each(jobs: list[tuple[Keys, str, str, bool]], folder: Path) -> None:
 
 def walk(ranks: int, compiled: bool, draws: int) -> None:
     day = os.environ["MESHWRIGHT_TESTS_SEED"]
-    cases = itertools.product(MESHES[ranks], UNSHARDED, (f"{day} {draw}" for draw in range(draws)))
-    jobs = [(*case, compiled) for case in cases]
+    cases = itertools.product(MESHES[ranks], UNSHARDED, range(draws))
+    jobs = [(keys, reduced, f"{day} {i}", compiled) for i, (keys, reduced, _) in enumerate(cases)]
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(ranks, walk_each, jobs, Path(folder), limit_s=900)
 
