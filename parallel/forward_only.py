@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.parallel.compile.stats import of_evaluation
 from meshwright.parallel.fsdp import free_gathered
 
 
@@ -26,7 +27,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         model.eval()
-        with torch.random.fork_rng(gpus), saved_tensors_hooks(_drop, _refuse):
+        with torch.random.fork_rng(gpus), saved_tensors_hooks(_drop, _refuse), of_evaluation():
             yield
     finally:
         for module, training in modes:

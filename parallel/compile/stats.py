@@ -3,6 +3,8 @@ that are compiled after the first step and the dynamo guard that failed."""
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -109,7 +111,7 @@ class RecompileGuard:
         """Start collecting: the first step should have compiled everything."""
         if self._action == "ignore" or self._graphs is not None:
             return
-        self._graphs = count_compiled_graphs()
+        self._graphs = count_training_graphs()
         torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]
         log = torch._logging.getArtifactLogger("torch._dynamo.guards", "recompiles")  # type: ignore[attr-defined]
         log.handlers[:] = [self._reports]  # instead of printing on every rank
@@ -124,8 +126,10 @@ class RecompileGuard:
             return []
         reports = [describe_recompile(record.getMessage()) for record in self._reports.buffer]
         self._reports.flush()
-        before, self._graphs = self._graphs, count_compiled_graphs()
-        if self._graphs > before and not reports:  # TORCH_LOGS overrides set_logs
+        before, self._graphs = self._graphs, count_training_graphs()
+        if self._graphs == before:  # those of an evaluation
+            return []
+        if not reports:  # TORCH_LOGS overrides set_logs
             reports = [
                 f"recompiled {self._graphs - before} graphs; TORCH_LOGS hides the reason: add recompiles "
                 "to it"
@@ -149,3 +153,22 @@ def count_compiled_graphs() -> int:
     """Return the number of graphs that dynamo has captured in this process; every recompile adds one."""
     # Not counters["frames"]: dynamo does not count frames with fullgraph=True.
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def count_training_graphs() -> int:
+    """`count_compiled_graphs` without those of evaluations (`of_evaluation`)."""
+    return count_compiled_graphs() - _evaluation_graphs
+
+
+_evaluation_graphs = 0
+
+
+@contextmanager
+def of_evaluation() -> Iterator[None]:
+    """Context manager whose graphs are no recompiles: a module with dropout has another one in eval mode."""
+    global _evaluation_graphs
+    before = count_training_graphs()
+    try:
+        yield
+    finally:
+        _evaluation_graphs += count_training_graphs() - before

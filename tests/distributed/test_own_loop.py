@@ -50,7 +50,8 @@ class Walk:
     """A sharded and a plain model in the same state, and the calls, each done to both."""
 
     def __init__(self, keys: Keys, gradients: Any, rng: random.Random, compiled: bool, folder: Path) -> None:
-        self.rng, self.folder, self.step, self.saved = rng, folder, 0, dict[str, Any]()
+        self.rng, self.folder, self.step, self.settled = rng, folder, 0, True
+        self.saved = dict[str, Any]()
         torch.manual_seed(rng.randrange(1000))
         self.plain = Positioned()
         with torch.device("meta"):
@@ -130,9 +131,9 @@ class Walk:
         torch.testing.assert_close(self.forward(self.own(ids)).detach(), expected, rtol=1e-4, atol=1e-4)
 
     def forward_alone(self) -> None:
-        """With gradients, for a backward that does not come."""
+        """With gradients, for a backward that does not come: what is called next settles that."""
         self.forward(self.own(self.batch()))
-        self.sharded.settle()
+        self.settled = False
 
     def swap(self) -> None:
         """Evaluate with other weights, as of an average, put into the optimizer's parameters."""
@@ -167,6 +168,9 @@ class Walk:
             part.load_state_dict(state)
 
     def check(self) -> None:
+        if not self.settled:
+            self.settled = True
+            return
         plain = dict(self.plain.named_parameters())
         for name, parameter in self.sharded.model.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} is left gathered"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.parallel.compile.stats import count_compiled_graphs
+from meshwright.parallel.compile.stats import count_training_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
@@ -115,7 +115,7 @@ class Metrics:
         self._wait_s += data_wait_s
         self._trained += result.tokens * (1 - result.skipped)
         if self._graphs is None:
-            self._graphs = count_compiled_graphs()
+            self._graphs = count_training_graphs()
 
     def pause(self) -> None:
         """Wait for the device and stop the clock: an evaluation or a checkpoint is not step time."""
@@ -143,7 +143,7 @@ class Metrics:
         """
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         steps = max(1, self._steps)
-        recompiles = count_compiled_graphs() - (self._graphs or 0)
+        recompiles = count_training_graphs() - (self._graphs or 0)
         local = [self._busy_s / steps, self._wait_s / steps, recompiles, *_peak_memory_gib(self._device)]
         worst = torch.tensor(local, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: maximum time and memory over the ranks

@@ -234,7 +234,7 @@ def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, pred
         split_of(DOCUMENTS),
         SequenceShape(30 if not packing else 6, packing, masked, start_id, 100),
     )
-    monkeypatch.setattr("meshwright.train.step.dist.all_reduce", lambda value, group: None)
+    monkeypatch.setattr("meshwright.parallel.sharded_model.dist.all_reduce", lambda value, group: None)
     score = score_sets(
         OneBitOff(),
         {"set": split},
