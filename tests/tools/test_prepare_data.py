@@ -43,7 +43,9 @@ def test_it_prepares_and_reports_and_the_second_time_it_is_there(
     assert (manifest.tokenizer.bos, manifest.settings["held_out"]) == (None, 0.1)
     assert f"wrote {out}\n" in first.stdout
     assert "tokenizer small-bpe: 600 ids, stored as uint16\n" in first.stdout
-    assert re.search(r"bytes per token; \d+ documents without text were left out", first.stdout)
+    assert re.search(
+        r"bytes per token; \d+ documents without text and 0 bad records were left out", first.stdout
+    )
     assert re.search(rf"data\.source: {out}, model\.vocab_size: 640 \(.*600;", first.stdout)
     main([*call, "--json", "--workers=1", "--shard_mb=1"])
     figures = json.loads(capsys.readouterr().out)

@@ -1,5 +1,7 @@
 """Prepared data has every document of the source once, for every file format and number of processes."""
 
+import csv
+import gzip
 import importlib.util
 import json
 import subprocess
@@ -126,8 +128,17 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
 def write_as(form: str, folder: Path, texts: list[str]) -> Path:
     """Write the texts as records of one file."""
     path = folder / f"all.{form}"
+    records = [{"id": i, "text": text} for i, text in enumerate(texts)]
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
-    if form.startswith("jsonl"):
+    if form == "csv":
+        with open(path, "w", encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictWriter(file, ("id", "text"))
+            rows.writeheader()
+            rows.writerows(records)
+    elif form.startswith("list"):
+        content = json.dumps(records, ensure_ascii="2" in form, indent=1 if "2" in form else None)
+        path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    elif "json" in form:
         write_jsonl(path, texts)
         if form.endswith("zst"):
             with pyarrow.CompressedOutputStream(str(path) + ".new", "zstd") as stream:
@@ -144,7 +155,11 @@ def write_as(form: str, folder: Path, texts: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "stream.arrow"])
+FORMS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "stream.arrow"]
+FORMS += ["lines.json", "lines.json.gz", "list.json", "list2.json", "list.json.gz", "csv"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_documents_in_order(form: str, tmp_path: Path) -> None:
     source = write_as(form, tmp_path, TEXTS)
     manifest = prepare_bytes(source, tmp_path / "out", **SMALL)
@@ -156,24 +171,39 @@ def test_every_form_gives_the_same_documents_in_order(form: str, tmp_path: Path)
     assert sorted(texts["train"] + texts["held_out"]) == sorted(WITH_TEXT)
     assert 15 < len(texts["held_out"]) < 70
     assert manifest.settings["empty_documents"] == len(TEXTS) - len(WITH_TEXT)
-    if form in ("jsonl", "parquet", "arrow", "stream.arrow"):
+    if form in ("jsonl", "lines.json", "parquet", "arrow", "stream.arrow"):
         assert len(manifest.splits["train"]) > 3, "cut into pieces"
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-def test_every_type_of_text_column_is_read_and_null_is_no_text(kind: str, tmp_path: Path) -> None:
-    types = {
-        "string": pyarrow.string(),
-        "large_string": pyarrow.large_string(),
-        "string_view": pyarrow.string_view(),
-        "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
-    }
-    column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(types[kind])
-    with pyarrow.ipc.new_file(tmp_path / "a.arrow", pyarrow.schema([("text", types[kind])])) as writer:
-        writer.write_table(pyarrow.table({"text": column}))
-    manifest = prepare_bytes(tmp_path / "a.arrow", tmp_path / "out", held_out=0.0)
-    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"]
-    assert manifest.settings["empty_documents"] == 2
+TEXT_TYPES = [
+    pyarrow.string(),
+    pyarrow.large_string(),
+    pyarrow.string_view(),
+    pyarrow.binary(),
+    pyarrow.large_binary(),
+    pyarrow.binary_view(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+]
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+def test_every_type_of_text_column_is_read_and_null_is_no_text(
+    kind: pyarrow.DataType, tmp_path: Path
+) -> None:
+    """Next to a file with a column of nulls, which has no type of its own."""
+    column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(kind)
+    for name, values in (("a", column), ("b", pyarrow.nulls(3))):
+        with pyarrow.ipc.new_file(
+            tmp_path / f"{name}.arrow", pyarrow.schema([("text", values.type)])
+        ) as file:
+            file.write_table(pyarrow.table({"text": values}))
+    if not str(kind).endswith("_view"):  # which parquet does not have
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(3)}), tmp_path / "d.parquet")
+    files = 1 if str(kind).endswith("_view") else 2
+    manifest = prepare_bytes(tmp_path, tmp_path / "out", held_out=0.0)
+    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"] * files
+    assert manifest.settings["empty_documents"] == 5 * files
 
 
 @pytest.mark.slow
