@@ -296,7 +296,7 @@ def _kept_result(job: TokenizeJob, piece: Piece) -> TokenizedPiece | None:
     try:
         result = read_result(result_path(job, piece))
         shards = [shard for shard in result.shards.values() if shard]
-        intact = result.bad.count <= job.skip_bad and all(
+        intact = all(
             hash_file(Path(job.folder, f"{shard.name}{suffix}")) == sha256
             for shard in shards
             for suffix, sha256 in ((".bin", shard.sha256), (".ends", shard.ends_sha256))

@@ -14,13 +14,14 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from meshwright.train.data.prepare import worker
+from meshwright.train.data.prepare import readers, worker
 from meshwright.train.data.prepare import worker as worker_module
 from meshwright.train.data.prepare.partition import cut_source, unit_hash
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.readers import read_part
 from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
+from meshwright.train.errors import DataError
 from tests.support.forks import environment, fork
 from tests.support.launch import ROOT
 from tests.support.texts import (
@@ -132,7 +133,7 @@ def write_as(form: str, folder: Path, texts: list[str]) -> Path:
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
     if form == "csv":
         with open(path, "w", encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictWriter(file, ("id", "text"))
+            rows = csv.DictWriter(file, ("text", "id"))
             rows.writeheader()
             rows.writerows(records)
     elif form.startswith("list"):
@@ -272,6 +273,53 @@ def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(name: 
     assert not list(tmp_path.glob(".*")), "nothing partial is left behind"
 
 
+def write_bad_records(folder: Path) -> list[str]:
+    """Write files with seven bad records, in five pieces of 2000 bytes; return the good texts."""
+    lines = [json.dumps({"text": f"line {i}"}) for i in range(300)]
+    for at, bad in ((10, r'{"text": "a\ud800"}'), (150, "[1]"), (299, '{"text": "cut sho')):
+        lines[at] = bad
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    items = [{"text": f'item {i}, \\ " ][' * 9, "n": [{}, i]} for i in range(2000)]
+    content = json.dumps([*items[:1000], {"n": 1}, *items[1000:]]).replace('"n": 1}', '"n": NaN}')
+    (folder / "b.json").write_text(content)
+    (folder / "c.csv").write_bytes(b'id,text\n1,"row 1,\n"\n\n2\n3,row \xff\n4,"row ""4"""\n')
+    (folder / "d.txt").write_bytes(b"latin \xe9")
+    return (
+        [f"line {i}" for i in range(300) if i not in (10, 150, 299)]
+        + [item["text"] for item in items]
+        + ["row 1,\n", 'row "4"']
+    )
+
+
+def test_bad_records_are_left_out_and_named_and_change_nothing_else(tmp_path: Path) -> None:
+    """The number that is allowed is no input: the shards of a start that refused the seventh are kept."""
+    source, out, other = tmp_path / "source", tmp_path / "out", tmp_path / "other"
+    source.mkdir()
+    good = write_bad_records(source)
+    settings = {"held_out": 0.0, "shard_bytes": 2000}
+    for most in (0, 6):
+        with pytest.raises(DataError, match=r"a\.jsonl, line 11: .*skip_bad=N"):
+            prepare_bytes(source, out, **settings, skip_bad=most)
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.partial").glob("data/*")}
+    assert len(kept) == 10, "no piece has more than 6 of them, so all are finished"
+    manifest = prepare_bytes(source, out, **settings, skip_bad=7)
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.iterdir()}.items()
+    assert sorted(texts_of(out, manifest)["train"]) == sorted(good)
+    prepare_bytes(source, other, **settings, skip_bad=100, workers=2)
+    assert files_of(out) == files_of(other)
+    places = [("a.jsonl", f"line {n}") for n in (11, 151, 300)]
+    places += [("b.json", "item 1,001"), ("c.csv", "line 5"), ("c.csv", "line 6"), ("d.txt", "byte 6")]
+    assert manifest.bad_records.count == len(places)
+    for (name, place), described in zip(places, read_manifest(out).bad_records.first, strict=True):
+        assert f"{source / name}, {place}" in described
+    with pytest.raises(DataError, match=r"line 11: .* 6 more, above data\.skip_bad=6"):
+        prepare_bytes(source, out, **settings, skip_bad=6)
+    write_jsonl(source / "good.jsonl", good)
+    for name, most in (("strict", 0), ("lax", 5)):
+        prepare_bytes(source / "good.jsonl", tmp_path / name, skip_bad=most)
+    assert files_of(tmp_path / "strict") == files_of(tmp_path / "lax"), "nothing was left out"
+
+
 def test_a_line_is_read_once_however_the_file_is_cut(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     lines = [
@@ -303,6 +351,19 @@ def test_a_line_is_read_once_however_the_file_is_cut(tmp_path: Path) -> None:
         assert found == expected
     manifest = prepare_bytes(source, tmp_path / "out", held_out=0.0, shard_bytes=50)
     assert texts_of(tmp_path / "out", manifest) == {"train": [text for _, text in expected], "held_out": []}
+
+
+def test_an_item_of_a_list_is_read_once_however_much_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["", "]", '"', "\\", '\\"', '{"text": [', ",", "é" * 30, "\ufeff", "plain", "\\" * 7 + '"', "]}"]
+    records = [{"n": [1, [{"[": "}"}], {}], "text": text, text: text} for text in texts]
+    content = "\ufeff \n" + json.dumps(records, ensure_ascii=False, indent=1) + "\n"
+    (tmp_path / "a.json").write_text(content)
+    (part,) = cut_source(str(tmp_path / "a.json"), 0.0, 2**20)[1][0].parts
+    for size in range(2, 200):
+        monkeypatch.setattr(readers, "CHUNK_BYTES", size)
+        assert [document.text.decode() for document in read_part(part, "text", True)] == texts
 
 
 def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_path: Path) -> None:

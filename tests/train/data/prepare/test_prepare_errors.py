@@ -125,6 +125,27 @@ def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "pattern"),
+    [
+        ("a.json", b'[{"text": "x"}, {"text"', "item .* byte 15 does not end"),
+        ("a.json", b'[{"text": "x"}]\n[{"text": "y"}]', "text after the end"),
+        ("a.json", b"[{'text': 'a'}, {'text': 'b'}]", "item 1: not JSON"),
+        ("a.json", b'{\n "text": "x"\n}\n', "line 1: not JSON"),
+        ("a.csv", b'text\nx\n"y\nz\n', "line 3 .*unexpected end"),
+        ("a.csv", b'text\n"x" y\n', "line 2 "),
+        ("a.csv", b"id,body\n1,x\n", "no field text .*id, body.*text_field"),
+        ("a.csv.gz", gzip.compress(b"text\n" + bytes(range(10, 256)) * 99)[:-50], "cut short"),
+    ],
+)
+def test_a_file_whose_records_cannot_be_told_apart_is_refused(
+    name: str, content: bytes, pattern: str, tmp_path: Path
+) -> None:
+    """However many bad records are left out."""
+    (tmp_path / name).write_bytes(content)
+    refuses(tmp_path / name, rf"{re.escape(name)}.*{pattern}", tmp_path, skip_bad=2)
+
+
 def test_a_column_that_is_not_there_or_is_no_text_is_named(tmp_path: Path) -> None:
     table = pyarrow.table({"body": TEXTS, "text": range(len(TEXTS))})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
