@@ -64,22 +64,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to create; it appears when it is complete")
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="bytes|PATH",
-        help="a tokenizer.json or its folder; bytes, the default, is built in",
+    about = "a tokenizer.json or its folder; bytes, the default, is built in"
+    parser.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH", help=about)
+    about = (
+        "token in front of each document, such as <s>; auto, the default, takes it from the tokenizer's "
+        "files; none adds none"
     )
-    parser.add_argument(
-        "--bos",
-        default="auto",
-        metavar="TOKEN",
-        help="token in front of each document, such as <s>; auto, the default, takes it from the tokenizer's "
-        "files; none adds none",
-    )
-    parser.add_argument(
-        "--eos", default="auto", metavar="TOKEN", help="token after each document (default auto)"
-    )
+    parser.add_argument("--bos", default="auto", metavar="TOKEN", help=about)
+    about = "token after each document (default auto)"
+    parser.add_argument("--eos", default="auto", metavar="TOKEN", help=about)
     about = "field of a record that contains its text (default text)"
     parser.add_argument("--text_field", default="text", metavar="NAME", help=about)
     about = "leave out and report up to N records without usable text; one more is an error (default 0)"

@@ -16,7 +16,6 @@ from meshwright.train.data.token_store import SourceFile
 
 HF = "hf"
 BOM = b"\xef\xbb\xbf"
-_BEGIN_BYTES = 2**16
 # a small source gets smaller pieces, so that several processes have work
 _FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20
 # units of a range; bytes for other kinds
@@ -152,7 +151,7 @@ def detect_kind(path: Path) -> str:
     if kind.split(".")[0] != "json":
         return kind
     with open(path, "rb") as raw:
-        begin = unpack(raw, kind, path).read(_BEGIN_BYTES).removeprefix(BOM).lstrip()
+        begin = unpack(raw, kind, path).read(2**16).removeprefix(BOM).lstrip()
     return kind if begin.startswith(b"[") else kind.replace("json", "jsonl")
 
 

@@ -99,10 +99,6 @@ def _read_table(part: Part, batches: Iterator[tuple[int, list[bytes | None]]]) -
             yield Document(f"{part.name}:{index}", text or b"", done, bad)
 
 
-# A record: the number in its name, that of its line or item, its text, what is wrong with it
-_Record = tuple[int, int, bytes, str]
-
-
 def _read_stream(part: Part, text_field: str) -> Iterator[Document]:
     """The records of a JSON or CSV file."""
     form = part.kind.partition(".")[0]
@@ -187,8 +183,9 @@ def _json_text(content: bytes, text_field: str, offset: int) -> tuple[bytes, str
         return b"", f": the field {text_field} has half of a surrogate pair, which is not text"
 
 
-def _csv_records(part: Part, file: BinaryIO, text_field: str) -> Iterator[_Record]:
-    """The rows below the names of the columns. Blank lines are left out."""
+def _csv_records(part: Part, file: BinaryIO, text_field: str) -> Iterator[tuple[int, int, bytes, str]]:
+    """The rows below the names of the columns, without blank lines: number of the row, of its line, text, and
+    what is wrong."""
     csv.field_size_limit(sys.maxsize)
     content = itertools.chain([file.readline().removeprefix(BOM)], file)
     rows = csv.reader((line.decode(errors="surrogateescape") for line in content), strict=True)

@@ -78,7 +78,6 @@ def _may_cut(encode: Encode, text: bytes, place: int) -> bool:
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _LONG_BYTES = 4 * 2**20
 RESULT_BYTES = 2**20  # limit of the file of a finished piece: two shards and the names of records
-_BAD_LETTERS = 400  # of the description of a bad record
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -256,7 +255,7 @@ class _PieceWriter:
         more than `skip_bad` are bad."""
         text = document.text
         if document.bad:
-            bad = BadRecords(1, (one_line(document.bad, _BAD_LETTERS),))
+            bad = BadRecords(1, (one_line(document.bad),))
             self._bad = (self._bad + bad).check(self._job.skip_bad)
             return []
         if not text:
