@@ -222,13 +222,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(form: str, tmp_path: Pa
         list(documents)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"data\.cache_dir or OUT_DIR.*write to .*file.*another folder"):
-        prepare_bytes(source, tmp_path / "file" / "out")
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_path: Path) -> None:
     """A limit on the file size simulates a full disk: small shards fit, a large one does not."""
