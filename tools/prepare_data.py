@@ -12,9 +12,9 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from meshwright.tools.cli import format_table, number_from, positive, run_tool
+from meshwright.tools.cli import format_table, natural, number_from, positive, run_tool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, exists_nonempty, prepare
-from meshwright.train.data.sources import HF_PREFIX
+from meshwright.train.data.sources import HF_PREFIX, describe_unread, find_unread
 from meshwright.train.data.token_store import MANIFEST, SPLITS, TokenStoreManifest
 from meshwright.train.data.tokenizer import padded_vocab_size
 from meshwright.train.distributed.process_group import usable_threads
@@ -25,8 +25,9 @@ MIB = 2**20
 LINE_EVERY_S = 10.0  # seconds between progress lines, if stderr is not a terminal
 SOURCES = (
     "a file, folder or glob of text (.txt, .md, source code ...: one document each) or of records (.jsonl, "
-    ".jsonl.gz, .jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
-    "hf:NAME[:CONFIG[:SPLIT]] for a Hugging Face dataset (split train), hf:FOLDER for one on disk"
+    ".json, .csv, all three also as .gz or .zst, .parquet, .arrow: a document each); stdlib for this "
+    "Python's source code; hf:NAME[:CONFIG[:SPLIT]] for a Hugging Face dataset (split train), hf:FOLDER for "
+    "one on disk"
 )
 
 
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder, source = user_path(options.out_dir, "OUT_DIR"), options.source
     if not source.startswith(HF_PREFIX) and (user_path(source, "SOURCE") / MANIFEST).is_file():
         raise DataError(f"{source} is already prepared data: use data.source={source}")
-    settings = PrepareSettings(options.held_out, options.text_field, options.shard_mb * MIB, options.workers)
+    shard_bytes, skip_bad = options.shard_mb * MIB, options.skip_bad
+    settings = PrepareSettings(options.held_out, options.text_field, shard_bytes, options.workers, skip_bad)
     already_there, start_s = exists_nonempty(folder), time.perf_counter()
     with show_progress(sys.stderr.isatty()) as progress:
         try:
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("stopped: the same command continues with the unfinished shards", file=sys.stderr)
             raise
     figures = make_figures(manifest, folder, already_there, time.perf_counter() - start_s)
+    figures["unread_files"] = find_unread(source)
     print(json.dumps(figures, indent=2) if options.json else to_text(figures))
 
 
@@ -61,49 +64,26 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to create; it appears when it is complete")
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="bytes|PATH",
-        help="a tokenizer.json or its folder; bytes, the default, is built in",
+    about = "a tokenizer.json or its folder; bytes, the default, is built in"
+    parser.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH", help=about)
+    about = (
+        "token in front of each document, such as <s>; auto, the default, takes it from the tokenizer's "
+        "files; none adds none"
     )
-    parser.add_argument(
-        "--bos",
-        default="auto",
-        metavar="TOKEN",
-        help="token in front of each document, such as <s>; auto, the default, takes it from the tokenizer's "
-        "files; none adds none",
-    )
-    parser.add_argument(
-        "--eos", default="auto", metavar="TOKEN", help="token after each document (default auto)"
-    )
-    parser.add_argument(
-        "--text_field",
-        default="text",
-        metavar="NAME",
-        help="field of a record that contains its text (default text)",
-    )
-    parser.add_argument(
-        "--held_out",
-        type=number_from(0, below=1),
-        default=0.02,
-        metavar="SHARE",
-        help="share of documents kept for evaluation (default 0.02): at least one document, none with 0",
-    )
-    parser.add_argument(
-        "--workers",
-        type=positive,
-        default=usable_threads(),
-        metavar="N",
-        help="processes (default: one for each hardware thread, within a container's quota)",
-    )
-    parser.add_argument(
-        "--shard_mb",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="approximate MiB of source per shard (default 64; less for a small source)",
-    )
+    parser.add_argument("--bos", default="auto", metavar="TOKEN", help=about)
+    about = "token after each document (default auto)"
+    parser.add_argument("--eos", default="auto", metavar="TOKEN", help=about)
+    about = "field of a record that contains its text (default text)"
+    parser.add_argument("--text_field", default="text", metavar="NAME", help=about)
+    about = "leave out and report up to N records without usable text; one more is an error (default 0)"
+    parser.add_argument("--skip_bad", type=natural, default=0, metavar="N", help=about)
+    share = number_from(0, below=1)
+    about = "share of documents kept for evaluation (default 0.02): at least one document, none with 0"
+    parser.add_argument("--held_out", type=share, default=0.02, metavar="SHARE", help=about)
+    about = "processes (default: one for each hardware thread, within a container's quota)"
+    parser.add_argument("--workers", type=positive, default=usable_threads(), metavar="N", help=about)
+    about = "approximate MiB of source per shard (default 64; less for a small source)"
+    parser.add_argument("--shard_mb", type=positive, default=64, metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")
     return parser
 
@@ -168,6 +148,7 @@ def make_figures(
         "already_there": already_there,
         "documents": documents,
         "empty_documents": manifest.settings["empty_documents"],
+        "bad_records": vars(manifest.bad_records),
         "tokens": tokens,
         "text_bytes": text_bytes,
         "bytes_per_token": text_bytes / sum(tokens.values()),
@@ -188,12 +169,16 @@ def to_text(figures: dict[str, Any]) -> str:
         made = f"wrote {figures['folder']}"
         speed = f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"
     rows = [[split, f"{figures['documents'][split]:,}", f"{figures['tokens'][split]:,}"] for split in SPLITS]
+    bad, unread = figures["bad_records"], figures["unread_files"]
     return "\n".join(
         (
             made,
             format_table(("split", "documents", "tokens"), rows),
             f"{figures['text_bytes'] / 1e6:,.1f} MB of text{speed}, {figures['bytes_per_token']:.2f} bytes "
-            f"per token; {figures['empty_documents']:,} documents without text were left out",
+            f"per token; {figures['empty_documents']:,} documents without text and {bad['count']:,} bad "
+            "records were left out",
+            *(f"left out: {record}" for record in bad["first"]),
+            *([describe_unread(unread)] if unread else ()),
             f"tokenizer {figures['tokenizer']}: {vocab_size:,} ids, stored as {figures['dtype']}",
             f"in a config: data.source: {figures['folder']}, model.vocab_size: {padded} (at least "
             f"{vocab_size}; a multiple of 128 suits tensor parallelism and GPUs)",

@@ -86,6 +86,8 @@ class DataConfig:
         bos: token before each document: auto (as the tokenizer's files define), none, or a token such as <s>
         eos: token after each document: auto, or a token such as </s>
         text_field: field of a record that contains its text
+        skip_bad: number of bad records (invalid JSON or UTF-8, no such field ...) that are left out and
+            counted when the run tokenizes text; one more is an error
         eval_fraction: fraction of documents held out for evaluation, chosen by a hash of their names;
             prepared data has its own held-out documents
         packing: true concatenates documents and cuts the stream into sequences; false makes one sequence of
@@ -105,6 +107,7 @@ class DataConfig:
     bos: str = "auto"
     eos: str = "auto"
     text_field: str = "text"
+    skip_bad: int = bounded(0, low=0)
     eval_fraction: float = bounded(0.02, low=0, high=0.999)
     packing: bool = True
     document_mask: bool = False

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.tools.cli import run_tool
-from meshwright.tools.prepare_data import PlainLines, main, make_figures, to_line
+from meshwright.tools.prepare_data import PlainLines, main, to_line
 from meshwright.tools.processes import children, find_running
 from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
@@ -23,7 +23,7 @@ from tests.support.forks import fork, run_module
 from tests.support.launch import LIMIT_S, Launch, kill, started
 from tests.support.nested import NESTED, run_nested
 from tests.support.tables import try_each
-from tests.support.texts import files_of, odd_texts, spawned_workers, texts_of, train_bpe, write_jsonl
+from tests.support.texts import files_of, odd_texts, spawned_workers, train_bpe, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def test_it_prepares_and_reports_and_the_second_time_it_is_there(
     assert (manifest.tokenizer.bos, manifest.settings["held_out"]) == (None, 0.1)
     assert f"wrote {out}\n" in first.stdout
     assert "tokenizer small-bpe: 600 ids, stored as uint16\n" in first.stdout
-    assert re.search(r"bytes per token; \d+ documents without text were left out", first.stdout)
+    assert re.search(
+        r"bytes per token; \d+ documents without text and 0 bad records were left out", first.stdout
+    )
     assert re.search(rf"data\.source: {out}, model\.vocab_size: 640 \(.*600;", first.stdout)
     main([*call, "--json", "--workers=1", "--shard_mb=1"])
     figures = json.loads(capsys.readouterr().out)
@@ -171,9 +173,6 @@ def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
     assert figures["documents"]["train"] > 1000
     assert "━".encode() in seen
     assert b"MB/s" in seen or b"kB" in seen
-    texts = texts_of(tmp_path / "out", read_manifest(tmp_path / "out"))
-    assert sorted(texts["train"] + texts["held_out"]) == sorted(filter(None, odd_texts(2000, seed=11)))
-    assert make_figures(read_manifest(tmp_path / "out"), tmp_path, True, 1.0)["tokens"] == figures["tokens"]
 
 
 def test_without_a_terminal_a_line_tells_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from meshwright.parallel.compile.setup import user_cache
 from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences
-from meshwright.train.data.sources import HF_PREFIX, find_files
+from meshwright.train.data.sources import HF_PREFIX, RECORD_SUFFIXES, describe_unread, find_files, find_unread
 from meshwright.train.data.token_store import (
     FORMAT,
     MANIFEST,
@@ -140,8 +140,9 @@ def training_sources(config: DataConfig) -> list[str]:
 def find_folder(source: str, config: DataConfig, held_out: float | None = None) -> Path:
     """Return the prepared folder of a source: the source itself, or a folder in the cache, made if missing.
 
-    The cache folder's name is a hash of the source's files (names, sizes, times), the tokenizer and the
-    settings. `held_out`: share of documents to hold out; None takes data.eval_fraction. Raises DataError.
+    The cache folder's name is a hash of the source's files (names, sizes, times), how they are read, the
+    tokenizer and the settings. `held_out`: share of documents to hold out; None takes data.eval_fraction.
+    Raises DataError.
     """
     if is_prepared(source):
         return user_path(source, "data.source")
@@ -149,13 +150,14 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     files = [(name, s.st_size, s.st_mtime_ns) for name, path in find_files(source) for s in [path.stat()]]
     share = config.eval_fraction if held_out is None else held_out
     tokenizer = load_tokenizer(config.tokenizer, config.bos, config.eos).info
-    key = [FORMAT, vars(tokenizer), share, config.text_field, files]
+    key = [FORMAT, RECORD_SUFFIXES, vars(tokenizer), share, config.text_field, files]
     folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     if not folder.exists():
         from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 
-        settings = PrepareSettings(held_out=share, text_field=config.text_field)
+        settings = PrepareSettings(share, config.text_field, skip_bad=config.skip_bad)
         prepare(source, config.tokenizer, config.bos, config.eos, folder, settings)
+    read_manifest(folder).bad_records.check(config.skip_bad)
     return folder
 
 
@@ -222,10 +224,12 @@ def _describe(source: str, folder: Path, manifest: TokenStoreManifest) -> str:
     train, held_out = (manifest.splits[split] for split in ("train", "held_out"))
     documents = sum(shard.documents for shard in (*train, *held_out))
     counts = [sum(shard.tokens for shard in split) for split in (train, held_out)]
+    left_out = manifest.bad_records
+    bad = f"; {left_out.count:,} bad records left out, such as {left_out.first[0]}" if left_out.count else ""
     unit = "byte tokens" if manifest.tokenizer.name == "bytes" else f"tokens of {manifest.tokenizer.name}"
     return (
         f"{source}: {documents:,} documents, {counts[0]:,} training and {counts[1]:,} held-out {unit} in "
-        f"{folder}"
+        f"{folder}{bad}"
     )
 
 
@@ -323,6 +327,9 @@ def load_on_all_ranks(
             problems = [str(error)]
     raise_first(problems)
     prepared = prepared or find_prepared(config)
+    for source in (*prepared.sources, *config.validation.values()) if ranks.is_main else ():
+        if unread := find_unread(source):
+            print_(f"data: {source}: {describe_unread(unread)}")
     cache = cache_root(config) / "verified"
     verify_together(prepared.manifests, config.verify == "full", cache, ranks, print_)
     corpus = open_corpus(config, prepared)

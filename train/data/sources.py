@@ -7,37 +7,15 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from meshwright.parallel.errors import first_of, one_line
 from meshwright.train.data.token_store import MANIFEST
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
 
-TEXT_SUFFIXES = {
-    ".txt",
-    ".md",
-    ".py",
-    ".rst",
-    ".json",
-    ".csv",
-    ".html",
-    ".xml",
-    ".tex",
-    ".c",
-    ".h",
-    ".cpp",
-    ".cc",
-    ".js",
-    ".ts",
-    ".java",
-    ".go",
-    ".rs",
-    ".sh",
-    ".yaml",
-    ".yml",
-    ".toml",
-    ".cfg",
-    ".ini",
-}
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+_TEXT_NAMES = "txt md rst html xml tex py c h cpp cc js ts java go rs sh yaml yml toml cfg ini"
+_PACKED = ("", ".gz", ".zst")
+RECORD_SUFFIXES = (*(f".{a}{b}" for a in ("jsonl", "json", "csv") for b in _PACKED), ".parquet", ".arrow")
+READ_SUFFIXES = (*(f".{name}" for name in _TEXT_NAMES.split()), *RECORD_SUFFIXES)
 COMPRESSED_SUFFIXES = {".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".7z"}
 HF_PREFIX = "hf:"
 # the kind of a file that is one document; the other kinds are the suffixes of records without the dot
@@ -64,9 +42,8 @@ def find_files(source: str, key: str = "data.source") -> list[tuple[str, Path]]:
         paths = [path for path in _walk(root) if path.suffix == ".py"]
     elif Path(source).is_dir():
         root = Path(source)
-        paths = [path for path in _walk(root) if path.suffix in TEXT_SUFFIXES or file_kind(path) != TEXT]
+        paths = [path for path in _walk(root) if path.name.endswith(READ_SUFFIXES)]
     elif Path(source).is_file():
-        _check_file(source, key)
         root, paths = Path(source).parent, [Path(source)]
     elif glob.has_magic(source):
         paths = [Path(p) for p in glob.glob(source, recursive=True)]
@@ -78,14 +55,35 @@ def find_files(source: str, key: str = "data.source") -> list[tuple[str, Path]]:
         )
     files = sorted(_named(paths, root))
     if not files:
-        endings = " ".join(sorted({*TEXT_SUFFIXES, *RECORD_SUFFIXES}))
-        ending = f" ending in {endings}" if Path(source).is_dir() else ""
+        ending = f" ending in {' '.join(READ_SUFFIXES)}" if Path(source).is_dir() else ""
         raise DataError(f"{key}={source} contains no text: looked for non-empty files{ending}")
+    for _, path in files:
+        if path.suffix in COMPRESSED_SUFFIXES and file_kind(path) == TEXT:
+            raise DataError(
+                f"{key}={source}: {path} is compressed, and only .jsonl, .json and .csv are read compressed, "
+                f"as {' or '.join(_PACKED[1:])}: unpack it first"
+            )
     return files
 
 
+def find_unread(source: str) -> dict[str, int]:
+    """Return the files of a folder whose suffix is not read, with their bytes; the largest is the first."""
+    root = user_path(source, "data.source")
+    unread = _named((path for path in _walk(root) if not path.name.endswith(READ_SUFFIXES)), root)
+    sizes = [(-path.stat().st_size, name) for name, path in unread]
+    return {name: -size for size, name in sorted(sizes)}
+
+
+def describe_unread(unread: dict[str, int]) -> str:
+    """Return the files of find_unread as one line."""
+    files = [f"{one_line(name)} ({size:,} bytes)" for name, size in unread.items()]
+    total = f"{len(files):,} file{'s' if len(files) > 1 else ''}, {sum(unread.values()):,} bytes"
+    return f"not read, because of the suffix: {total}: {first_of(files, most=10)}"
+
+
 def file_kind(path: Path) -> str:
-    """Return the kind of a file: TEXT for one document, else jsonl, jsonl.gz, jsonl.zst, parquet or arrow."""
+    """Return the kind of a file by its name: TEXT for one document, else the suffix of records, without the
+    dot. A .json file may also hold JSON lines: see detect_kind of the preparation."""
     return next((suffix[1:] for suffix in RECORD_SUFFIXES if path.name.endswith(suffix)), TEXT)
 
 
@@ -98,18 +96,6 @@ def fingerprint_file(path: Path) -> str:
         file.seek(max(0, size_bytes - _SAMPLE_BYTES))
         digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _check_file(source: str, key: str) -> None:
-    """Raise DataError for an empty or a compressed file."""
-    path = Path(source)
-    if path.stat().st_size == 0:
-        raise DataError(f"{key}={source} is an empty file: use a file with text")
-    if file_kind(path) == TEXT and path.suffix in COMPRESSED_SUFFIXES:
-        raise DataError(
-            f"{key}={source} is compressed, and only {' and '.join(RECORD_SUFFIXES[1:3])} can be read "
-            "compressed: unpack it first"
-        )
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -226,6 +226,30 @@ class SourceFile:
     fingerprint: str
 
 
+NAMED_BAD = 100  # bad records of a folder that are named
+
+
+@dataclass(frozen=True)
+class BadRecords:
+    """Records without usable text, which are left out: their number, and place and reason of the first."""
+
+    count: Natural = 0
+    first: tuple[str, ...] = ()
+
+    def __add__(self, other: "BadRecords") -> "BadRecords":
+        return BadRecords(self.count + other.count, (*self.first, *other.first)[:NAMED_BAD])
+
+    def check(self, most: int) -> "BadRecords":
+        """Return it. DataError if there are more than `most`, which is data.skip_bad."""
+        if self.count <= most:
+            return self
+        others = f", and {self.count - 1:,} more, above data.skip_bad={most}" if self.count > 1 else ""
+        raise DataError(
+            f"data.source: {self.first[0]}{others}: fix the file, leave it out, or leave out up to N such "
+            "records with data.skip_bad=N (--skip_bad=N of tools.prepare_data)"
+        )
+
+
 @dataclass(frozen=True)
 class TokenStoreManifest:
     """A prepared folder's manifest: tokenizer, dtype of ids, source files, shards of each split, settings."""
@@ -236,6 +260,11 @@ class TokenStoreManifest:
     splits: dict[str, tuple[ShardInfo, ...]]
     settings: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
+
+    @property
+    def bad_records(self) -> BadRecords:
+        """The records that were left out; the settings name them only if there are any. Raises ValueError."""
+        return structure(BadRecords, self.settings.get("bad_records", vars(BadRecords())), "bad_records")
 
 
 def read_manifest(folder: Path) -> TokenStoreManifest:
@@ -259,6 +288,8 @@ def _find_contradictions(manifest: TokenStoreManifest) -> list[str]:
     mistakes = wrong_keys(manifest.splits, SPLITS, "splits")
     names = Counter(shard.name for shards in manifest.splits.values() for shard in shards)
     mistakes += [f"the shard {name} is listed twice" for name, count in names.items() if count > 1]
+    if min(manifest.bad_records.count, NAMED_BAD) != len(manifest.bad_records.first):
+        mistakes.append("bad_records does not name the records that it counts")
     bos, eos, size = manifest.tokenizer.bos, manifest.tokenizer.eos, manifest.tokenizer.vocab_size
     if not max(eos, bos or 0) < size:
         mistakes.append(f"the tokenizer's bos {bos} and eos {eos} are not below its vocab_size {size}")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,14 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from meshwright.train.config import DataConfig
-from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus
+from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus, load_on_all_ranks
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.token_store import MANIFEST, TokenStream
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
 from tests.support.texts import train_bpe
+from tests.support.worlds import run_ranks
 
 
 def documents_in(split: TokenStream) -> list[str]:
@@ -121,6 +125,25 @@ def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(rounds: int, many: 
             load_corpus(config).sources[0].split.tokens
         }
         assert not list(Path(config.cache_dir).glob(".*")), "no work folder is left"
+
+
+def load_and_print(config: DataConfig) -> list[str]:
+    lines: list[str] = []
+    ranks = RankInfo(dist.get_rank(), 2, dist.get_rank(), 2, True)
+    load_on_all_ranks(config, ranks, None, lines.append)
+    return lines
+
+
+def test_what_is_not_read_or_left_out_is_printed_once_and_a_stricter_run_refuses_it(many: DataConfig) -> None:
+    (Path(many.source) / "image.png").write_bytes(bytes(70))
+    (Path(many.source) / "bad.txt").write_bytes(b"latin \xe9")
+    lax = replace(many, skip_bad=1)
+    first, second = run_ranks(2, load_and_print, lax)
+    assert [line for line in first if "image.png (70 bytes)" in line]
+    assert not [line for line in second if "image.png" in line]
+    assert re.search(r"60 documents.*1 bad records.*bad\.txt, byte 6", load_corpus(lax).description)
+    with pytest.raises(DataError, match=r"bad\.txt, byte 6: .*data\.skip_bad"):
+        load_corpus(many)
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused_by_name(many: DataConfig, tmp_path: Path) -> None:

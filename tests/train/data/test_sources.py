@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.data.prepare.partition import choose_held_out
-from meshwright.train.data.sources import file_kind, find_files, fingerprint_file
+from meshwright.train.data.sources import file_kind, find_files, find_unread, fingerprint_file
 from meshwright.train.errors import DataError
 
 MIB = 2**20
@@ -33,25 +33,30 @@ def test_a_folder_gives_texts_and_records_sorted_by_name_and_nothing_else(tmp_pa
         d__jsonl__gz="d",
         e__jsonl__zst="e",
         f__arrow="f",
+        g__json="[]",
+        h__csv__gz="h",
         empty__txt="",
-        g__png="g",
+        empty__png="",
+        g__png="gg",
     )
     write(tmp_path, h__gz="h", __hidden__txt="h")
     for folder in (".git", ".ipynb_checkpoints", ".data.partial"):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder, i__txt="i")
     (tmp_path / "._c.jsonl").write_bytes(b"\0\5\x16\7")  # macOS, on other file systems
-    expected = ["b.md", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.arrow", "sub/a.parquet", "sub/z.txt"]
-    assert names(tmp_path) == expected
-    assert [file_kind(path) for _, path in find_files(str(tmp_path))] == [
-        "text",
-        "jsonl",
-        "jsonl.gz",
-        "jsonl.zst",
-        "arrow",
-        "parquet",
-        "text",
+    assert [(name, file_kind(path)) for name, path in find_files(str(tmp_path))] == [
+        ("b.md", "text"),
+        ("c.jsonl", "jsonl"),
+        ("d.jsonl.gz", "jsonl.gz"),
+        ("e.jsonl.zst", "jsonl.zst"),
+        ("f.arrow", "arrow"),
+        ("g.json", "json"),
+        ("h.csv.gz", "csv.gz"),
+        ("sub/a.parquet", "parquet"),
+        ("sub/z.txt", "text"),
     ]
+    assert find_unread(str(tmp_path)) == {"g.png": 2, "h.gz": 1}, "neither hidden nor empty files"
+    assert find_unread(str(tmp_path / "b.md")) == {} == find_unread("hf:some/set")
 
 
 def test_names_are_relative_and_a_glob_finds_what_it_matches(
@@ -84,7 +89,8 @@ def test_a_saved_dataset_is_its_arrow_files_only(tmp_path: Path) -> None:
         ("hf:some/set", r"python -m tools\.prepare_data hf:some/set"),
         ("folder", r"data\.source=.*no text: .*\.jsonl\.gz"),
         ("empty.txt", "empty file"),
-        ("packed.gz", r"\.jsonl\.gz and \.jsonl\.zst.*unpack it first"),
+        ("packed.gz", r"packed\.gz is compressed.*\.jsonl.*unpack it first"),
+        ("*.gz", r"data\.source=\*\.gz: packed\.gz is compressed.*unpack it first"),
         ("*.none", r"data\.source=.*(no such|no text)"),
         ("~nosuchuser/x", r"data\.source='~nosuchuser/x' is no usable path"),
         (

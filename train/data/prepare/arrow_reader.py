@@ -1,15 +1,20 @@
-"""Reads parquet files, Arrow files, zstd streams and Hugging Face datasets, with pyarrow and the `datasets`
-library (extra hf)."""
+"""Reads parquet files, Arrow files, compressed files and Hugging Face datasets, with pyarrow and the
+`datasets` library (extra hf)."""
 
 import contextlib
 import functools
+import gzip
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshwright.parallel.errors import one_line
 from meshwright.train.data.sources import HF_PREFIX
 from meshwright.train.errors import DataError
 
+CHUNK_BYTES = 2**20
+SET_FIELD = "set the field of the text with data.text_field (--text_field of tools.prepare_data)"
 _ROWS = 256  # per read: few enough that long documents fit in memory, many enough to amortize the call
 
 
@@ -39,9 +44,13 @@ def read_rows(
             yield row, _to_bytes(pyarrow, batch.column(0), field, path)
 
 
-def open_zstd(raw: Any, path: Path) -> Any:
-    """Return a stream that decompresses a zstd file."""
-    return import_pyarrow(path).CompressedInputStream(raw, "zstd")
+def unpack(raw: Any, kind: str, path: Path) -> Any:
+    """Return a stream of a file's content, which is decompressed if its kind ends in .gz or .zst."""
+    if kind.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), CHUNK_BYTES)  # type: ignore[arg-type]
+    if kind.endswith(".zst"):
+        return io.BufferedReader(import_pyarrow(path).CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
+    return raw
 
 
 def import_pyarrow(source: Path | str) -> Any:
@@ -65,15 +74,15 @@ def read_errors(path: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        damage = "" if getattr(error, "errno", None) else "; it may be damaged or cut short"
         raise DataError(
-            f"data.source: {path} cannot be read; it may be damaged or cut short ({reason}): "
-            "restore it or leave it out"
+            f"data.source: {path} cannot be read{damage} ({reason}): restore it or leave it out"
         ) from None
 
 
 def _read_parquet(pyarrow: Any, path: Path, first: int, last: int, field: str) -> Iterator[tuple[int, Any]]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        _check_field(field, file.schema_arrow.names, path)
+        check_field(field, file.schema_arrow.names, path)
         row = sum(file.metadata.row_group(i).num_rows for i in range(first))
         for batch in file.iter_batches(
             _ROWS, row_groups=range(first, last), columns=[field], use_threads=False
@@ -86,7 +95,7 @@ def _read_arrow(pyarrow: Any, path: Path, first: int, last: int, field: str) -> 
     """Read memory-mapped, so that the batches before `first` are not read."""
     with pyarrow.memory_map(str(path)) as source:
         reader = _open_arrow(pyarrow, source)
-        _check_field(field, reader.schema.names, path)
+        check_field(field, reader.schema.names, path)
         indexed = hasattr(reader, "num_record_batches")
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if indexed else reader
         row = 0
@@ -108,26 +117,21 @@ def _open_arrow(pyarrow: Any, source: Any) -> Any:
         return pyarrow.ipc.open_stream(source)
 
 
-def _check_field(field: str, names: list[str], path: Path | str) -> None:
+def check_field(field: str, names: list[str], path: Path | str) -> None:
+    """Raise DataError if no column of a table is named `field`."""
     if field not in names:
-        raise DataError(
-            f"data.source: {path} has no field {field} (fields: {', '.join(names) or 'none'}): set the field "
-            "of the text with data.text_field (--text_field of tools.prepare_data)"
-        )
+        known = one_line(", ".join(names)) or "none"
+        raise DataError(f"data.source: {path} has no field {field} (fields: {known}): {SET_FIELD}")
 
 
-def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes | None]:
-    types = pyarrow.types
-    if types.is_dictionary(column.type):
+def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path | str) -> list[bytes | None]:
+    if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if not any(test(column.type) for test in (types.is_string, types.is_large_string, types.is_string_view)):
-        raise DataError(
-            f"data.source: {path}: the field {field} is {column.type}, not text: set another field with "
-            "data.text_field"
-        )
-    texts: list[bytes | None] = column.cast(
-        pyarrow.binary_view() if types.is_string_view(column.type) else pyarrow.large_binary()
-    ).to_pylist()
+    kind = str(column.type)
+    if kind.removeprefix("large_").removesuffix("_view") not in ("string", "binary", "null"):
+        raise DataError(f"data.source: {path}: the field {field} is {kind}, not text: {SET_FIELD}")
+    wanted = pyarrow.binary_view() if kind.endswith("_view") else pyarrow.large_binary()
+    texts: list[bytes | None] = column.cast(wanted).to_pylist()
     return texts
 
 
@@ -157,16 +161,10 @@ def open_dataset(source: str) -> Any:
 
 def read_dataset(source: str, first: int, last: int, field: str) -> Iterator[tuple[int, list[bytes | None]]]:
     """Yield the texts of rows first to last - 1 in the form of read_rows. Raises DataError."""
-    dataset = open_dataset(source)
-    _check_field(field, dataset.column_names, source)
+    dataset, pyarrow = open_dataset(source), import_pyarrow(source)
+    check_field(field, dataset.column_names, source)
     with read_errors(source):
-        column = dataset.select_columns([field])
+        column = dataset.select_columns([field]).with_format("arrow")
         for row in range(first, last, _ROWS):
-            texts = column[row : min(row + _ROWS, last)][field]
-            for text in texts:
-                if not isinstance(text, str | None):
-                    raise DataError(
-                        f"{source}: the field {field} is {type(text).__name__}, not text: set another field "
-                        "with --text_field"
-                    )
-            yield row, [None if text is None else text.encode() for text in texts]
+            chunks = column[row : min(row + _ROWS, last)].column(0)
+            yield row, _to_bytes(pyarrow, chunks.combine_chunks(), field, source)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.train.data.prepare.arrow_reader import count_groups, open_dataset
+from meshwright.train.data.prepare.arrow_reader import count_groups, open_dataset, read_errors, unpack
 from meshwright.train.data.sources import HF_PREFIX, TEXT, file_kind, find_files, fingerprint_file
 from meshwright.train.data.token_store import SourceFile
-from meshwright.train.errors import DataError
 
 HF = "hf"
+BOM = b"\xef\xbb\xbf"
 # a small source gets smaller pieces, so that several processes have work
 _FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20
 # units of a range; bytes for other kinds
@@ -29,7 +29,7 @@ class Part:
     Args:
         name: of the file, relative to the source
         path: of the file
-        kind: text, jsonl, jsonl.gz, jsonl.zst, parquet, arrow or hf
+        kind: text, jsonl, json (a list), csv, parquet, arrow or hf; the first four may end in .gz or .zst
         first: begin of the range: a byte (text, jsonl), row group (parquet), record batch (arrow) or row (hf)
         last: one after the end of the range
         size_bytes: approximate size of the range
@@ -135,15 +135,24 @@ def _is_utf8(path: Path) -> bool:
 
 def _describe_file(name: str, path: Path) -> Part:
     """The full file as one part."""
-    try:
-        stat, fingerprint = path.stat(), fingerprint_file(path)
-    except OSError as error:
-        raise DataError(
-            f"data.source: cannot read {path} ({error.strerror}): make it readable, or leave it out"
-        ) from None
-    kind, size = file_kind(path), stat.st_size
+    with read_errors(path):
+        stat, fingerprint, kind = path.stat(), fingerprint_file(path), detect_kind(path)
+    size = stat.st_size
+    if path.suffix in (".json", ".csv"):  # what was prepared when these were one text each is not the same
+        fingerprint = hashlib.sha256(f"{kind}:{fingerprint}".encode()).hexdigest()
     last = count_groups(path, kind) if kind in ("parquet", "arrow") else size
     return Part(name, str(path), kind, 0, last, size, size, stat.st_mtime_ns, fingerprint)
+
+
+def detect_kind(path: Path) -> str:
+    """Return the kind of a file by its name; of a .json file by its content, which is a list, or else JSON
+    lines. Raises OSError and what a damaged file raises."""
+    kind = file_kind(path)
+    if kind.split(".")[0] != "json":
+        return kind
+    with open(path, "rb") as raw:
+        begin = unpack(raw, kind, path).read(2**16).removeprefix(BOM).lstrip()
+    return kind if begin.startswith(b"[") else kind.replace("json", "jsonl")
 
 
 def _describe_dataset(source: str) -> Part:
@@ -157,8 +166,8 @@ def _describe_dataset(source: str) -> Part:
 def _cut_file(part: Part, target: int) -> Iterator[Part]:
     """Divide a file into equal ranges of about `target` bytes. A file that cannot be read from its middle
     stays one part."""
-    unsplittable = part.kind in (TEXT, "jsonl.gz", "jsonl.zst")
-    count = 1 if unsplittable else max(1, min(round(part.file_bytes / target), part.last))
+    splittable = part.kind == "jsonl" or part.kind in _UNITS
+    count = max(1, min(round(part.file_bytes / target), part.last)) if splittable else 1
     edges = [part.last * i // count for i in range(count + 1)]
     sizes = [part.file_bytes * i // count for i in range(count + 1)]
     for i in range(count):

@@ -30,6 +30,7 @@ from meshwright.train.data.token_store import (
     MANIFEST,
     MANIFEST_BYTES,
     SPLITS,
+    BadRecords,
     ShardInfo,
     SourceFile,
     TokenStoreManifest,
@@ -93,12 +94,14 @@ class PrepareSettings:
         text_field: field of a record that contains its text
         shard_bytes: approximate bytes of the source per shard
         workers: processes; with 1 only this process, and the tokenizers library uses threads
+        skip_bad: how many records without usable text are left out; one more is an error
     """
 
     held_out: float = 0.02
     text_field: str = "text"
     shard_bytes: int = 64 * 2**20
     workers: int = 1
+    skip_bad: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def prepare(
     expected = _empty_manifest(tokenizer, files, settings)
     with partial_folder(folder) as partial:
         if exists_nonempty(folder):
-            return check_same_inputs(folder, expected)
+            return check_same_inputs(folder, expected, settings.skip_bad)
         job = TokenizeJob(
             tokenizer_name,
             bos,
@@ -164,9 +167,10 @@ def prepare(
             str(partial / "data"),
             str(partial / "results"),
             check_text,
+            settings.skip_bad,
         )
         results = _Preparation(job, tokenizer, settings.workers, folder, on_progress).run(pieces)
-        manifest = _fill_manifest(expected, results, source)
+        manifest = _fill_manifest(expected, results, source, settings.skip_bad)
         try:
             _publish(partial / "data", folder, manifest, tokenizer)
         except OSError as error:
@@ -177,8 +181,9 @@ def prepare(
         return manifest
 
 
-def check_same_inputs(folder: Path, expected: TokenStoreManifest) -> TokenStoreManifest:
-    """Return an existing folder's manifest. DataError if text, tokenizer or settings are not `expected`."""
+def check_same_inputs(folder: Path, expected: TokenStoreManifest, skip_bad: int) -> TokenStoreManifest:
+    """Return an existing folder's manifest. DataError if text, tokenizer or settings are not `expected`, or
+    more than `skip_bad` records were left out."""
     if not (folder / MANIFEST).is_file():
         raise DataError(
             f"{folder} already exists and was not made by tools.prepare_data, so it is not replaced: use "
@@ -198,6 +203,7 @@ def check_same_inputs(folder: Path, expected: TokenStoreManifest) -> TokenStoreM
                 f"{folder} already exists and was made with {difference}: use another folder, or delete this "
                 "one"
             )
+    existing.bad_records.check(skip_bad)
     return existing
 
 
@@ -310,19 +316,23 @@ def _empty_manifest(
 
 
 def _fill_manifest(
-    manifest: TokenStoreManifest, results: list[TokenizedPiece], source: str
+    manifest: TokenStoreManifest, results: list[TokenizedPiece], source: str, skip_bad: int
 ) -> TokenStoreManifest:
-    """Add the shards of all pieces to the manifest. DataError if there are none."""
+    """Add the shards of all pieces to the manifest. DataError if there are none, or too many bad records."""
     empty = sum(result.empty for result in results)
+    bad = sum((result.bad for result in results), BadRecords()).check(skip_bad)
     splits: dict[str, tuple[ShardInfo, ...]] = {
         split: tuple(shard for result in results if (shard := result.shards[split])) for split in SPLITS
     }
     if not any(splits.values()):
         raise DataError(
             f"data.source={source} contains no text: {len(manifest.sources):,} files with {empty:,} empty "
-            "documents"
+            f"documents and {bad.count:,} bad records"
         )
-    return replace(manifest, splits=splits, settings=manifest.settings | {"empty_documents": empty})
+    settings = manifest.settings | {"empty_documents": empty}
+    if bad.count:
+        settings["bad_records"] = {"count": bad.count, "first": list(bad.first)}
+    return replace(manifest, splits=splits, settings=settings)
 
 
 def _publish(data: Path, folder: Path, manifest: TokenStoreManifest, tokenizer: Tokenizer) -> None:

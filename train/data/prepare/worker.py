@@ -15,7 +15,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Natural
 from meshwright.train.data.prepare.partition import Part, Piece, unit_hash
 from meshwright.train.data.prepare.readers import Document, read_part
 from meshwright.train.data.prepare.shard_writer import ShardWriter
 from meshwright.train.data.sources import TEXT
-from meshwright.train.data.token_store import SPLITS, ShardInfo
+from meshwright.train.data.token_store import SPLITS, BadRecords, ShardInfo
 from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.train.errors import DataError
 from meshwright.train.files import read_json, write_atomically
@@ -76,7 +77,7 @@ def _may_cut(encode: Encode, text: bytes, place: int) -> bool:
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _LONG_BYTES = 4 * 2**20
-RESULT_BYTES = 2**16  # limit of the file of a finished piece: two shards and the names of two records
+RESULT_BYTES = 2**20  # limit of the file of a finished piece: two shards and the names of records
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -92,6 +93,7 @@ class TokenizeJob:
         folder: of the shards
         results_folder: of one small file for each finished piece
         check_text: text files must be UTF-8
+        skip_bad: how many bad records are left out
     """
 
     tokenizer: str
@@ -103,6 +105,7 @@ class TokenizeJob:
     folder: str
     results_folder: str
     check_text: bool
+    skip_bad: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class TokenizedPiece:
         empty: number of documents without text, which are skipped
         lowest, highest: the records with the lowest and the highest hash of their name, as (hash, name); the
             name is "" without records
+        bad: records that are left out because they have no usable text
     """
 
     key: str
@@ -122,6 +126,7 @@ class TokenizedPiece:
     empty: Natural
     lowest: tuple[float, str]
     highest: tuple[float, str]
+    bad: BadRecords = field(default_factory=BadRecords)
 
 
 class NoSpace(Exception):
@@ -145,7 +150,7 @@ def read_result(path: Path) -> TokenizedPiece:
 
 
 def piece_key(job: TokenizeJob, piece: Piece) -> str:
-    """Return a hash of all that determines the shards of a piece, which paths of files do not."""
+    """Return a hash of all that determines the shards of a piece, which paths and `skip_bad` do not."""
     described = asdict(piece)
     for part in described["parts"]:
         del part["path"]
@@ -202,7 +207,7 @@ class _PieceWriter:
         self._writers = {
             split: ShardWriter(folder, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS
         }
-        self._empty = 0
+        self._empty, self._bad = 0, BadRecords()
         self._lowest, self._highest = (1.0, ""), (0.0, "")
 
     def add(self, documents: list[tuple[Part, Document]], done_bytes: int) -> None:
@@ -246,8 +251,13 @@ class _PieceWriter:
             raise
 
     def _assign(self, part: Part, document: Document) -> list[tuple[str, bytes]]:
-        """The split and text of a document: both splits of the only document, none without text."""
+        """The split and text of a document: both splits of the only document, none without text. DataError if
+        more than `skip_bad` are bad."""
         text = document.text
+        if document.bad:
+            bad = BadRecords(1, (one_line(document.bad),))
+            self._bad = (self._bad + bad).check(self._job.skip_bad)
+            return []
         if not text:
             self._empty += 1
             return []
@@ -265,7 +275,7 @@ class _PieceWriter:
         """Complete the shards. Raises OSError."""
         shards = {split: writer.finish() for split, writer in self._writers.items()}
         return TokenizedPiece(
-            piece_key(self._job, self._piece), shards, self._empty, self._lowest, self._highest
+            piece_key(self._job, self._piece), shards, self._empty, self._lowest, self._highest, self._bad
         )
 
     def abandon(self) -> None:

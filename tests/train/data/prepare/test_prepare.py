@@ -1,5 +1,7 @@
 """Prepared data has every document of the source once, for every file format and number of processes."""
 
+import csv
+import gzip
 import importlib.util
 import json
 import subprocess
@@ -12,13 +14,14 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from meshwright.train.data.prepare import worker
+from meshwright.train.data.prepare import readers, worker
 from meshwright.train.data.prepare import worker as worker_module
 from meshwright.train.data.prepare.partition import cut_source, unit_hash
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.readers import read_part
 from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
+from meshwright.train.errors import DataError
 from tests.support.forks import environment, fork
 from tests.support.launch import ROOT
 from tests.support.texts import (
@@ -126,8 +129,17 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
 def write_as(form: str, folder: Path, texts: list[str]) -> Path:
     """Write the texts as records of one file."""
     path = folder / f"all.{form}"
+    records = [{"id": i, "text": text} for i, text in enumerate(texts)]
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
-    if form.startswith("jsonl"):
+    if form == "csv":
+        with open(path, "w", encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictWriter(file, ("text", "id"))
+            rows.writeheader()
+            rows.writerows(records)
+    elif form.startswith("list"):
+        content = json.dumps(records, ensure_ascii="2" in form, indent=1 if "2" in form else None)
+        path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    elif "json" in form:
         write_jsonl(path, texts)
         if form.endswith("zst"):
             with pyarrow.CompressedOutputStream(str(path) + ".new", "zstd") as stream:
@@ -144,7 +156,11 @@ def write_as(form: str, folder: Path, texts: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "stream.arrow"])
+FORMS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "stream.arrow"]
+FORMS += ["lines.json", "lines.json.gz", "list.json", "list2.json", "list.json.gz", "csv"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_documents_in_order(form: str, tmp_path: Path) -> None:
     source = write_as(form, tmp_path, TEXTS)
     manifest = prepare_bytes(source, tmp_path / "out", **SMALL)
@@ -156,24 +172,39 @@ def test_every_form_gives_the_same_documents_in_order(form: str, tmp_path: Path)
     assert sorted(texts["train"] + texts["held_out"]) == sorted(WITH_TEXT)
     assert 15 < len(texts["held_out"]) < 70
     assert manifest.settings["empty_documents"] == len(TEXTS) - len(WITH_TEXT)
-    if form in ("jsonl", "parquet", "arrow", "stream.arrow"):
+    if form in ("jsonl", "lines.json", "parquet", "arrow", "stream.arrow"):
         assert len(manifest.splits["train"]) > 3, "cut into pieces"
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-def test_every_type_of_text_column_is_read_and_null_is_no_text(kind: str, tmp_path: Path) -> None:
-    types = {
-        "string": pyarrow.string(),
-        "large_string": pyarrow.large_string(),
-        "string_view": pyarrow.string_view(),
-        "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
-    }
-    column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(types[kind])
-    with pyarrow.ipc.new_file(tmp_path / "a.arrow", pyarrow.schema([("text", types[kind])])) as writer:
-        writer.write_table(pyarrow.table({"text": column}))
-    manifest = prepare_bytes(tmp_path / "a.arrow", tmp_path / "out", held_out=0.0)
-    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"]
-    assert manifest.settings["empty_documents"] == 2
+TEXT_TYPES = [
+    pyarrow.string(),
+    pyarrow.large_string(),
+    pyarrow.string_view(),
+    pyarrow.binary(),
+    pyarrow.large_binary(),
+    pyarrow.binary_view(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+]
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+def test_every_type_of_text_column_is_read_and_null_is_no_text(
+    kind: pyarrow.DataType, tmp_path: Path
+) -> None:
+    """Next to a file with a column of nulls, which has no type of its own."""
+    column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(kind)
+    for name, values in (("a", column), ("b", pyarrow.nulls(3))):
+        with pyarrow.ipc.new_file(
+            tmp_path / f"{name}.arrow", pyarrow.schema([("text", values.type)])
+        ) as file:
+            file.write_table(pyarrow.table({"text": values}))
+    if not str(kind).endswith("_view"):  # which parquet does not have
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(3)}), tmp_path / "d.parquet")
+    files = 1 if str(kind).endswith("_view") else 2
+    manifest = prepare_bytes(tmp_path, tmp_path / "out", held_out=0.0)
+    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"] * files
+    assert manifest.settings["empty_documents"] == 5 * files
 
 
 @pytest.mark.slow
@@ -222,15 +253,14 @@ def save_datasets(folder: Path) -> None:
     write_jsonl(folder / "loose" / "train.jsonl", TEXTS, "body")
 
 
-@pytest.mark.parametrize("name", ["all.jsonl", "all.parquet"])
-def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(name: str, tmp_path: Path) -> None:
+def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     source, tokenizer = tmp_path / "source", train_bpe(tmp_path / "bpe")
     source.mkdir()
-    write_as(name.removeprefix("all."), source, odd_texts(500, seed=5))
+    write_as("parquet", source, odd_texts(500, seed=5))
     for i in range(20):
         (source / f"{i}.txt").write_text(f"text {i}\n" * 20)
     found = []
-    for workers in (1, 2 if name == "all.jsonl" else 3):
+    for workers in (1, 3):
         folder = tmp_path / f"out{workers}"
         prepare(
             str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(0.1, "text", 5000, workers)
@@ -240,6 +270,53 @@ def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(name: 
     assert len(found[0]) > 20
     assert found[0]["tokenizer.json"] == tokenizer.read_bytes()
     assert not list(tmp_path.glob(".*")), "nothing partial is left behind"
+
+
+def write_bad_records(folder: Path) -> list[str]:
+    """Write files with seven bad records, in five pieces of 2000 bytes; return the good texts."""
+    lines = [json.dumps({"text": f"line {i}"}) for i in range(300)]
+    for at, bad in ((10, r'{"text": "a\ud800"}'), (150, "[1]"), (299, '{"text": "cut sho')):
+        lines[at] = bad
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    items = [{"text": f'item {i}, \\ " ][' * 9, "n": [{}, i]} for i in range(2000)]
+    content = json.dumps([*items[:1000], {"n": 1}, *items[1000:]]).replace('"n": 1}', '"n": NaN}')
+    (folder / "b.json").write_text(content)
+    (folder / "c.csv").write_bytes(b'id,text\n1,"row 1,\n"\n\n2\n3,row \xff\n4,"row ""4"""\n')
+    (folder / "d.txt").write_bytes(b"latin \xe9")
+    return (
+        [f"line {i}" for i in range(300) if i not in (10, 150, 299)]
+        + [item["text"] for item in items]
+        + ["row 1,\n", 'row "4"']
+    )
+
+
+def test_bad_records_are_left_out_and_named_and_change_nothing_else(tmp_path: Path) -> None:
+    """The number that is allowed is no input: the shards of a start that refused the seventh are kept."""
+    source, out, other = tmp_path / "source", tmp_path / "out", tmp_path / "other"
+    source.mkdir()
+    good = write_bad_records(source)
+    settings = {"held_out": 0.0, "shard_bytes": 2000}
+    for most in (0, 6):
+        with pytest.raises(DataError, match=r"a\.jsonl, line 11: .*skip_bad=N"):
+            prepare_bytes(source, out, **settings, skip_bad=most)
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.partial").glob("data/*")}
+    assert len(kept) == 10, "no piece has more than 6 of them, so all are finished"
+    manifest = prepare_bytes(source, out, **settings, skip_bad=7)
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.iterdir()}.items()
+    assert sorted(texts_of(out, manifest)["train"]) == sorted(good)
+    prepare_bytes(source, other, **settings, skip_bad=100, workers=2)
+    assert files_of(out) == files_of(other)
+    places = [("a.jsonl", f"line {n}") for n in (11, 151, 300)]
+    places += [("b.json", "item 1,001"), ("c.csv", "line 5"), ("c.csv", "line 6"), ("d.txt", "byte 6")]
+    assert manifest.bad_records.count == len(places)
+    for (name, place), described in zip(places, read_manifest(out).bad_records.first, strict=True):
+        assert f"{source / name}, {place}" in described
+    with pytest.raises(DataError, match=r"line 11: .* 6 more, above data\.skip_bad=6"):
+        prepare_bytes(source, out, **settings, skip_bad=6)
+    write_jsonl(source / "good.jsonl", good)
+    for name, most in (("strict", 0), ("lax", 5)):
+        prepare_bytes(source / "good.jsonl", tmp_path / name, skip_bad=most)
+    assert files_of(tmp_path / "strict") == files_of(tmp_path / "lax"), "nothing was left out"
 
 
 def test_a_line_is_read_once_however_the_file_is_cut(tmp_path: Path) -> None:
@@ -273,6 +350,19 @@ def test_a_line_is_read_once_however_the_file_is_cut(tmp_path: Path) -> None:
         assert found == expected
     manifest = prepare_bytes(source, tmp_path / "out", held_out=0.0, shard_bytes=50)
     assert texts_of(tmp_path / "out", manifest) == {"train": [text for _, text in expected], "held_out": []}
+
+
+def test_an_item_of_a_list_is_read_once_however_much_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["", "]", '"', "\\", '\\"', '{"text": [', ",", "é" * 30, "\ufeff", "plain", "\\" * 7 + '"', "]}"]
+    records = [{"n": [1, [{"[": "}"}], {}], "text": text, text: text} for text in texts]
+    content = "\ufeff \n" + json.dumps(records, ensure_ascii=False, indent=1) + "\n"
+    (tmp_path / "a.json").write_text(content)
+    (part,) = cut_source(str(tmp_path / "a.json"), 0.0, 2**20)[1][0].parts
+    for size in range(2, 200):
+        monkeypatch.setattr(readers, "CHUNK_BYTES", size)
+        assert [document.text.decode() for document in read_part(part, "text", True)] == texts
 
 
 def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_path: Path) -> None:
