@@ -121,3 +121,10 @@ def loss_only() -> nn.Module:
 def nothing() -> str:
     """Not a model."""
     return "model"
+
+
+def dropping() -> nn.Module:
+    """A model of one's own with dropout between its blocks."""
+    drop = nn.Dropout(0.5)
+    blocks = [part for _ in range(2) for part in (Mixer(32), drop)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, 32), *blocks, nn.Linear(32, VOCABULARY))
