@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
@@ -19,6 +22,7 @@ import meshwright.train.main
 from meshwright.parallel import fsdp
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
@@ -116,6 +120,26 @@ def test_all_groups_have_the_runs_timeout_and_one_backend(device: str) -> None:
     assert {timeout for _, timeout, _ in groups.values()} == {TIMEOUT}
     if device == "cuda":
         assert {name for name, (devices, _, _) in groups.items() if devices != {"cuda"}} == set()
+
+
+def count_of_ints(degrees: tuple[int, int, int]) -> str:
+    """The device of a global count of ints on a mesh of GPUs, whose groups reduce nothing else."""
+
+    def create(common: Any, _options: Any) -> Any:
+        return FakeProcessGroup._create_internal(common.group_rank, common.group_size)
+
+    dist.Backend.register_backend("on_gpus", create, extended_api=True, devices=["cuda"])
+    with one_rank(math.prod(degrees), "cpu:gloo,cuda:on_gpus"):
+        sharded: Any = SimpleNamespace(mesh=(mesh := build_mesh(MeshPlan(*degrees), "cuda")))
+        sharded.data_group = data_parallel_group(mesh)
+        with FakeTensorMode():
+            counted = ShardedModel.global_count(sharded, [torch.zeros(2, 8)], torch.numel)
+    return counted.device.type
+
+
+@pytest.mark.parametrize("degrees", [(1, 4, 1), (1, 2, 2)])
+def test_a_count_that_is_an_int_is_summed_on_the_device(degrees: tuple[int, int, int]) -> None:
+    assert run_ranks(1, count_of_ints, degrees) == ["cuda"]
 
 
 def test_groups_that_reduce_gradients_in_host_memory_have_a_gloo_half() -> None:
