@@ -3,6 +3,7 @@ transformers' `_tp_plan`, checked against the modules that would be split."""
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -30,12 +31,12 @@ def find_styles(model: nn.Module, styles: Mapping[str, str] | None) -> dict[str,
     """
     modules = dict(model.named_modules())
     if styles is None:
-        # an embedding of another formula, such as a scaled one, stays whole
+        # an embedding of which the style would lose something, such as a scaled one, stays whole
         styles = {
             pattern: style
             for pattern, style in _of_transformers(model)
             if style != "vocab"
-            or all(_is_plain_embedding(modules[n]) for n in fnmatch.filter(modules, pattern))
+            or all(_is_preserved(modules[n], style) for n in fnmatch.filter(modules, pattern))
         }
     kept = {}
     for pattern, style in styles.items():
@@ -73,34 +74,61 @@ def _shared_with_unsplit(model: nn.Module, name: str, styles: Mapping[str, str])
     )
 
 
-LINEAR_STYLES = {
-    style for style in STYLE_NAMES if style.removeprefix("whole_") not in ("vocab", "sequence", "per_head")
+@dataclass(frozen=True)
+class Preserved:
+    """What styles preserve of a module.
+
+    Args:
+        of: the class whose forward they compute; None: the module's own, of a single norm
+        parameters: by name; None: any
+        lost: attributes that they ignore: a module that sets one stays whole
+    """
+
+    of: type[nn.Module] | None
+    parameters: tuple[str, ...] | None
+    lost: tuple[str, ...] = ()
+
+
+_LINEAR = Preserved(nn.Linear, ("weight", "bias"))
+_EMBEDDING = Preserved(nn.Embedding, ("weight",), lost=("max_norm", "scale_grad_by_freq", "sparse"))
+_NORM = Preserved(None, None)
+PRESERVED = {
+    style: {"vocab": _EMBEDDING, "sequence": _NORM, "per_head": _NORM}.get(
+        style.removeprefix("whole_"), _LINEAR
+    )
+    for style in STYLE_NAMES
 }
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def check_style(name: str, module: nn.Module, style: str) -> None:
     """Raise PlanError if a style would compute something else than the module does."""
-    forward = type(module).forward
-    if style in LINEAR_STYLES and forward is not nn.Linear.forward:
-        raise PlanError(
-            f"{name} is a {type(module).__name__}, and {style} is for nn.Linear: its weight might have "
-            f"another layout or its forward another formula: {LEAVE_OUT}"
-        )
-    if style.endswith("vocab") and not _is_plain_embedding(module):
-        raise PlanError(f"{name} is a {type(module).__name__}, and {style} is for nn.Embedding: {LEAVE_OUT}")
-    if style not in ("sequence", "per_head"):
-        return
-    if any(True for _ in module.children()):
-        raise PlanError(f"{name} has modules inside, and {style} is for a single norm: {LEAVE_OUT}")
-    if isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
-        raise PlanError(
-            f"{name} is a {type(module).__name__}, an nn.RMSNorm with another forward, and {style} would use "
-            f"nn.RMSNorm's: derive it from nn.Module, or {LEAVE_OUT}"
-        )
+    kept, forward, own = PRESERVED[style], type(module).forward, vars(module)
+    unknown = [key for key, _ in module.named_parameters() if key not in (kept.parameters or (key,))]
+    why = ""
+    # parallel/float8.py gives a linear another forward, and its product to the style
+    if kept.of and forward is not kept.of.forward and not hasattr(module, "product"):
+        why = f"is for nn.{kept.of.__name__}: its weight might have another layout or its forward another formula"
+    elif not kept.of and isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
+        why = "would use nn.RMSNorm's forward, and not its own: derive it from nn.Module"
+    elif any(True for _ in module.children()):
+        why = "is for a single norm or layer, but it has modules inside"
+    elif unknown:
+        why = f"does not know its parameter {unknown[0]}"
+    elif lost := [key for key in kept.lost if getattr(module, key, None)]:
+        why = f"would ignore its {lost[0]}={getattr(module, lost[0])}"
+    elif "forward" in own or any(own[hooks] for hooks in _HOOKS):
+        why = "would ignore its replaced forward, or call its hooks with a part: remove them"
+    if why:
+        raise PlanError(f"{name} is a {type(module).__name__}, and {style} {why}: {LEAVE_OUT}")
 
 
-def _is_plain_embedding(module: nn.Module) -> bool:
-    return type(module).forward is nn.Embedding.forward and not getattr(module, "max_norm", None)
+def _is_preserved(module: nn.Module, style: str) -> bool:
+    try:
+        check_style("", module, style)
+    except PlanError:
+        return False
+    return True
 
 
 def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
