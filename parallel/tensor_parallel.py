@@ -53,6 +53,7 @@ from torch.func import functional_call
 from meshwright.parallel.model.styles import check_style
 from meshwright.parallel.plan.rules import STYLE_NAMES
 from meshwright.parallel.plan.schema import Plan, TensorPlan, find_style
+from meshwright.parallel.shardable import ShardableModel
 
 TOKENS, CHANNELS = 1, 2  # dimensions of x[B, T, D]
 
@@ -99,7 +100,8 @@ def apply_styles(
         if style == "loss":
             module.split_vocabulary(axis.group_name, axis.rank)  # type: ignore[operator]
             continue
-        check_style(name, module, style)
+        if not isinstance(model, ShardableModel):  # which is taken at its word
+            check_style(name, module, style)
         if hasattr(module, "matrix"):  # other modules read the weight through it
             module.matrix = MethodType(_weight, module)
         forward, placement = STYLES[style]
