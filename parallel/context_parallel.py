@@ -68,21 +68,17 @@ def apply_context_parallel(
 def apply_exchange(model: nn.Module, context: ContextPlan, axis: ContextAxis) -> None:
     """Let the model's cores exchange, in place."""
     around = partial({"heads": attend_to_heads, "gather": attend_to_gathered}[context.exchange], axis)
-    cores = [
-        module
-        for name, module in model.named_modules()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in context.cores)
-    ]
-    if attentions := [core for core in cores if in_registry(core)]:
-        exchange_in_registry(model, attentions, around, partial(_of_whole_sequences, axis))
-    for core in cores:
-        if not in_registry(core):
-            core.forward = MethodType(_within(around, core.forward), core)
-
-
-def _of_whole_sequences(axis: ContextAxis, x: Tensor) -> Tensor:
-    """x[B, t] of each rank's part of the tokens (exchange "heads") -> [B, T]."""
-    return rearrange(_Gather.apply(x, axis), "cp B t -> B (cp t)")
+    attentions = []
+    for name, module in model.named_modules():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in context.cores):
+            if in_registry(module):
+                attentions.append(module)
+            else:
+                module.forward = MethodType(_within(around, module.forward), module)
+    if attentions:
+        exchange_in_registry(
+            model, attentions, around, lambda x: rearrange(_Gather.apply(x, axis), "cp B t -> B (cp t)")
+        )
 
 
 def _within(around: Callable[..., Tensor], attend: Core) -> Core:

@@ -48,14 +48,20 @@ def apply_fsdp(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
                 reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=_precision(unit),
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=getattr(torch, unit.param_dtype),
+                    reduce_dtype=getattr(torch, unit.reduce_dtype),
+                    output_dtype=None if unit.output_dtype == "same" else getattr(torch, unit.output_dtype),
+                    cast_forward_inputs=False,  # _cast_inputs does
+                ),
                 offload_policy=offload,
                 ignored_params=whole,
             )
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
             for name, module in zip(unit.modules, modules, strict=True):
                 cast = partial(_cast_inputs, getattr(torch, unit.param_dtype), name == plan.modules[0])
-                module.register_forward_pre_hook(cast, with_kwargs=True)
+                # not compiled: it runs before the compiled forward, and would be a graph of its own
+                module.register_forward_pre_hook(torch.compiler.disable(cast), with_kwargs=True)
     fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=whole)
     divisor = 1.0 if gradients == "sum" else float(plan.mesh.world_size // plan.mesh.tp)
     for module in model.modules():
@@ -94,16 +100,6 @@ def _same_groups_for_all_units(timeout: timedelta | None) -> Iterator[None]:
         fsdp._get_post_forward_mesh_info = make_mesh
 
 
-def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, unit.param_dtype),
-        reduce_dtype=getattr(torch, unit.reduce_dtype),
-        output_dtype=None if unit.output_dtype == "same" else getattr(torch, unit.output_dtype),
-        cast_forward_inputs=False,  # _cast_inputs does
-    )
-
-
-@torch.compiler.disable  # it is called outside of the compiled forward, and would be a graph of its own
 def _cast_inputs(dtype: torch.dtype, is_entrance: bool, _: nn.Module, args: Any, kwargs: Any) -> Any:
     """Forward pre-hook of a unit's module: cast its hidden state, the first floating-point tensor that it is
     called with, as FSDP2's default casts all: a float32 buffer may have been added to it. RoPE's tables after

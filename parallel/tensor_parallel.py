@@ -240,13 +240,12 @@ def _with_bias(module: Any, y: Tensor, partial: bool = False) -> Tensor:
 
 def _vocab(self: Any, ids_BT: Tensor) -> Tensor:
     table = _weight(self)
-    first, rows = self.tensor_axis.rank * table.shape[0], range(table.shape[0])
-    padding = None if self.padding_idx is None else self.padding_idx - first
+    first, rows = self.tensor_axis.rank * table.shape[0], table.shape[0]
+    padding = -1 if self.padding_idx is None else self.padding_idx - first
     ids_BT = ids_BT - first
-    is_local_BT = (ids_BT >= 0) & (ids_BT < len(rows))
-    x = F.embedding(ids_BT.where(is_local_BT, 0), table, padding if padding in rows else None)
-    x = x * is_local_BT[..., None]
-    return _leave(x, self.tensor_axis, split=True)
+    is_local_BT = (ids_BT >= 0) & (ids_BT < rows)
+    x = F.embedding(ids_BT.where(is_local_BT, 0), table, padding if 0 <= padding < rows else None)
+    return _leave(x * is_local_BT[..., None], self.tensor_axis, split=True)
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:

@@ -98,11 +98,12 @@ def exchange_in_registry(
     configs = {id(attention.config): attention.config for attention in attentions}
     copies = copy.deepcopy(configs)
     for config in copies.values():
-        config._attn_implementation = REGISTERED  # no mask is made for a function that transformers does not know
+        config._attn_implementation = (
+            REGISTERED  # no mask is made for a function that transformers does not know
+        )
     for module in model.modules():
-        module_config = getattr(module, "config", None)
-        if id(module_config) in configs:
-            module.config = copies[id(module_config)]
+        if (key := id(getattr(module, "config", None))) in copies:
+            module.config = copies[key]
     for attention in attentions:
         attention.around = around
     models = [module for module in model.modules() if hasattr(module, "_supports_attention_backend")]
@@ -122,20 +123,18 @@ def _mask_whole_sequences(
 
     given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     mask, positions = given.get("attention_mask"), given.get(position_argument(model))
-    dims = [getattr(mask, "ndim", 0), getattr(positions, "ndim", 0)]
-    if dims not in ([0, 2], [2, 2], [4, 2]) or (dims[0] == 0 and mask is not None):
+    dims = None if mask is None else getattr(mask, "ndim", 0)
+    if getattr(positions, "ndim", 0) != 2 or dims not in (None, 2, 4):
         raise PlanError(
             f"with cp {type(model).__name__} needs {position_argument(model)}[B, t] of this rank's tokens "
-            "(sharded.token_positions), and takes an attention_mask[B, t] of them, or [B, 1, T, T] of whole "
-            f"sequences, but it was called with {dims[1]} and {dims[0]} dimensions of them"
+            "(sharded.token_positions), and takes an attention_mask[B, t] of them, or [B, 1, T, T]"
         )
-    if dims[0] != 4:
+    if dims != 4:
         of_all = whole(positions if mask is None else mask.long())
-        known = None if mask is not None or isinstance(of_all, FakeTensor) else of_all
-        embeddings = of_all.new_empty(*of_all.shape, 0)  # only their sizes count
-        given["attention_mask"] = create_causal_mask(
-            config, embeddings, None if mask is None else of_all, None, known
-        )
+        padding, packed = (None, of_all) if mask is None else (of_all, None)
+        packed = None if isinstance(of_all, FakeTensor) else packed  # whose values are not known
+        sizes = of_all.new_empty(*of_all.shape, 0)  # of embeddings
+        given["attention_mask"] = create_causal_mask(config, sizes, padding, None, packed)
     return (), given
 
 
@@ -147,11 +146,6 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None and mask.shape[-2:] != (q.shape[1], k.shape[1]):
-            raise PlanError(
-                f"the attention mask of {type(module).__name__} is made from a rank's tokens inside the model, "
-                "or has another size than whole sequences: use cp=1"
-            )
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return sdpa_attention_forward(module, q, k, v, mask, **{**options, "is_causal": True})[0]
 

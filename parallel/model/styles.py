@@ -36,7 +36,7 @@ def find_styles(model: nn.Module, styles: Mapping[str, str] | None) -> dict[str,
             pattern: style
             for pattern, style in _of_transformers(model)
             if style != "vocab"
-            or all(_is_preserved(modules[n], style) for n in fnmatch.filter(modules, pattern))
+            or not any(what_is_lost(modules[name], style) for name in fnmatch.filter(modules, pattern))
         }
     kept = {}
     for pattern, style in styles.items():
@@ -76,59 +76,47 @@ def _shared_with_unsplit(model: nn.Module, name: str, styles: Mapping[str, str])
 
 @dataclass(frozen=True)
 class Preserved:
-    """What styles preserve of a module.
-
-    Args:
-        of: the class whose forward they compute; None: the module's own, of a single norm
-        parameters: by name; None: any
-        lost: attributes that they ignore: a module that sets one stays whole
-    """
+    """What styles preserve of a module: the forward of a class (None: its own, of a norm), parameters by name
+    (none: all), and not the attributes in `lost`."""
 
     of: type[nn.Module] | None
-    parameters: tuple[str, ...] | None
+    parameters: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
 
 
 _LINEAR = Preserved(nn.Linear, ("weight", "bias"))
-_EMBEDDING = Preserved(nn.Embedding, ("weight",), lost=("max_norm", "scale_grad_by_freq", "sparse"))
-_NORM = Preserved(None, None)
+_EMBEDDING = Preserved(nn.Embedding, ("weight",), lost=("max_norm", "scale_grad_by_freq"))
+_NORM = Preserved(None)
 PRESERVED = {
-    style: {"vocab": _EMBEDDING, "sequence": _NORM, "per_head": _NORM}.get(
-        style.removeprefix("whole_"), _LINEAR
-    )
-    for style in STYLE_NAMES
+    **dict.fromkeys(STYLE_NAMES, _LINEAR),
+    **dict.fromkeys(("vocab", "whole_vocab"), _EMBEDDING),
+    **dict.fromkeys(("sequence", "whole_sequence", "per_head"), _NORM),
 }
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def check_style(name: str, module: nn.Module, style: str) -> None:
     """Raise PlanError if a style would compute something else than the module does."""
-    kept, forward, own = PRESERVED[style], type(module).forward, vars(module)
-    unknown = [key for key, _ in module.named_parameters() if key not in (kept.parameters or (key,))]
-    why = ""
-    # parallel/float8.py gives a linear another forward, and its product to the style
-    if kept.of and forward is not kept.of.forward and not hasattr(module, "product"):
-        why = f"is for nn.{kept.of.__name__}: its weight might have another layout or its forward another formula"
-    elif not kept.of and isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
-        why = "would use nn.RMSNorm's forward, and not its own: derive it from nn.Module"
-    elif any(True for _ in module.children()):
-        why = "is for a single norm or layer, but it has modules inside"
-    elif unknown:
-        why = f"does not know its parameter {unknown[0]}"
-    elif lost := [key for key in kept.lost if getattr(module, key, None)]:
-        why = f"would ignore its {lost[0]}={getattr(module, lost[0])}"
-    elif "forward" in own or any(own[hooks] for hooks in _HOOKS):
-        why = "would ignore its replaced forward, or call its hooks with a part: remove them"
-    if why:
+    if why := what_is_lost(module, style):
         raise PlanError(f"{name} is a {type(module).__name__}, and {style} {why}: {LEAVE_OUT}")
 
 
-def _is_preserved(module: nn.Module, style: str) -> bool:
-    try:
-        check_style("", module, style)
-    except PlanError:
-        return False
-    return True
+def what_is_lost(module: nn.Module, style: str) -> str:
+    """Return why a style would compute something else than the module does; "" if it does not."""
+    kept, forward, own = PRESERVED[style], type(module).forward, vars(module)
+    # parallel/float8.py gives a linear another forward, and its product to the style
+    if kept.of and forward is not kept.of.forward and not hasattr(module, "product"):
+        return f"is for nn.{kept.of.__name__}: its weight's layout or its formula may be another"
+    if not kept.of and isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
+        return "would use nn.RMSNorm's forward, and not its own: derive it from nn.Module"
+    for key, _ in module.named_parameters():
+        if "." in key or key not in (kept.parameters or (key,)):
+            return f"is for a single norm or layer, without a parameter {key}"
+    for key in kept.lost:
+        if value := getattr(module, key, None):
+            return f"would ignore its {key}={value}"
+    if "forward" in own or any(own[key] for key in own if key.startswith(("_forward", "_backward"))):
+        return "would ignore its replaced forward, or call its hooks with a part: remove them"
+    return ""
 
 
 def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
