@@ -274,8 +274,8 @@ def _linear(self: Any, x: Tensor) -> Tensor:
     return _with_bias(self, _product(self, x))
 
 
-def _rowwise(self: Any, h: Tensor) -> Tensor:
-    y = _leave(_product(self, h), self.tensor_axis, split=True)
+def _rowwise(self: Any, h: Tensor, split: bool = True) -> Tensor:
+    y = _leave(_product(self, h), self.tensor_axis, split)
     return _with_bias(self, y, partial=self.tensor_axis.sequence_parallel)
 
 
@@ -306,8 +306,7 @@ def _whole_sequence(self: Any, x: Tensor) -> Tensor:
 
 
 def _whole_rowwise(self: Any, h: Tensor) -> Tensor:
-    y = _leave(_product(self, h), self.tensor_axis, split=False)
-    return _with_bias(self, y, partial=self.tensor_axis.sequence_parallel)
+    return _rowwise(self, h, split=False)
 
 
 STYLES: dict[str, tuple[Callable[..., Tensor], Placement]] = {

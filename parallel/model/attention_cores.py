@@ -98,9 +98,7 @@ def exchange_in_registry(
     configs = {id(attention.config): attention.config for attention in attentions}
     copies = copy.deepcopy(configs)
     for config in copies.values():
-        config._attn_implementation = (
-            REGISTERED  # no mask is made for a function that transformers does not know
-        )
+        config._attn_implementation = REGISTERED  # a function for which transformers makes no mask
     for module in model.modules():
         if (key := id(getattr(module, "config", None))) in copies:
             module.config = copies[key]
@@ -131,8 +129,8 @@ def _mask_whole_sequences(
         )
     if dims != 4:
         of_all = whole(positions if mask is None else mask.long())
-        padding, packed = (None, of_all) if mask is None else (of_all, None)
-        packed = None if isinstance(of_all, FakeTensor) else packed  # whose values are not known
+        known = not isinstance(of_all, FakeTensor)  # its values
+        padding, packed = (None, of_all if known else None) if mask is None else (of_all, None)
         sizes = of_all.new_empty(*of_all.shape, 0)  # of embeddings
         given["attention_mask"] = create_causal_mask(config, sizes, padding, None, packed)
     return (), given

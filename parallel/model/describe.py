@@ -324,7 +324,7 @@ def run_on_fakes(
 
 @contextmanager
 def _nothing_changed(model: nn.Module) -> Iterator[None]:
-    """Context after which modules, whose forward may keep tensors in them, have their attributes again; in which
+    """Context after which modules have their attributes again, in which a forward may keep tensors; in it
     transformers' models take each row of tokens as one sequence. They look for several in the values of
     positions, which fake tensors do not have, and would make masks that a run does not have."""
     masks: Any = sys.modules.get("transformers.masking_utils")
