@@ -103,8 +103,7 @@ def check_style(name: str, module: nn.Module, style: str) -> None:
 def what_is_lost(module: nn.Module, style: str) -> str:
     """Return why a style would compute something else than the module does; "" if it does not."""
     kept, forward, own = PRESERVED[style], type(module).forward, vars(module)
-    # parallel/float8.py gives a linear another forward, and its product to the style
-    if kept.of and forward is not kept.of.forward and not hasattr(module, "product"):
+    if kept.of and forward is not kept.of.forward:
         return f"is for nn.{kept.of.__name__}: its weight's layout or its formula may be another"
     if not kept.of and isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
         return "would use nn.RMSNorm's forward, and not its own: derive it from nn.Module"
