@@ -68,13 +68,17 @@ def apply_context_parallel(
 def apply_exchange(model: nn.Module, context: ContextPlan, axis: ContextAxis) -> None:
     """Let the model's cores exchange, in place."""
     around = partial({"heads": attend_to_heads, "gather": attend_to_gathered}[context.exchange], axis)
+    attentions = []
     for name, module in model.named_modules():
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in context.cores):
-            continue
-        if in_registry(module):
-            exchange_in_registry(module, around)
-        else:
-            module.forward = MethodType(_within(around, module.forward), module)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in context.cores):
+            if in_registry(module):
+                attentions.append(module)
+            else:
+                module.forward = MethodType(_within(around, module.forward), module)
+    if attentions:
+        exchange_in_registry(
+            model, attentions, around, lambda x: rearrange(_Gather.apply(x, axis), "cp B t -> B (cp t)")
+        )
 
 
 def _within(around: Callable[..., Tensor], attend: Core) -> Core:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
-from typing import Any, Literal, cast
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
@@ -43,11 +44,20 @@ def apply_fsdp(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
                 reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=_precision(unit, casts_inputs=_is_entrance(unit, plan)),
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=getattr(torch, unit.param_dtype),
+                    reduce_dtype=getattr(torch, unit.reduce_dtype),
+                    output_dtype=None if unit.output_dtype == "same" else getattr(torch, unit.output_dtype),
+                    cast_forward_inputs=False,  # _cast_inputs does
+                ),
                 offload_policy=offload,
                 ignored_params=whole,
             )
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
+            for name, module in zip(unit.modules, modules, strict=True):
+                cast = partial(_cast_inputs, getattr(torch, unit.param_dtype), name == plan.modules[0])
+                # not compiled: it runs before the compiled forward, and would be a graph of its own
+                module.register_forward_pre_hook(torch.compiler.disable(cast), with_kwargs=True)
     fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -86,7 +96,8 @@ def keep_whole(model: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> set[
             whole[parameter] = nn.Parameter(copies, parameter.requires_grad)
         if parameter in whole:
             module._parameters[key] = whole[parameter]
-            module.__class__ = _reading_locally(cast(Any, type(module)), key)
+            kind: Any = type(module)
+            module.__class__ = _reading_locally(kind, key)
         else:
             whole[parameter] = parameter
     return set(whole.values())
@@ -131,20 +142,15 @@ def _same_groups_for_all_units(timeout: timedelta | None) -> Iterator[None]:
         fsdp._get_post_forward_mesh_info = make_mesh
 
 
-def _is_entrance(unit: UnitPlan, plan: Plan) -> bool:
-    """Whether the unit has the first modules of the forward, and no others: their inputs are the model's."""
-    return plan.modules[: len(unit.modules)] == unit.modules
-
-
-def _precision(unit: UnitPlan, casts_inputs: bool) -> MixedPrecisionPolicy:
-    # Only the model's inputs are cast, such as images: hidden states leave the previous unit in this unit's
-    # dtype (the plan's check ensures it), and RoPE's tables stay float32.
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, unit.param_dtype),
-        reduce_dtype=getattr(torch, unit.reduce_dtype),
-        output_dtype=None if unit.output_dtype == "same" else getattr(torch, unit.output_dtype),
-        cast_forward_inputs=casts_inputs,
-    )
+def _cast_inputs(dtype: torch.dtype, is_entrance: bool, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Forward pre-hook of a unit's module: cast its hidden state, the first floating-point tensor that it is
+    called with, as FSDP2's default casts all: a float32 buffer may have been added to it. RoPE's tables after
+    it stay float32. Of the model's first module all are cast: they are the model's inputs, such as images."""
+    leaves, structure = tree_flatten((args, kwargs))
+    floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    for i in floats if is_entrance else floats[:1]:
+        leaves[i] = leaves[i].to(dtype)
+    return tree_unflatten(leaves, structure)
 
 
 def apply_prefetch(model: nn.Module, plan: Plan) -> None:

@@ -49,8 +49,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
+from meshwright.parallel.model.styles import check_style
 from meshwright.parallel.plan.rules import STYLE_NAMES
 from meshwright.parallel.plan.schema import Plan, TensorPlan, find_style
+from meshwright.parallel.shardable import ShardableModel
 
 TOKENS, CHANNELS = 1, 2  # dimensions of x[B, T, D]
 
@@ -97,6 +99,8 @@ def apply_styles(
         if style == "loss":
             module.split_vocabulary(axis.group_name, axis.rank)  # type: ignore[operator]
             continue
+        if not isinstance(model, ShardableModel):  # which is taken at its word
+            check_style(name, module, style)
         if hasattr(module, "matrix"):  # other modules read the weight through it
             module.matrix = MethodType(_weight, module)
         forward, _ = STYLES[style]
@@ -208,10 +212,12 @@ def _with_bias(module: Any, y: Tensor, partial: bool = False) -> Tensor:
 
 def _vocab(self: Any, ids_BT: Tensor) -> Tensor:
     table = _weight(self)
-    ids_BT = ids_BT - self.tensor_axis.rank * table.shape[0]
-    is_local_BT = (ids_BT >= 0) & (ids_BT < table.shape[0])
-    x = F.embedding(ids_BT.where(is_local_BT, 0), table) * is_local_BT[..., None]
-    return _leave(x, self.tensor_axis, split=True)
+    first, rows = self.tensor_axis.rank * table.shape[0], table.shape[0]
+    padding = -1 if self.padding_idx is None else self.padding_idx - first
+    ids_BT = ids_BT - first
+    is_local_BT = (ids_BT >= 0) & (ids_BT < rows)
+    x = F.embedding(ids_BT.where(is_local_BT, 0), table, padding if 0 <= padding < rows else None)
+    return _leave(x * is_local_BT[..., None], self.tensor_axis, split=True)
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:
@@ -240,8 +246,8 @@ def _linear(self: Any, x: Tensor) -> Tensor:
     return _with_bias(self, _product(self, x))
 
 
-def _rowwise(self: Any, h: Tensor) -> Tensor:
-    y = _leave(_product(self, h), self.tensor_axis, split=True)
+def _rowwise(self: Any, h: Tensor, split: bool = True) -> Tensor:
+    y = _leave(_product(self, h), self.tensor_axis, split)
     return _with_bias(self, y, partial=self.tensor_axis.sequence_parallel)
 
 
@@ -259,11 +265,12 @@ def _own_rowwise(self: Any, h: Tensor) -> Tensor:
 
 
 def _gathered_logits(self: Any, x: Tensor) -> Tensor:
-    return _Exchange.apply(F.linear(x, _weight(self)), self.tensor_axis, _gather, _local_chunk, CHANNELS)
+    return _Exchange.apply(_linear(self, x), self.tensor_axis, _gather, _local_chunk, CHANNELS)
 
 
 def _whole_vocab(self: Any, ids_BT: Tensor) -> Tensor:
-    return _leave(F.embedding(ids_BT, _weight(self)), self.tensor_axis, split=False)
+    x = F.embedding(ids_BT, _weight(self), self.padding_idx)
+    return _leave(x, self.tensor_axis, split=False)
 
 
 def _whole_sequence(self: Any, x: Tensor) -> Tensor:
@@ -271,8 +278,7 @@ def _whole_sequence(self: Any, x: Tensor) -> Tensor:
 
 
 def _whole_rowwise(self: Any, h: Tensor) -> Tensor:
-    y = _leave(_product(self, h), self.tensor_axis, split=False)
-    return _with_bias(self, y, partial=self.tensor_axis.sequence_parallel)
+    return _rowwise(self, h, split=False)
 
 
 STYLES: dict[str, tuple[Callable[..., Tensor], Placement]] = {

@@ -10,13 +10,16 @@ takes the positions of its tokens in their sequences, under one of the names in 
 Shapes: B batch, t tokens of a rank, N query heads, K key-value heads, H head dim.
 """
 
+import copy
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.rules import nearest
@@ -83,25 +86,66 @@ def _more_than_causal(model: Any) -> str:
     return ""
 
 
-def exchange_in_registry(module: Any, around: Around) -> None:
-    """Let a transformers attention compute within `around`, in place."""
+def exchange_in_registry(
+    model: Any, attentions: Sequence[Any], around: Around, whole: Callable[[Tensor], Tensor]
+) -> None:
+    """Let the attentions of a transformers model compute within `around`, in place, with masks of whole
+    sequences. `whole`: x[B, t] of a rank's tokens -> [B, T]. The config is copied: other models may share it.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(REGISTERED, _attention)
-    module.around = around
-    module.config._attn_implementation = REGISTERED
+    configs = {id(attention.config): attention.config for attention in attentions}
+    copies = copy.deepcopy(configs)
+    for config in copies.values():
+        config._attn_implementation = REGISTERED  # a function for which transformers makes no mask
+    for module in model.modules():
+        if (key := id(getattr(module, "config", None))) in copies:
+            module.config = copies[key]
+    for attention in attentions:
+        attention.around = around
+    models = [module for module in model.modules() if hasattr(module, "_supports_attention_backend")]
+    # the innermost make the masks
+    for maker in {next(m for m in reversed(models) if a in m.modules()) for a in attentions}:
+        hook = partial(_mask_whole_sequences, next(iter(configs.values())), whole)
+        maker.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _mask_whole_sequences(
+    config: Any, whole: Callable[[Tensor], Tensor], model: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """Forward pre-hook of a transformers model: in place of this rank's attention_mask[B, t] give the mask of
+    whole sequences, or none if they are only causal. As without cp, positions that begin again mean packed
+    sequences if there is no attention_mask."""
+    from transformers.masking_utils import create_causal_mask
+
+    given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    mask, positions = given.get("attention_mask"), given.get(position_argument(model))
+    dims = None if mask is None else getattr(mask, "ndim", 0)
+    if getattr(positions, "ndim", 0) != 2 or dims not in (None, 2, 4):
+        raise PlanError(
+            f"with cp {type(model).__name__} needs {position_argument(model)}[B, t] of this rank's tokens "
+            "(sharded.token_positions), and takes an attention_mask[B, t] of them, or [B, 1, T, T]"
+        )
+    if dims != 4:
+        of_all = whole(positions if mask is None else mask.long())
+        known = not isinstance(of_all, FakeTensor)  # its values
+        padding, packed = (None, of_all if known else None) if mask is None else (of_all, None)
+        sizes = of_all.new_empty(*of_all.shape, 0)  # of embeddings
+        given["attention_mask"] = create_causal_mask(config, sizes, padding, None, packed)
+    return (), given
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As transformers' functions: query[B, N, t, H], key and value[B, K, t, H] -> [B, t, N, H]. It makes no
-    mask for a function that it does not know."""
+    """As transformers' functions: query[B, N, t, H], key and value[B, K, t, H], mask[B, 1, T, T] or none for
+    causal attention -> [B, t, N, H]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return sdpa_attention_forward(module, q, k, v, None, **{**options, "is_causal": True})[0]
+        return sdpa_attention_forward(module, q, k, v, mask, **{**options, "is_causal": True})[0]
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return module.around(attend, q, k, v, None), None
+    return module.around(attend, q, k, v, attention_mask), None

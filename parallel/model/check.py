@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.model.describe import Example, call_arguments
+from meshwright.parallel.model.describe import Example, call_arguments, observe
 from meshwright.parallel.model.inputs import kind_of
 from meshwright.parallel.model.materialize import load_weights, materialize
+from meshwright.parallel.plan.rules import written_mistakes
 from meshwright.parallel.plan.schema import ContextPlan, MeshPlan, Plan, UnitPlan
 from meshwright.parallel.sharded_model import ShardedModel, summed
 
@@ -119,6 +120,8 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
     The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises
     PlanError for a model that is too large, or that cannot be sharded or compiled so.
     """
+    for mistake in written_mistakes(plan.mesh, observe(model, example)[1]):
+        raise PlanError(f"check: {mistake.message}")
     cut, blocks = cut_model(model, plan)
     small = small_plan(plan, cut)
     count = sum(p.numel() for p in cut.parameters())

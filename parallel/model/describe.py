@@ -10,7 +10,7 @@ import fnmatch
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -67,7 +67,9 @@ def describe(
     found = find_blocks(model, blocks)
     finer = _matching(model, units, "units")
     whole = _unsharded(model, unsharded)
-    order = call_order(model, example) if example is not None else [name for name, _ in model.named_modules()]
+    order, written = [name for name, _ in model.named_modules()], tuple[str, ...]()
+    if example is not None:
+        order, written = observe(model, example)
     owners = _owners(model, [*found, *finer], whole, order if example is not None else None)
     groups = _in_order(owners, order, {*found, *finer})
     modules = _count(model, list(itertools.chain(*groups)), owners)
@@ -88,6 +90,7 @@ def describe(
         attention_cores=cores,
         core_heads=_core_heads(model, example, cores),
         why_no_cores=why_no_cores,
+        written=written,
     )
 
 
@@ -113,14 +116,11 @@ def _core_heads(model: nn.Module, example: Example | None, cores: Sequence[str])
         return lambda core, args: found.update({f"key-value heads of {name}": args[1].shape[2]})
 
     parts = [(n, m) for n, m in model.named_modules() if any(fnmatch.fnmatchcase(n, core) for core in cores)]
-    hooks = [module.register_forward_pre_hook(count(name)) for name, module in parts]
-    try:
-        if hooks and example is not None:
-            with torch.no_grad():
-                run_on_fakes(model, example)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    if parts and example is not None:
+        with ExitStack() as hooks, torch.no_grad():
+            for name, module in parts:
+                hooks.enter_context(module.register_forward_pre_hook(count(name)))
+            run_on_fakes(model, example)
     return found
 
 
@@ -138,7 +138,7 @@ def _published(model: ShardableModel) -> ModelUnits:
 
 
 def refuse_switches(model: nn.Module) -> None:
-    """Refuse a cache of keys and values, and activation checkpointing of the model's own."""
+    """Refuse a cache of keys and values, the model's own activation checkpointing, and some embeddings."""
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         raise PlanError(
@@ -151,6 +151,9 @@ def refuse_switches(model: nn.Module) -> None:
                 f"{name or type(model).__name__}: the model's own gradient checkpointing is on: turn it off "
                 "(gradient_checkpointing_disable()), and use the plan's activation_checkpoint"
             )
+        if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm):
+            what = "sparse gradients" if module.sparse else "max_norm, which writes a weight that is not kept"
+            raise PlanError(f"{name}: an embedding that is sharded cannot have {what}: leave it out")
 
 
 def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[str]:
@@ -239,30 +242,51 @@ def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[st
 
 
 def _unsharded(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the parameters that stay whole."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    """Return the names of the parameters that stay whole. Raises PlanError for a scalar that would not."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = [*named]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise PlanError(f"unsharded={pattern!r} matches no parameter.{nearest(pattern, names)}")
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    whole = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    for name in names:
+        if not named[name].dim() and name not in whole:
+            raise PlanError(
+                f"{name} is a scalar, which cannot be sharded: make it a tensor of one element, "
+                f"torch.ones(1), or keep it whole: unsharded=[{name!r}]"
+            )
+    return whole
 
 
-def call_order(model: nn.Module, example: Example) -> list[str]:
+def observe(model: nn.Module, example: Example) -> tuple[list[str], tuple[str, ...]]:
     """Return the names of the modules that a forward of the example calls, in the order in which it finishes
-    with them, computing nothing. Raises PlanError if the model cannot run so."""
+    with them, and of the buffers that it writes, without those that `model.written_buffers` names. Nothing is
+    computed. Raises PlanError if the model cannot run so."""
     finished: dict[str, None] = {}
+    seen: list[dict[str, tuple[int, int]]] = []
+    saved, known = model.state_dict().keys(), getattr(model, "written_buffers", ())
 
     def finish(name: str) -> Any:
         return lambda *_: finished.pop(name, None) or finished.setdefault(name)
 
-    hooks = [module.register_forward_hook(finish(name)) for name, module in model.named_modules()]
-    try:
-        with torch.no_grad():
-            run_on_fakes(model, example)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(finished)
+    def look(*_: Any) -> None:
+        seen.append({name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()})
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(finish(name)))
+        hooks.enter_context(model.register_forward_pre_hook(look))
+        hooks.enter_context(model.register_forward_hook(look))
+        run_on_fakes(model, example)
+    before, after = seen[0], seen[-1]
+    changed = [name for name in before if before[name] != after.get(name)]
+    # what is assigned anew and not saved, such as RoPE's tables, can be made again
+    written = [n for n in changed if n in saved or (n in after and before[n][0] == after[n][0])]
+    # torch's norms do not count as a version what they write here
+    norms = [n for n, m in model.named_modules() if m.training and getattr(m, "track_running_stats", False)]
+    written += [f"{norm}.{key}" for norm in norms for key in ("running_mean", "running_var")]
+    unknown = (name for name in written if not any(fnmatch.fnmatchcase(name, each) for each in known))
+    return list(finished), tuple(unknown)
 
 
 def run_on_fakes(
@@ -280,7 +304,7 @@ def run_on_fakes(
     Raises PlanError if the model cannot run so.
     """
     try:
-        with FakeTensorMode(), _one_sequence_a_row():
+        with _nothing_changed(model), FakeTensorMode():
 
             def fake(tensor: Tensor) -> Tensor:
                 changed = dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
@@ -299,19 +323,23 @@ def run_on_fakes(
 
 
 @contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
-    """Context in which transformers' models take each row of tokens as one sequence. They look for several in
-    the values of positions, which fake tensors do not have, and would make masks that a run does not have."""
+def _nothing_changed(model: nn.Module) -> Iterator[None]:
+    """Context after which modules have their attributes again, in which a forward may keep tensors; in it
+    transformers' models take each row of tokens as one sequence. They look for several in the values of
+    positions, which fake tensors do not have, and would make masks that a run does not have."""
     masks: Any = sys.modules.get("transformers.masking_utils")
-    find = getattr(masks, "find_packed_sequence_indices", None)
-    if find is None:
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda *_, **__: None
+    owns = [vars(module) for module in (*model.modules(), *([masks] if masks else []))]
+    owns += [own["_buffers"] for own in owns if "_buffers" in own]
+    before = [(own, dict(own)) for own in owns]
+    if masks:
+        masks.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = find
+        for own, kept in before:
+            for new in own.keys() - kept.keys():
+                del own[new]
+            own.update(kept)
 
 
 def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

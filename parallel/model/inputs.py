@@ -6,6 +6,7 @@ The values of tensors are never known; only their shapes, their dtypes, and whic
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,14 +85,11 @@ def record_calls(
 
         return hook
 
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(record(name), with_kwargs=True) for name in names
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(record(name), with_kwargs=True))
         result = run_on_fakes(model, example, dtype)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return Recorded(calls, tree_map_only(Tensor, spec, result))
 
 

@@ -3,6 +3,7 @@ transformers' `_tp_plan`, checked against the modules that would be split."""
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -30,12 +31,12 @@ def find_styles(model: nn.Module, styles: Mapping[str, str] | None) -> dict[str,
     """
     modules = dict(model.named_modules())
     if styles is None:
-        # an embedding of another formula, such as a scaled one, stays whole
+        # an embedding of which the style would lose something, such as a scaled one, stays whole
         styles = {
             pattern: style
             for pattern, style in _of_transformers(model)
             if style != "vocab"
-            or all(_is_plain_embedding(modules[n]) for n in fnmatch.filter(modules, pattern))
+            or not any(what_is_lost(modules[name], style) for name in fnmatch.filter(modules, pattern))
         }
     kept = {}
     for pattern, style in styles.items():
@@ -73,34 +74,48 @@ def _shared_with_unsplit(model: nn.Module, name: str, styles: Mapping[str, str])
     )
 
 
-LINEAR_STYLES = {
-    style for style in STYLE_NAMES if style.removeprefix("whole_") not in ("vocab", "sequence", "per_head")
+@dataclass(frozen=True)
+class Preserved:
+    """What styles preserve of a module: the forward of a class (None: its own, of a norm), parameters by name
+    (none: all), and not the attributes in `lost`."""
+
+    of: type[nn.Module] | None
+    parameters: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+_LINEAR = Preserved(nn.Linear, ("weight", "bias"))
+_EMBEDDING = Preserved(nn.Embedding, ("weight",), lost=("max_norm", "scale_grad_by_freq"))
+_NORM = Preserved(None)
+PRESERVED = {
+    **dict.fromkeys(STYLE_NAMES, _LINEAR),
+    **dict.fromkeys(("vocab", "whole_vocab"), _EMBEDDING),
+    **dict.fromkeys(("sequence", "whole_sequence", "per_head"), _NORM),
 }
 
 
 def check_style(name: str, module: nn.Module, style: str) -> None:
     """Raise PlanError if a style would compute something else than the module does."""
-    forward = type(module).forward
-    if style in LINEAR_STYLES and forward is not nn.Linear.forward:
-        raise PlanError(
-            f"{name} is a {type(module).__name__}, and {style} is for nn.Linear: its weight might have "
-            f"another layout or its forward another formula: {LEAVE_OUT}"
-        )
-    if style.endswith("vocab") and not _is_plain_embedding(module):
-        raise PlanError(f"{name} is a {type(module).__name__}, and {style} is for nn.Embedding: {LEAVE_OUT}")
-    if style not in ("sequence", "per_head"):
-        return
-    if any(True for _ in module.children()):
-        raise PlanError(f"{name} has modules inside, and {style} is for a single norm: {LEAVE_OUT}")
-    if isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
-        raise PlanError(
-            f"{name} is a {type(module).__name__}, an nn.RMSNorm with another forward, and {style} would use "
-            f"nn.RMSNorm's: derive it from nn.Module, or {LEAVE_OUT}"
-        )
+    if why := what_is_lost(module, style):
+        raise PlanError(f"{name} is a {type(module).__name__}, and {style} {why}: {LEAVE_OUT}")
 
 
-def _is_plain_embedding(module: nn.Module) -> bool:
-    return type(module).forward is nn.Embedding.forward and not getattr(module, "max_norm", None)
+def what_is_lost(module: nn.Module, style: str) -> str:
+    """Return why a style would compute something else than the module does; "" if it does not."""
+    kept, forward, own = PRESERVED[style], type(module).forward, vars(module)
+    if kept.of and forward is not kept.of.forward:
+        return f"is for nn.{kept.of.__name__}: its weight's layout or its formula may be another"
+    if not kept.of and isinstance(module, nn.RMSNorm) and forward is not nn.RMSNorm.forward:
+        return "would use nn.RMSNorm's forward, and not its own: derive it from nn.Module"
+    for key, _ in module.named_parameters():
+        if "." in key or key not in (kept.parameters or (key,)):
+            return f"is for a single norm or layer, without a parameter {key}"
+    for key in kept.lost:
+        if value := getattr(module, key, None):
+            return f"would ignore its {key}={value}"
+    if "forward" in own or any(own[key] for key in own if key.startswith(("_forward", "_backward"))):
+        return "would ignore its replaced forward, or call its hooks with a part: remove them"
+    return ""
 
 
 def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.plan.mistakes import Mistake
@@ -193,6 +193,17 @@ def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnit
                 "the model soon learns not to predict them."
             )
         yield Mistake("mesh.tp", message)
+
+
+def written_mistakes(mesh: MeshPlan, written: Sequence[str]) -> Iterator[Mistake]:
+    """Refuse buffers that each rank would write from its own part of the batch, such as running means."""
+    if written and mesh.world_size > mesh.tp:
+        yield Mistake(
+            "modules",
+            f"the forward writes {', '.join(written[:3])}{' ...' * (len(written) > 3)}, and each rank would "
+            "have its own: use eval() of these modules, or make them equal yourself and say so: "
+            f"model.written_buffers = ({written[0]!r}, ...)",
+        )
 
 
 def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:

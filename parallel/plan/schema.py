@@ -40,6 +40,7 @@ class ModelUnits:
         unsharded: parameters that every rank keeps whole
         linears: (outputs, inputs) of the linears inside blocks, by fqn pattern
         why_no_styles: why the split that the model publishes cannot be used
+        written: buffers that the forward writes, of which every rank would have its own
     """
 
     modules: Mapping[str, int]
@@ -58,6 +59,7 @@ class ModelUnits:
     unsharded: tuple[str, ...] = ()
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     why_no_styles: str = ""
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

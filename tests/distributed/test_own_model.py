@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.tools.bench.own_model.command import compare_in_worker
 from meshwright.tools.bench.own_model.models import MODELS, PLANS, WITHOUT_STYLES, encoder, on_meta
+from tests.support.factories import HF_SIZES, VOCABULARY
+from tests.support.hf_models import make_tokens
 from tests.support.worlds import run_ranks
 
 EVERYDAY = "torch's TransformerEncoder"
@@ -93,3 +95,45 @@ def test_two_ranks_train_the_same_and_each_goes_on_from_the_other(tmp_path: Path
     assert together == pytest.approx(alone, rel=1e-4)
     assert on == pytest.approx(again, rel=1e-4)
     assert on[-2] < alone[-2], "it goes on"
+
+
+def masked(model: Any, cp: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's logits of two sequences of 16 tokens, padded at the left or packed from two documents, and
+    a gradient of all ranks, of a transformers model."""
+    ids, mask = make_tokens(VOCABULARY, 2, 16), torch.ones(2, 16, dtype=torch.int64)
+    mask[:, :6] = 0
+    config = mw.ParallelConfig(cp=cp, compile=mw.CompileConfig(enabled=False))
+    plan = mw.make_plan(config, mw.describe(model, {"input_ids": ids}), mw.RunShape(2, 2, seq_len=16))
+    sharded = mw.apply_plan(model, plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
+    mw.materialize(sharded, seed=0)
+    own = sharded.token_positions(16)
+    positions = torch.cat((torch.arange(8), torch.arange(8)) if not padded else (torch.arange(16),))[own]
+    given = {"attention_mask": mask[:, own]} if padded else {}
+    logits = model(input_ids=ids[:, own], position_ids=positions.expand(2, -1), **given).logits
+    shown = logits * mask[:, own][..., None]
+    shown.square().sum().backward()
+    grad = model.model.layers[0].self_attn.q_proj.weight.grad.full_tensor()
+    return shown.detach(), grad * cp / 2  # with cp=1 both ranks have all tokens
+
+
+def masked_of_two_models() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    import transformers
+
+    found = []
+    for padded in (True, False):
+        config = transformers.LlamaConfig(**HF_SIZES, use_cache=False, initializer_range=0.3)
+        with torch.device("meta"):
+            models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
+        # the second model shares the config of the first, which must stay as it was
+        found.append([masked(model, cp, padded) for model, cp in zip(models, (2, 1), strict=True)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+def test_masks_and_packed_positions_of_transformers_mean_the_same_with_cp() -> None:
+    """Documents that begin where a rank's tokens do, and padding; another model has the same config."""
+    for rank, found in enumerate(run_ranks(2, masked_of_two_models)):
+        for (logits, gradient), (whole, expected) in found:
+            torch.testing.assert_close(logits, whole.chunk(2, dim=1)[rank], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)

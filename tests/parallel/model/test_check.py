@@ -111,10 +111,10 @@ def split_wrongly(made: MADE) -> mw.Plan:
     return dataclasses.replace(plan, tensor=dataclasses.replace(plan.tensor, styles=styles))
 
 
-def dtypes_in_bfloat16(made: MADE) -> list[str]:
+def dtypes_in_bfloat16(made: MADE, plan: mw.Plan | None = None) -> list[str]:
     """The dtypes of the output and of the gradients of a model that computes in bfloat16."""
     model, example = made
-    plan = plan_of(made, param_dtype="bfloat16")
+    plan = plan or plan_of(made, param_dtype="bfloat16")
     sharded = mw.apply_plan(on_the_meta_device(model), plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
     mw.materialize(sharded, seed=0)
     output = sharded.model(*example.values())
@@ -122,8 +122,55 @@ def dtypes_in_bfloat16(made: MADE) -> list[str]:
     return [str(output.dtype), *{str(p.grad.dtype) for p in sharded.model.parameters() if p.grad is not None}]
 
 
+class Tabled(nn.Module):
+    """A float32 buffer is added to hidden states, and given to blocks, which must get it in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.blocks = nn.Linear(8, 8), nn.ModuleList(TabledBlock() for _ in range(2))
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x) + self.table
+        for block in self.blocks:
+            x = block(x, self.table)
+        return x
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.table)
+
+
+class TabledBlock(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        assert table.dtype == torch.float32
+        return super().forward(x) * table.to(x.dtype)
+
+
+def tabled() -> MADE:
+    return Tabled(), {"x": torch.randn(4, 6, 8)}
+
+
+def joined_in_bfloat16() -> list[str]:
+    """The dtypes of a model whose first unit is what is before the blocks and the first block."""
+    model, example = tabled()
+    plan = plan_of((model, example), param_dtype="bfloat16")
+    inside, first, *others = plan.units
+    joined = dataclasses.replace(first, modules=(*inside.modules, *first.modules))
+    plan = dataclasses.replace(plan, units=(joined, *others))
+    return dtypes_in_bfloat16((model, example), plan)
+
+
+def padded() -> MADE:
+    """A vocabulary of which the id 3 has no gradient, and appears."""
+    blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    return nn.Sequential(nn.Embedding(8, 8, padding_idx=3), blocks), {"input": torch.arange(8).expand(4, 8)}
+
+
 def compare_on_ranks() -> dict[str, Any]:
-    made, off = stack(), off_on_one_rank()
+    made, off, of_ids = stack(), off_on_one_rank(), padded()
     plans = {
         "recomputed": plan_of(made, activation_checkpoint="full"),
         "selective": plan_of(made, activation_checkpoint="selective", selective_policy="matmul"),
@@ -132,7 +179,9 @@ def compare_on_ranks() -> dict[str, Any]:
     }
     found: dict[str, Any] = {name: compare(plan, *made) for name, plan in plans.items()}
     found["off"] = compare(plan_of(off), *off)
-    found["bfloat16"] = dtypes_in_bfloat16(linears())
+    dtypes = [dtypes_in_bfloat16(linears()), dtypes_in_bfloat16(tabled()), joined_in_bfloat16()]
+    found["bfloat16"] = dtypes
+    found["padded"] = compare(plan_of(of_ids, {"0": "vocab"}, tp=2), *of_ids)
     tensor_parallel._with_bias = lambda module, y, partial=False: y  # type: ignore[assignment]
     found["bias"] = compare(split(made), *made)
     return found
@@ -153,8 +202,12 @@ def test_biases_norms_of_any_formula_dicts_and_keywords_compute_the_same(
     assert results[0][plan]["graphs"] == (2 if plan == "split" else 0), "one for each kind of block"
 
 
-def test_inputs_in_another_dtype_are_cast(results: list[dict[str, Any]]) -> None:
-    assert results[0]["bfloat16"] == ["torch.bfloat16", "torch.float32"]
+def test_inputs_in_another_dtype_are_cast_and_tables_are_not(results: list[dict[str, Any]]) -> None:
+    assert results[0]["bfloat16"] == [["torch.bfloat16", "torch.float32"]] * 3
+
+
+def test_an_id_without_a_gradient_has_none_in_a_split_vocabulary(results: list[dict[str, Any]]) -> None:
+    assert results[0]["padded"]["differences"] == []
 
 
 def test_a_whole_weight_on_split_heads_is_found(results: list[dict[str, Any]]) -> None:

@@ -92,6 +92,22 @@ def linear() -> tuple[nn.Module, Any]:
     return nn.Linear(8, 8), (torch.zeros(2, 8),)
 
 
+def embedding(**keys: Any) -> tuple[nn.Module, Any]:
+    return nn.Sequential(nn.Embedding(8, 8, **keys), nn.Linear(8, 8), nn.Linear(8, 8)), (ids() % 8,)
+
+
+def scalar() -> tuple[nn.Module, Any]:
+    model, example = positions()
+    model.positions = nn.Parameter(torch.ones(()))
+    return model, example
+
+
+def hooked() -> tuple[nn.Module, Any]:
+    model, example = llama()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    return model, example
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: llama(use_cache=True), {}, "set model.config.use_cache = False"),
     (checkpointing, {}, "the model's own gradient checkpointing is on"),
@@ -104,6 +120,15 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (llama, {"styles": {"model.norm": "rowwise"}}, "LlamaRMSNorm, and rowwise is for nn.Linear"),
     (llama, {"styles": {"*.q_proj": "colwize"}}, "Did you mean colwise?"),
     (llama, {"styles": {"*.q_prj": "own_colwise"}}, "matches no module"),
+    (hooked, {"styles": {"*.q_proj": "own_colwise"}}, "call its hooks with a part"),
+    (
+        lambda: embedding(scale_grad_by_freq=True),
+        {"blocks": 64, "styles": {"0": "vocab"}},
+        "scale_grad_by_freq",
+    ),
+    (lambda: embedding(sparse=True), {"blocks": 64}, "cannot have sparse gradients"),
+    (lambda: embedding(max_norm=1.0), {"blocks": 64}, "cannot have max_norm"),
+    (scalar, {}, "positions is a scalar, which cannot be sharded"),
 ]
 
 
@@ -149,3 +174,49 @@ def test_a_published_split_that_is_unknown_is_refused_only_with_tp() -> None:
         mw.make_plan(mw.ParallelConfig(tp=2), units, mw.RunShape(2, 2, 8))
     assert "tp=2, but LlamaForCausalLM._tp_plan: model.layers.*.mlp.down_proj" in str(raised.value)
     assert "no style for 'packed_rowwise'" in str(raised.value)
+
+
+class Counting(nn.Linear):
+    """Writes buffers in place and anew, and keeps a tensor and a buffer that a forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.cached: Any = None
+        self.register_buffer("load", torch.zeros(8), persistent=False)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("table", torch.zeros(8), persistent=False)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.load.add_(1)
+        self.mean = 0.9 * self.mean + x.mean(0)
+        self.table = torch.ones(8)
+        self.cached = self.table + 1
+        self.register_buffer("new", self.table)
+        return super().forward(self.norm(x))
+
+
+def test_buffers_that_the_forward_writes_are_refused_on_several_ranks_unless_the_model_names_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Counting())
+    units = describe(model, (torch.zeros(2, 8),), blocks=nn.Linear)
+    norm = ("running_mean", "running_var", "num_batches_tracked")
+    assert set(units.written) == {"2.load", "2.mean", *(f"2.norm.{name}" for name in norm)}
+    assert mw.make_plan(mw.ParallelConfig(), units, mw.RunShape(1, 1, 8)).mesh.world_size == 1
+    with pytest.raises(mw.PlanError, match=r"the forward writes .*2\.mean"):
+        mw.make_plan(mw.ParallelConfig(), units, mw.RunShape(2, 2, 8))
+    plan = mw.make_plan(mw.ParallelConfig(), describe(model, blocks=nn.Linear), mw.RunShape(2, 2, 8))
+    with pytest.raises(mw.PlanError, match=r"the forward writes .*2\.mean"):
+        mw.check(model, plan, (torch.zeros(2, 8),))
+    model.written_buffers = ("2.*",)
+    assert describe(model, (torch.zeros(2, 8),), blocks=nn.Linear).written == ()
+
+
+def test_describe_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Counting())
+    before = dict(model.named_buffers())
+    describe(model, (torch.zeros(2, 8),), blocks=nn.Linear)
+    assert model[1].cached is None
+    assert {name: id(buffer) for name, buffer in model.named_buffers()} == {
+        name: id(buffer) for name, buffer in before.items()
+    }
+    assert not any(buffer.any() for name, buffer in before.items() if "running_var" not in name)
