@@ -232,19 +232,17 @@ def _read_scaling(
     return RopeScaling(kind, **{ours: given[theirs] for ours, theirs in required.items()})
 
 
-def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json for our model, with the rotary embedding in the forms of transformers 4 and 5.
+def config_to_hf(config: LlamaConfig, token_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of transformers 5 for our model, without the dtype of its weights.
 
-    `dtype` is that of the saved weights, such as bfloat16. `token_ids`: bos_token_id, eos_token_id and
-    pad_token_id; a missing one is written as null, because transformers' defaults for the first two are 1 and
-    2.
+    `token_ids`: bos_token_id, eos_token_id and pad_token_id; a missing one is written as null, because
+    transformers' defaults for the first two are 1 and 2.
     """
-    scaling: dict[str, Any] | None = None
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling:
         keys = LLAMA3_KEYS if config.rope_scaling.kind == "llama3" else {"factor": "factor"}
-        scaling = {"rope_type": config.rope_scaling.kind}
-        scaling |= {theirs: getattr(config.rope_scaling, ours) for ours, theirs in keys.items()}
-    ids = {name: token_ids.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        rope["rope_type"] = config.rope_scaling.kind
+        rope |= {theirs: getattr(config.rope_scaling, ours) for ours, theirs in keys.items()}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
@@ -257,11 +255,28 @@ def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) 
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        **ids,
+        "rope_parameters": rope,
+        **{name: token_ids.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "use_cache": True,
     }
+
+
+def for_every_version(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json of transformers 5 of any model with the keys of transformers 4 beside the new
+    ones, and without those that concern only where and how the model was trained.
+
+    `dtype` is that of the saved weights, such as bfloat16.
+    """
+    written = {key: value for key, value in hf.items() if key != "_name_or_path"}
+    if written.get("use_cache") is False:  # in training only: models.from_transformers
+        written["use_cache"] = True
+    rope, old = hf.get("rope_parameters") or {}, {}
+    if any(isinstance(value, Mapping) for value in rope.values()):  # by the kind of layer, as in Gemma 3
+        rope, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+        old = {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+    outside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in outside}
+    if rope:
+        default = rope.get("rope_type", "default") == "default"
+        old |= outside | {"rope_scaling": None if default else scaling}
+    return {**written, **old, "dtype": dtype, "torch_dtype": dtype}

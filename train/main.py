@@ -47,7 +47,7 @@ from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer, describe_short_run
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
-from meshwright.train.state import restore
+from meshwright.train.state import files_beside, restore
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -113,7 +113,10 @@ def run(config: Config, ranks: RankInfo) -> bool:
             model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, saves, data, console)
-            parts = saves, folder / "checkpoints", model, optimizer, mesh, texts
+            kept = (
+                files_beside(config, data.corpus.tokenizer, start, weights, console) if ranks.is_main else {}
+            )
+            parts = saves, folder / "checkpoints", model, optimizer, mesh, texts | kept
             saver = CheckpointSaver(*parts, machine=ranks.machine, group_timeout=timeout)
             saver.make_room(state.position.step, console.print)
             loss_of = source.loss(plan, config.train.z_loss)
@@ -128,11 +131,11 @@ def run(config: Config, ranks: RankInfo) -> bool:
             reporting.finish()
             supervision.finish(reached.step, stopped)
             saved = saved or (start.checkpoint if start.step == reached.step else None)
-            progress, kept = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
+            progress, where = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
             again = f"the same command {'resumes it' if saved else 'starts where this run did'}"
-            finished = f"finished: {progress}, {kept}; tensorboard --logdir {folder}/tb"
+            finished = f"finished: {progress}, {where}; tensorboard --logdir {folder}/tb"
             why = supervision.stop_reason
-            console.print(f"stopped at {progress} ({why}), {kept}; {again}" if stopped else finished)
+            console.print(f"stopped at {progress} ({why}), {where}; {again}" if stopped else finished)
     return stopped
 
 

@@ -1,15 +1,19 @@
 """The training state: model and optimizer, with the values that a run starts with."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from meshwright.train.checkpoint.huggingface import Origin, beside_weights, read_origin
 from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights
 from meshwright.train.checkpoint.load import Start, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.config import CheckpointConfig
+from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.console import Console
+from meshwright.train.data.corpus import find_tokenizer_file
+from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.data.training_data import TrainingData
 
 
@@ -44,4 +48,24 @@ def restore(
         console.print(f"resumed from {start.checkpoint}: step {start.step} of {data.total_steps} is done")
     elif weights:
         load_weights(weights, model, config.verify)
+        for name, rows in weights.padded.items():
+            console.print(f"weights: {name} has {rows} rows, and is padded with their mean")
     return TrainState(model, optimizer, data.start)
+
+
+def files_beside(
+    config: Config, tokenizer: TokenizerInfo, start: Start, weights: Weights | None, console: Console
+) -> dict[str, bytes]:
+    """Return the files that each checkpoint keeps for its use without the data. What cannot be read is left
+    out with a warning, because the run does not need it."""
+    base = start.checkpoint or (weights.folder if weights else None)
+    padded = {**(weights.padded if weights else {}), **(read_origin(base).padded if base else {})}
+    file, origin = find_tokenizer_file(config.data), Origin(tokenizer, padded)
+    asked = [Path(config.checkpoint.init_from).expanduser()] if config.checkpoint.init_from else []
+    try:
+        return beside_weights(
+            origin, file, [*([base] if base else []), *asked, *([file.parent] if file else [])]
+        )
+    except (OSError, ValueError) as error:
+        console.print(f"warning: checkpoints do not keep the tokenizer: {error}")
+        return beside_weights(origin, None, [])

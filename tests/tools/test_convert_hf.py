@@ -135,7 +135,7 @@ def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -
     assert len(read_all(tmp_path / "hf")) == len(weights)
     with torch.no_grad():
         assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
-    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (None, None)
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (256, 256), "of the bytes"
 
 
 def test_another_dtype_is_the_rounded_weights(hf_dir: Path, tmp_path: Path) -> None:

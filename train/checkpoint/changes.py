@@ -48,6 +48,15 @@ def config_changes(saved: Config | ModelConfig, current: Config | ModelConfig, n
     return [(k, old.get(k), new.get(k)) for k in keys if not (shorter and k == "model.max_seq_len")]
 
 
+def split_growth(changes: Sequence[Change]) -> tuple[list[Change], tuple[int, int] | None]:
+    """Return changes of a model without that of its vocabulary to a larger one, for which weights can be
+    padded, and the saved size and the model's if there is one."""
+    grown = [
+        c for c in changes if c[0].endswith("vocab_size") and isinstance(c[1], int) and c[1] < (c[2] or 0)
+    ]
+    return [c for c in changes if c not in grown], (grown[0][1], grown[0][2]) if grown else None
+
+
 def refuse_other_model(
     setting: str, source: Path, changes: Sequence[Change], way_out: str, meant: bool
 ) -> None:
@@ -57,7 +66,7 @@ def refuse_other_model(
         different = first_of([f"{key}={value} (saved: {saved})" for key, saved, value in changes], "; ", 6)
         raise ConfigError(
             f"{setting}: {source} describes another model: {different}. {way_out}; or set "
-            "checkpoint.changed_model=true, if the change is meant"
+            "checkpoint.changed_model=true, if the change is meant and leaves all shapes as they are"
         )
 
 

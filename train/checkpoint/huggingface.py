@@ -1,8 +1,10 @@
 """A Hugging Face folder on disk: config.json, and safetensors files that can be read slice by slice. Pickle
-files are never read."""
+files are never read. And what a checkpoint keeps beside its weights, from which such a folder can be written.
+"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ from safetensors import SafetensorError, safe_open
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of, one_line
+from meshwright.parallel.structure import Natural
+from meshwright.train.data.tokenizer import TokenizerInfo, tokenizer_files
 from meshwright.train.errors import CheckpointError
-from meshwright.train.files import read_json
+from meshwright.train.files import read_json, read_note
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 JSON_BYTES = 2**24  # limit of a config or an index; the index of 126 blocks in 191 files has 100 KB
+GENERATION, ORIGIN = "generation_config.json", "origin.json"
+BOS_ID, EOS_ID, PAD_ID = TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_NAME_BYTES = 255  # the limit of common file systems
@@ -47,6 +53,55 @@ class HfFolder(HfWeights):
     """A Llama among them, with our config."""
 
     config: LlamaConfig
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is not in the config of a checkpoint's model: the tokenizer of the data that trained it, None if
+    unknown; and the rows of weights before their vocabulary was padded, by parameter."""
+
+    tokenizer: TokenizerInfo | None = None
+    padded: Mapping[str, Natural] = field(default_factory=dict)
+
+
+def read_origin(checkpoint: Path) -> Origin:
+    """Return the origin of a checkpoint, which older ones do not have."""
+    return read_note(Origin, checkpoint / ORIGIN, JSON_BYTES) or Origin()
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return a folder's generation_config.json, with ids of special tokens that only its config.json has; {}
+    without either. Raises OSError and ValueError."""
+    files = [folder / name for name in (CONFIG, GENERATION)]
+    config, generation = (read_json(file, JSON_BYTES) if file.is_file() else {} for file in files)
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None} | generation
+
+
+def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Path]) -> dict[str, bytes]:
+    """Return the files that make a checkpoint usable without its data: its origin, the tokenizer.json at
+    `tokenizer` with those beside it, and the first generation config in `folders`. Raises OSError and
+    ValueError."""
+    files = tokenizer_files(tokenizer) if tokenizer else {}
+    generation = next(filter(None, map(read_generation, folders)), None)
+    notes = {ORIGIN: asdict(origin) if origin != Origin() else None, GENERATION: generation}
+    return files | {name: to_json(note).encode() for name, note in notes.items() if note}
+
+
+def to_json(note: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file."""
+    return json.dumps(note, indent=2) + "\n"
+
+
+def merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_size: int) -> dict[str, Any]:
+    """Return a generation config in which the separator of the training data ends a text too, and a text
+    begins as there if it names no BOS. Ids that the model does not have are dropped."""
+    given = {key: generation.get(key) for key in TOKEN_IDS}
+    lists = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+    ids = {key: [i for i in each if isinstance(i, int) and i < vocab_size] for key, each in lists.items()}
+    ids[BOS_ID] = ids[BOS_ID] or [tokenizer.start]
+    ids[EOS_ID] = list(dict.fromkeys([*ids[EOS_ID], tokenizer.eos]))
+    others = {key: value for key, value in generation.items() if key not in TOKEN_IDS}
+    return others | {key: each if each[1:] else each[0] for key, each in ids.items() if each}
 
 
 def open_weights(path: Path) -> HfWeights:

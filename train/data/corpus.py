@@ -26,6 +26,7 @@ from meshwright.train.data.token_store import (
     read_manifest,
 )
 from meshwright.train.data.tokenizer import (
+    FILE,
     ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
@@ -170,6 +171,17 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
     folder = user_path(source, "data.source")
     info = read_manifest(folder).tokenizer
     return JsonTokenizer(folder, info=info) if info.sha256 else ByteTokenizer()
+
+
+def find_tokenizer_file(config: DataConfig) -> Path | None:
+    """Return the tokenizer.json of a config's data; it may be missing, and is None for bytes."""
+    source = next(iter(config.mixture), config.source)
+    if config.tokenizer == "auto" and is_prepared(source):
+        return user_path(source, "data.source") / FILE
+    if config.tokenizer in ("auto", "bytes"):
+        return None
+    path = user_path(config.tokenizer, "data.tokenizer")
+    return path / FILE if path.is_dir() else path
 
 
 def is_prepared(source: str) -> bool:
