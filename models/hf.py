@@ -232,12 +232,9 @@ def _read_scaling(
     return RopeScaling(kind, **{ours: given[theirs] for ours, theirs in required.items()})
 
 
-def config_to_hf(config: LlamaConfig, token_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of transformers 5 for our model, without the dtype of its weights.
-
-    `token_ids`: bos_token_id, eos_token_id and pad_token_id; a missing one is written as null, because
-    transformers' defaults for the first two are 1 and 2.
-    """
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the config.json of transformers 5 for our model, without the dtype of its weights. The ids of
+    special tokens are null, because transformers' defaults for the first two are 1 and 2."""
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling:
         keys = LLAMA3_KEYS if config.rope_scaling.kind == "llama3" else {"factor": "factor"}
@@ -256,27 +253,25 @@ def config_to_hf(config: LlamaConfig, token_ids: Mapping[str, Any]) -> dict[str,
         "attention_bias": False,
         "mlp_bias": False,
         "rope_parameters": rope,
-        **{name: token_ids.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "use_cache": True,
     }
 
 
 def for_every_version(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json of transformers 5 of any model with the keys of transformers 4 beside the new
-    ones, and without those that concern only where and how the model was trained.
+    """Return a config.json of transformers 5, of any model, with the keys of transformers 4 beside the new
+    ones, and without those of the training: a path, and the cache, which models.from_transformers turns off.
 
     `dtype` is that of the saved weights, such as bfloat16.
     """
-    written = {key: value for key, value in hf.items() if key != "_name_or_path"}
-    if written.get("use_cache") is False:  # in training only: models.from_transformers
-        written["use_cache"] = True
-    rope, old = hf.get("rope_parameters") or {}, {}
-    if any(isinstance(value, Mapping) for value in rope.values()):  # by the kind of layer, as in Gemma 3
-        rope, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
-        old = {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
-    outside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    scaling = {key: value for key, value in rope.items() if key not in outside}
+    written = {k: v for k, v in hf.items() if k != "_name_or_path" and (k, v) != ("use_cache", False)}
+    rope = hf.get("rope_parameters") or {}
+    local = rope.get("sliding_attention") or {}
+    rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
+    old = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    scaling = {key: value for key, value in rope.items() if key not in old}
+    old["rope_local_base_freq"] = local.get("rope_theta")
+    written |= {key: value for key, value in old.items() if value is not None}
     if rope:
-        default = rope.get("rope_type", "default") == "default"
-        old |= outside | {"rope_scaling": None if default else scaling}
-    return {**written, **old, "dtype": dtype, "torch_dtype": dtype}
+        written["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
+    return {**written, "dtype": dtype, "torch_dtype": dtype}

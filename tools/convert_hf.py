@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.models.hf import LARGEST, config_to_hf, for_every_version, hf_name
+from meshwright.models.hf import config_to_hf, for_every_version, hf_name
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.cli import number_from, run_tool
@@ -31,20 +31,16 @@ from meshwright.tools.load_weights import (
 )
 from meshwright.train.checkpoint.commit import write_synced
 from meshwright.train.checkpoint.huggingface import (
-    CONFIG,
     DTYPES,
-    GENERATION,
     INDEX,
+    JSON_BYTES,
     ONE_FILE,
-    TOKEN_IDS,
     HfFolder,
     Origin,
     beside_weights,
-    merge_ids,
+    make_export,
     open_folder,
-    read_generation,
     read_origin,
-    to_json,
 )
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
 from meshwright.train.checkpoint.manifest import (
@@ -57,14 +53,13 @@ from meshwright.train.checkpoint.manifest import (
 )
 from meshwright.train.checkpoint.reader import open_checkpoint
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
-from meshwright.train.config import Config, DataConfig
+from meshwright.train.config import Config
 from meshwright.train.data.corpus import find_tokenizer_file
-from meshwright.train.data.tokenizer import FILE, byte_tokenizer_json, name_tokens, tokenizer_files
+from meshwright.train.data.tokenizer import FILE
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path
 from meshwright.train.model.own import HF_CONFIG
 
-HF_CONFIG_BYTES = 2**24
 # checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
 # size: the default is only at the end
 SAVE_EVERY = 500
@@ -147,9 +142,9 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
             return opened.get_tensor(names[name])
 
     write_files(partial, sizes, read, limit_bytes)
-    with _readable(folder.path):
-        beside = beside_weights(Origin(), folder.path / FILE, [folder.path])
-    _write_all(partial, beside)
+    beside = beside_weights(Origin(), folder.path / FILE, [folder.path])
+    for name, content in beside.items():
+        (partial / name).write_bytes(content)
     has_tokenizer = FILE in beside
     (partial / "config.yaml").write_text(
         config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8"
@@ -184,7 +179,7 @@ def export_checkpoint(
     if isinstance(config.model, LlamaConfig):
         weights = saved_weights(checkpoint, manifest, config.model)
         saved = {hf_name(fqn): (PREFIX + fqn, tensor) for fqn, tensor in weights.items()}
-        written = config_to_hf(config.model, {})
+        written = config_to_hf(config.model)
     else:  # transformers' own module, whose names are those of the folder
         saved = {
             name.removeprefix(PREFIX): (name, tensor)
@@ -210,29 +205,10 @@ def export_checkpoint(
     main_dtype = max(
         dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each)
     )
-    with _readable(checkpoint):
-        beside, ids = _beside_export(checkpoint, config.data, origin, written)
-    config_json = to_json(for_every_version(written | ids, str(main_dtype).removeprefix("torch.")))
-    _write_all(partial, {**beside, CONFIG: config_json.encode()})
-
-
-def _beside_export(
-    checkpoint: Path, data: DataConfig, origin: Origin, hf_config: Mapping[str, Any]
-) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the files of the tokenizer, those of the checkpoint or of the run's data, with a generation
-    config, and the ids of special tokens. Raises DataError, OSError and ValueError."""
-    path = checkpoint / FILE if (checkpoint / FILE).is_file() else find_tokenizer_file(data)
-    files = tokenizer_files(path) if path else {}
-    generation = read_generation(checkpoint) or (read_generation(path.parent) if path else {})
-    if origin.tokenizer:
-        if not origin.tokenizer.sha256:
-            files = {FILE: byte_tokenizer_json()}
-        if FILE in files:
-            files = name_tokens(files, origin.tokenizer)
-        generation = merge_ids(generation, origin.tokenizer, hf_config.get("vocab_size", LARGEST))
-    if generation:
-        files[GENERATION] = to_json(generation).encode()
-    return files, {key: generation[key] for key in TOKEN_IDS if key in generation}
+    tokenizer = checkpoint / FILE if (checkpoint / FILE).is_file() else find_tokenizer_file(config.data)
+    written = for_every_version(written, str(main_dtype).removeprefix("torch."))
+    for file, content in make_export(written, checkpoint, tokenizer).items():
+        (partial / file).write_bytes(content)
 
 
 def _own_hf_config(checkpoint: Path) -> dict[str, Any]:
@@ -242,7 +218,7 @@ def _own_hf_config(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint} has no {HF_CONFIG}: its model is not one of transformers, which a Hugging Face "
             "folder needs. Read its weights with meshwright.load, or from its safetensors files"
         )
-    return read_json(checkpoint / HF_CONFIG, HF_CONFIG_BYTES)
+    return read_json(checkpoint / HF_CONFIG, JSON_BYTES)
 
 
 def write_files(
@@ -293,22 +269,6 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             "use --dtype bfloat16 or float32"
         )
     return converted
-
-
-def _write_all(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Turn the error of a file of the tokenizer, or of a generation config, into a CheckpointError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder}: a file beside the weights cannot be read ({error}): fix or remove it"
-        ) from None
 
 
 @contextmanager

@@ -113,10 +113,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, saves, data, console)
-            kept = (
-                files_beside(config, data.corpus.tokenizer, start, weights, console) if ranks.is_main else {}
-            )
-            parts = saves, folder / "checkpoints", model, optimizer, mesh, texts | kept
+            beside = files_beside(config, data, start, weights, console) if ranks.is_main else {}
+            parts = saves, folder / "checkpoints", model, optimizer, mesh, texts | beside
             saver = CheckpointSaver(*parts, machine=ranks.machine, group_timeout=timeout)
             saver.make_room(state.position.step, console.print)
             loss_of = source.loss(plan, config.train.z_loss)
@@ -131,11 +129,11 @@ def run(config: Config, ranks: RankInfo) -> bool:
             reporting.finish()
             supervision.finish(reached.step, stopped)
             saved = saved or (start.checkpoint if start.step == reached.step else None)
-            progress, where = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
+            progress, kept = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
             again = f"the same command {'resumes it' if saved else 'starts where this run did'}"
-            finished = f"finished: {progress}, {where}; tensorboard --logdir {folder}/tb"
+            finished = f"finished: {progress}, {kept}; tensorboard --logdir {folder}/tb"
             why = supervision.stop_reason
-            console.print(f"stopped at {progress} ({why}), {where}; {again}" if stopped else finished)
+            console.print(f"stopped at {progress} ({why}), {kept}; {again}" if stopped else finished)
     return stopped
 
 

@@ -13,7 +13,6 @@ from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import find_tokenizer_file
-from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.data.training_data import TrainingData
 
 
@@ -54,18 +53,17 @@ def restore(
 
 
 def files_beside(
-    config: Config, tokenizer: TokenizerInfo, start: Start, weights: Weights | None, console: Console
+    config: Config, data: TrainingData, start: Start, weights: Weights | None, console: Console
 ) -> dict[str, bytes]:
     """Return the files that each checkpoint keeps for its use without the data. What cannot be read is left
     out with a warning, because the run does not need it."""
-    base = start.checkpoint or (weights.folder if weights else None)
-    padded = {**(weights.padded if weights else {}), **(read_origin(base).padded if base else {})}
-    file, origin = find_tokenizer_file(config.data), Origin(tokenizer, padded)
-    asked = [Path(config.checkpoint.init_from).expanduser()] if config.checkpoint.init_from else []
+    folders = [Path(each).expanduser() for each in (start.checkpoint, config.checkpoint.init_from) if each]
+    names = weights.names if weights else {}
+    rows = {fqn: weights.padded[name] for fqn, name in names.items() if weights and name in weights.padded}
+    origin = Origin(data.corpus.tokenizer, {**rows, **(read_origin(folders[0]).padded if folders else {})})
     try:
-        return beside_weights(
-            origin, file, [*([base] if base else []), *asked, *([file.parent] if file else [])]
-        )
+        file = find_tokenizer_file(config.data)
+        return beside_weights(origin, file, [*folders, *([file.parent] if file else [])])
     except (OSError, ValueError) as error:
         console.print(f"warning: checkpoints do not keep the tokenizer: {error}")
         return beside_weights(origin, None, [])

@@ -15,7 +15,13 @@ from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of, one_line
 from meshwright.parallel.structure import Natural
-from meshwright.train.data.tokenizer import TokenizerInfo, tokenizer_files
+from meshwright.train.data.tokenizer import (
+    FILE,
+    TokenizerInfo,
+    byte_tokenizer_json,
+    name_tokens,
+    tokenizer_files,
+)
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, read_note
 
@@ -71,9 +77,9 @@ def read_origin(checkpoint: Path) -> Origin:
 
 def read_generation(folder: Path) -> dict[str, Any]:
     """Return a folder's generation_config.json, with ids of special tokens that only its config.json has; {}
-    without either. Raises OSError and ValueError."""
+    without either. Raises CheckpointError."""
     files = [folder / name for name in (CONFIG, GENERATION)]
-    config, generation = (read_json(file, JSON_BYTES) if file.is_file() else {} for file in files)
+    config, generation = (_read_json(file) if file.is_file() else {} for file in files)
     return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None} | generation
 
 
@@ -84,21 +90,34 @@ def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Pat
     files = tokenizer_files(tokenizer) if tokenizer else {}
     generation = next(filter(None, map(read_generation, folders)), None)
     notes = {ORIGIN: asdict(origin) if origin != Origin() else None, GENERATION: generation}
-    return files | {name: to_json(note).encode() for name, note in notes.items() if note}
+    return files | {name: _to_json(note) for name, note in notes.items() if note}
 
 
-def to_json(note: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file."""
-    return json.dumps(note, indent=2) + "\n"
+def make_export(hf_config: Mapping[str, Any], checkpoint: Path, tokenizer: Path | None) -> dict[str, bytes]:
+    """Return the files beside the weights of a Hugging Face folder, by name: the config, with the ids of
+    special tokens, the generation config, and the files of the tokenizer whose tokenizer.json is at
+    `tokenizer`. Raises CheckpointError, OSError and ValueError."""
+    files, info = tokenizer_files(tokenizer) if tokenizer else {}, read_origin(checkpoint).tokenizer
+    generation = read_generation(checkpoint) or (read_generation(tokenizer.parent) if tokenizer else {})
+    if info:
+        files = name_tokens(files if info.sha256 else {FILE: byte_tokenizer_json()}, info)
+        generation = _merge_ids(generation, info, hf_config.get("vocab_size", info.vocab_size))
+    ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
+    notes = {CONFIG: {**hf_config, **ids}, **({GENERATION: generation} if generation else {})}
+    return files | {name: _to_json(note) for name, note in notes.items()}
 
 
-def merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_size: int) -> dict[str, Any]:
-    """Return a generation config in which the separator of the training data ends a text too, and a text
-    begins as there if it names no BOS. Ids that the model does not have are dropped."""
+def _to_json(note: Mapping[str, Any]) -> bytes:
+    return (json.dumps(note, indent=2) + "\n").encode()
+
+
+def _merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_size: int) -> dict[str, Any]:
+    """Return a generation config in which a text begins as in the training data, and their separator ends it
+    too. A BOS that the data do not have stays; ids that the model does not have are dropped."""
     given = {key: generation.get(key) for key in TOKEN_IDS}
     lists = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
     ids = {key: [i for i in each if isinstance(i, int) and i < vocab_size] for key, each in lists.items()}
-    ids[BOS_ID] = ids[BOS_ID] or [tokenizer.start]
+    ids[BOS_ID] = [tokenizer.start] if tokenizer.bos is not None else ids[BOS_ID] or [tokenizer.start]
     ids[EOS_ID] = list(dict.fromkeys([*ids[EOS_ID], tokenizer.eos]))
     others = {key: value for key, value in generation.items() if key not in TOKEN_IDS}
     return others | {key: each if each[1:] else each[0] for key, each in ids.items() if each}
@@ -132,7 +151,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json(path, JSON_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}): name the folder of a Hugging Face model"
+            f"{path} cannot be read ({error}): fix it, or name the folder of a Hugging Face model"
         ) from None
 
 

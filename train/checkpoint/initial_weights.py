@@ -6,7 +6,7 @@ holds the full model or sends weights to another.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,7 @@ from torch import nn
 from meshwright.models.hf import hf_name, is_ignored
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
-from meshwright.train.checkpoint.changes import (
-    Change,
-    config_changes,
-    hf_changes,
-    refuse_other_model,
-    split_growth,
-)
+from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import (
     CONFIG,
@@ -49,8 +43,8 @@ PREFIX = "model."  # of the weights' names in our checkpoints
 @dataclass(frozen=True)
 class Weights:
     """The folder that contains a model's weights, each parameter's name in it by our fqn, and its files if it
-    is one of Hugging Face and not our checkpoint. `padded`: parameters of which it has fewer rows, because
-    the model's vocabulary is larger, with their number."""
+    is one of Hugging Face and not our checkpoint. `padded`: the rows of each name that has fewer than the
+    parameter, because the model's vocabulary is larger."""
 
     folder: Path
     names: dict[str, str]
@@ -100,17 +94,13 @@ def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full"
         opening = partial(open_checkpoint, weights.folder, verify_together(weights.folder, verify))
     else:
         opening = partial(open_files, weights.folder, weights.files)
-    rows = {weights.names[fqn]: rows for fqn, rows in weights.padded.items()}
     into = {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()}
-    read_together(opening, into, rows)
+    read_together(opening, into, weights.padded)
 
 
-def check_folder(
-    folder: HfFolder, model: LlamaConfig, grown: tuple[int, int] | None = None
-) -> dict[str, int]:
+def check_folder(folder: HfFolder, model: LlamaConfig, grown: tuple[int, ...] = ()) -> dict[str, int]:
     """Raise CheckpointError unless a Hugging Face folder contains exactly the tensors of this model, in
-    dtypes that we read. `grown`: the folder's vocabulary and the model's, if that is padded. Return the
-    number of rows of each tensor to pad."""
+    dtypes that we read. `grown` and result: as of `_check_tensors`."""
     saved = {
         name: t.shape for name, t in folder.tensors.items() if not is_ignored(name, model.tie_embeddings)
     }
@@ -139,16 +129,10 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
     way_out = f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml for --config"
-    changes, grown = split_growth(config_changes(folder.config, model, "model"))
-    refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
+    changes = config_changes(folder.config, model, "model")
+    grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
     padded = check_folder(folder, model, grown)
-    return _weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files, padded)
-
-
-def _weights(
-    folder: Path, names: dict[str, str], files: tuple[Path, ...] | None, padded: Mapping[str, int]
-) -> Weights:
-    return Weights(folder, names, files, {fqn: padded[name] for fqn, name in names.items() if name in padded})
+    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files, padded)
 
 
 def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
@@ -156,8 +140,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
     that one of them may lack, and a tied weight, which may be there under any of its names."""
     built = source_of(model).new()
     way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
-    changes, grown = split_growth(_own_changes(folder, built))
-    refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
+    grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
     names_of: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(fqn)
@@ -182,7 +165,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
         grown,
     )
     _check_dtypes(folder, names.values())
-    return _weights(folder.path, names, folder.files, padded)
+    return Weights(folder.path, names, folder.files, padded)
 
 
 def _own_changes(folder: HfWeights, built: Any) -> list[Change]:
@@ -207,9 +190,9 @@ def _of_checkpoint(path: Path, model: ModelConfig, meant: bool) -> Weights:
     )
     if not (path / "config.yaml").is_file():
         raise CheckpointError(f"{path} has no config.yaml, so its model is unknown: use another checkpoint")
-    changes, grown = split_growth(config_changes(load_config(path / "config.yaml").model, model, "model"))
+    changes = config_changes(load_config(path / "config.yaml").model, model, "model")
     way_out = f"Use the model section of {path}/config.yaml"
-    refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
+    grown = refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
     names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
     padded = _check_tensors(
         path,
@@ -217,21 +200,17 @@ def _of_checkpoint(path: Path, model: ModelConfig, meant: bool) -> Weights:
         {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
         grown,
     )
-    return _weights(path, names, None, padded)
+    return Weights(path, names, None, padded)
 
 
 def _check_tensors(
-    path: Path,
-    wanted: Mapping[str, tuple[int, ...]],
-    saved: Mapping[str, tuple[int, ...]],
-    grown: tuple[int, int] | None,
+    path: Path, wanted: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]], grown: Sequence[int]
 ) -> dict[str, int]:
-    """Raise CheckpointError if names or shapes differ, but for a vocabulary that has `grown`; return the
-    saved rows of each tensor with one."""
+    """Raise CheckpointError if names or shapes differ, but for rows of a vocabulary that has `grown` from a
+    size to another; return the saved rows of each such tensor."""
+    sizes = {name: (*shape[:1], *wanted.get(name, ())[:1]) for name, shape in saved.items()}
     padded = {
-        name: shape[0]
-        for name, shape in saved.items()
-        if grown and shape[:1] == grown[:1] and wanted.get(name) == (grown[1], *shape[1:])
+        name: grown[0] for name in saved if grown == sizes[name] and saved[name][1:] == wanted[name][1:]
     }
     shapes = [
         f"{name} is {saved[name]}, not {wanted[name]}"

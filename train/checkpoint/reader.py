@@ -8,7 +8,6 @@ read from the headers of all files.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 import torch
@@ -23,8 +22,6 @@ from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor
 from meshwright.train.checkpoint.shards import DTYPES, OFFSETS, SHARDING_INFO, held_part
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import CheckpointError
-
-NO_ROWS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -129,13 +126,15 @@ def plan_reads(files: TensorFiles, wanted: Mapping[str, TensorPart]) -> dict[Pat
     return reads
 
 
-def read_tensors(files: TensorFiles, into: Mapping[str, Tensor], rows: Mapping[str, int] = NO_ROWS) -> None:
+def read_tensors(
+    files: TensorFiles, into: Mapping[str, Tensor], rows: Mapping[str, int] | None = None
+) -> None:
     """Read tensors by name into tensors of the same full shape, sharded or not, converted to their dtype; of
     those in `rows` the files have only so many rows, and the others become their mean. Without communication.
     Raises CheckpointError."""
     parts = {name: held_part(tensor) for name, tensor in into.items()}
     local = {name: local_part(tensor.detach()) for name, tensor in into.items()}
-    saved = {name: (count, *into[name].shape[1:]) for name, count in rows.items()}
+    saved = {name: (count, *into[name].shape[1:]) for name, count in (rows or {}).items()}
     stored = parts | {name: parts[name].overlap(whole(shape)) for name, shape in saved.items()}
     for file, reads in plan_reads(files, stored).items():
         try:
@@ -149,8 +148,8 @@ def read_tensors(files: TensorFiles, into: Mapping[str, Tensor], rows: Mapping[s
         if (first := stored[name].sizes[0]) < parts[name].sizes[0]:
             full = torch.empty(shape, dtype=into[name].dtype)
             read_tensors(files, {name: full})
-            columns = parts[name].within(whole(shape))[1:]
-            local[name][first:] = full.mean(0, dtype=torch.float32)[columns].to(local[name])
+            mean = full.mean(0, dtype=torch.float32)[parts[name].within(whole(shape))[1:]]
+            local[name][first:] = mean.to(local[name])
 
 
 def _read_part(opened: safe_open, read: PartRead) -> Tensor:
@@ -165,7 +164,7 @@ def _read_part(opened: safe_open, read: PartRead) -> Tensor:
 
 
 def read_together(
-    files: Callable[[], TensorFiles], into: Mapping[str, Tensor], rows: Mapping[str, int] = NO_ROWS
+    files: Callable[[], TensorFiles], into: Mapping[str, Tensor], rows: Mapping[str, int] | None = None
 ) -> None:
     """Like read_tensors, but every rank calls it, and an error of one rank is raised on all: the others would
     wait for it in the next collective."""

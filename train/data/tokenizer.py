@@ -193,13 +193,10 @@ def byte_tokenizer_json() -> bytes:
     """Return a tokenizer.json that gives the ids of ByteTokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    letters = (
-        pre_tokenizers.ByteLevel.alphabet()
-    )  # of the bytes: themselves, or if they cannot be shown from 256 on
-    ordered = sorted(letter for letter in letters if ord(letter) > 255)
-    byte_of = {chr(byte): byte for byte in range(256) if chr(byte) in letters}
-    hidden = (byte for byte in range(256) if chr(byte) not in byte_of)
-    made = Tokenizer(models.BPE({**byte_of, **dict(zip(ordered, hidden, strict=True))}, []))
+    # the library writes a byte as the letter of its number, or if that cannot be shown as one from 256 on
+    shown = [byte for byte in range(256) if chr(byte) in pre_tokenizers.ByteLevel.alphabet()]
+    hidden = {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*shown}))}
+    made = Tokenizer(models.BPE({**{chr(byte): byte for byte in shown}, **hidden}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([EOS_NAMES[-1]])
@@ -207,17 +204,18 @@ def byte_tokenizer_json() -> bytes:
 
 
 def name_tokens(files: Mapping[str, bytes], info: TokenizerInfo) -> dict[str, bytes]:
-    """Return the files of a tokenizer with a tokenizer_config.json that names BOS and EOS, and a class that
-    every version of transformers has, where it names none."""
+    """Return the files of a tokenizer with a tokenizer_config.json that names EOS, BOS if there is one, and a
+    class that every version of transformers has, where it names none."""
+    if FILE not in files:
+        return dict(files)
     from tokenizers import Tokenizer
 
     library, config = Tokenizer.from_str(files[FILE].decode()), json.loads(files.get(CONFIG, "{}"))
-    defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    defaults["eos_token"] = library.id_to_token(info.eos)
-    if info.bos is not None:
-        defaults["bos_token"] = library.id_to_token(info.bos)
-    given = {key: value for key, value in config.items() if value not in (None, "TokenizersBackend")}
-    return {**files, CONFIG: (json.dumps({**config, **defaults, **given}, indent=2) + "\n").encode()}
+    ids = {"eos_token": info.eos, "bos_token": info.bos}
+    named: dict[str, Any] = {key: library.id_to_token(i) for key, i in ids.items() if i is not None}
+    named |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    named |= {key: value for key, value in config.items() if value not in (None, "TokenizersBackend")}
+    return {**files, CONFIG: (json.dumps({**config, **named}, indent=2) + "\n").encode()}
 
 
 def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer:
