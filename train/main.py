@@ -131,9 +131,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             saved = saved or (start.checkpoint if start.step == reached.step else None)
             progress, kept = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
             again = f"the same command {'resumes it' if saved else 'starts where this run did'}"
-            finished = f"finished: {progress}, {kept}; tensorboard --logdir {folder}/tb"
-            why = supervision.stop_reason
-            console.print(f"stopped at {progress} ({why}), {kept}; {again}" if stopped else finished)
+            end = f"stopped at {progress} ({supervision.stop_reason})" if stopped else f"finished: {progress}"
+            console.print(f"{end}, {kept}; {again if stopped else f'tensorboard --logdir {folder}/tb'}")
     return stopped
 
 

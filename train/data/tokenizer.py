@@ -89,7 +89,8 @@ class JsonTokenizer:
     def __init__(
         self, path: Path, bos: str = "auto", eos: str = "auto", info: TokenizerInfo | None = None
     ) -> None:
-        """Load the file. `info` is that of data made with it; None derives it. Raises DataError."""
+        """Load the file. `info` is that of data made with it; without it, or if it is of another file, it is
+        derived. Raises DataError."""
         import tokenizers
 
         self.path = path / FILE if path.is_dir() else path
@@ -107,7 +108,8 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         # a special token that a text spells out must not end the document
         self._tokenizer.encode_special_tokens = True
-        self.info = info or self._find_info(hashlib.sha256(content).hexdigest(), bos, eos)
+        sha256 = hashlib.sha256(content).hexdigest()
+        self.info = info if info and info.sha256 == sha256 else self._find_info(sha256, bos, eos)
         self._ends = [token for token in (self.info.bos, self.info.eos) if token is not None]
         spelled = [token for end in self._ends if (token := self._tokenizer.id_to_token(end))]
         self._tokenizer.add_special_tokens(spelled)  # some files list them as ordinary tokens

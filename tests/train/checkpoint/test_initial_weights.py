@@ -80,7 +80,7 @@ def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> N
 
 OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
     ({"n_layers": 3, "norm_eps": 1e-6}, r"model.n_layers=3 .*2\); model.norm_eps=1e-06 .*1e-05\)"),
-    ({"vocab_size": 384}, r"model.vocab_size=384 .*264\)"),
+    ({"vocab_size": 256}, r"model.vocab_size=256 .*264\)"),
     ({"tie_embeddings": False}, r"model.tie_embeddings=False .*True\)"),
     ({"rope_scaling": RopeScaling("linear", 2.0)}, r"model.rope_scaling.kind=linear .*None\)"),
     ({"max_seq_len": 97}, r"model.max_seq_len=97 .*96\)"),
