@@ -259,19 +259,16 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
 
 
 def for_every_version(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json of transformers 5, of any model, with the keys of transformers 4 beside the new
-    ones, and without those of the training: a path, and the cache, which models.from_transformers turns off.
-
-    `dtype` is that of the saved weights, such as bfloat16.
-    """
+    """Return a config.json of transformers 5, of any model, with the keys of transformers 4 as well, and
+    without those of the training: a path, and the cache, which models.from_transformers turns off. `dtype`:
+    of the saved weights."""
     written = {k: v for k, v in hf.items() if k != "_name_or_path" and (k, v) != ("use_cache", False)}
     rope = hf.get("rope_parameters") or {}
     local = rope.get("sliding_attention") or {}
     rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
-    old = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    old = {"rope_theta": None, "partial_rotary_factor": None, "rope_local_base_freq": local.get("rope_theta")}
     scaling = {key: value for key, value in rope.items() if key not in old}
-    old["rope_local_base_freq"] = local.get("rope_theta")
-    written |= {key: value for key, value in old.items() if value is not None}
+    written |= {key: value for key in old if (value := rope.get(key, old[key])) is not None}
     if rope:
         written["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
     return {**written, "dtype": dtype, "torch_dtype": dtype}

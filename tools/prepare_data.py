@@ -71,8 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--bos",
         default="auto",
         metavar="TOKEN",
-        help="token in front of each document, such as <s>; auto, the default, takes it from the tokenizer's "
-        "files; none adds none",
+        help="token in front of each document, such as <s>; auto, the default, is the one that the tokenizer "
+        "puts in front of a text; none adds none",
     )
     parser.add_argument(
         "--eos", default="auto", metavar="TOKEN", help="token after each document (default auto)"

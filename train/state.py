@@ -58,9 +58,9 @@ def files_beside(
     """Return the files that each checkpoint keeps for its use without the data. What cannot be read is left
     out with a warning, because the run does not need it."""
     folders = [Path(each).expanduser() for each in (start.checkpoint, config.checkpoint.init_from) if each]
-    names = weights.names if weights else {}
-    rows = {fqn: weights.padded[name] for fqn, name in names.items() if weights and name in weights.padded}
-    origin = Origin(data.corpus.tokenizer, {**rows, **(read_origin(folders[0]).padded if folders else {})})
+    rows = weights.padded if weights else {}
+    padded = {fqn: rows[name] for fqn, name in weights.names.items() if name in rows} if weights else {}
+    origin = Origin(data.corpus.tokenizer, {**padded, **(read_origin(folders[0]).padded if folders else {})})
     try:
         file = find_tokenizer_file(config.data)
         return beside_weights(origin, file, [*folders, *([file.parent] if file else [])])

@@ -84,9 +84,8 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Path]) -> dict[str, bytes]:
-    """Return the files that make a checkpoint usable without its data: its origin, the tokenizer.json at
-    `tokenizer` with those beside it, and the first generation config in `folders`. Raises OSError and
-    ValueError."""
+    """Return the files with which a checkpoint needs no data: its origin, the tokenizer whose file is at
+    `tokenizer`, and the first generation config in `folders`. Raises OSError and ValueError."""
     files = tokenizer_files(tokenizer) if tokenizer else {}
     generation = next(filter(None, map(read_generation, folders)), None)
     notes = {ORIGIN: asdict(origin) if origin != Origin() else None, GENERATION: generation}
@@ -94,9 +93,8 @@ def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Pat
 
 
 def make_export(hf_config: Mapping[str, Any], checkpoint: Path, tokenizer: Path | None) -> dict[str, bytes]:
-    """Return the files beside the weights of a Hugging Face folder, by name: the config, with the ids of
-    special tokens, the generation config, and the files of the tokenizer whose tokenizer.json is at
-    `tokenizer`. Raises CheckpointError, OSError and ValueError."""
+    """Return the files beside the weights of a Hugging Face folder: the config with the ids of special
+    tokens, the generation config, and those of the tokenizer at `tokenizer`. Raises OSError and ValueError."""
     files, info = tokenizer_files(tokenizer) if tokenizer else {}, read_origin(checkpoint).tokenizer
     generation = read_generation(checkpoint) or (read_generation(tokenizer.parent) if tokenizer else {})
     if info:

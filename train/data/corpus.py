@@ -165,12 +165,11 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
 
     Raises DataError.
     """
-    source = next(iter(config.mixture), config.source)
-    if config.tokenizer != "auto" or not is_prepared(source):
+    file = find_tokenizer_file(config)
+    if config.tokenizer != "auto" or file is None:
         return load_tokenizer(config.tokenizer, config.bos, config.eos)
-    folder = user_path(source, "data.source")
-    info = read_manifest(folder).tokenizer
-    return JsonTokenizer(folder, info=info) if info.sha256 else ByteTokenizer()
+    info = read_manifest(file.parent).tokenizer
+    return JsonTokenizer(file, info=info) if info.sha256 else ByteTokenizer()
 
 
 def find_tokenizer_file(config: DataConfig) -> Path | None:
