@@ -94,7 +94,7 @@ def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Pat
 
 def make_export(hf_config: Mapping[str, Any], checkpoint: Path, tokenizer: Path | None) -> dict[str, bytes]:
     """Return the files beside the weights of a Hugging Face folder: the config with the ids of special
-    tokens, the generation config, and those of the tokenizer at `tokenizer`. Raises OSError and ValueError."""
+    tokens, the generation config, and those of the tokenizer file. Raises OSError and ValueError."""
     files, info = tokenizer_files(tokenizer) if tokenizer else {}, read_origin(checkpoint).tokenizer
     generation = read_generation(checkpoint) or (read_generation(tokenizer.parent) if tokenizer else {})
     if info:
