@@ -232,19 +232,14 @@ def _read_scaling(
     return RopeScaling(kind, **{ours: given[theirs] for ours, theirs in required.items()})
 
 
-def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json for our model, with the rotary embedding in the forms of transformers 4 and 5.
-
-    `dtype` is that of the saved weights, such as bfloat16. `token_ids`: bos_token_id, eos_token_id and
-    pad_token_id; a missing one is written as null, because transformers' defaults for the first two are 1 and
-    2.
-    """
-    scaling: dict[str, Any] | None = None
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the config.json of transformers 5 for our model, without the dtype of its weights. The ids of
+    special tokens are null, because transformers' defaults for the first two are 1 and 2."""
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling:
         keys = LLAMA3_KEYS if config.rope_scaling.kind == "llama3" else {"factor": "factor"}
-        scaling = {"rope_type": config.rope_scaling.kind}
-        scaling |= {theirs: getattr(config.rope_scaling, ours) for ours, theirs in keys.items()}
-    ids = {name: token_ids.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        rope["rope_type"] = config.rope_scaling.kind
+        rope |= {theirs: getattr(config.rope_scaling, ours) for ours, theirs in keys.items()}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
@@ -257,11 +252,23 @@ def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) 
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        **ids,
+        "rope_parameters": rope,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "use_cache": True,
     }
+
+
+def for_every_version(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json of transformers 5, of any model, with the keys of transformers 4 as well, and
+    without those of the training: a path, and the cache, which models.from_transformers turns off. `dtype`:
+    of the saved weights."""
+    written = {k: v for k, v in hf.items() if k != "_name_or_path" and (k, v) != ("use_cache", False)}
+    rope = hf.get("rope_parameters") or {}
+    local = rope.get("sliding_attention") or {}
+    rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
+    old = {"rope_theta": None, "partial_rotary_factor": None, "rope_local_base_freq": local.get("rope_theta")}
+    scaling = {key: value for key, value in rope.items() if key not in old}
+    written |= {key: value for key in old if (value := rope.get(key, old[key])) is not None}
+    if rope:
+        written["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
+    return {**written, "dtype": dtype, "torch_dtype": dtype}

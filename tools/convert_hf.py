@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.models.hf import config_to_hf, hf_name
+from meshwright.models.hf import config_to_hf, for_every_version, hf_name
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.cli import number_from, run_tool
@@ -30,7 +30,18 @@ from meshwright.tools.load_weights import (
     write_weights,
 )
 from meshwright.train.checkpoint.commit import write_synced
-from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, INDEX, ONE_FILE, HfFolder, open_folder
+from meshwright.train.checkpoint.huggingface import (
+    DTYPES,
+    INDEX,
+    JSON_BYTES,
+    ONE_FILE,
+    HfFolder,
+    Origin,
+    beside_weights,
+    make_export,
+    open_folder,
+    read_origin,
+)
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
@@ -42,25 +53,16 @@ from meshwright.train.checkpoint.manifest import (
 )
 from meshwright.train.checkpoint.reader import open_checkpoint
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
-from meshwright.train.config import Config, DataConfig
+from meshwright.train.config import Config
+from meshwright.train.data.corpus import find_tokenizer_file
+from meshwright.train.data.tokenizer import FILE
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path
 from meshwright.train.model.own import HF_CONFIG
 
-GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
-HF_CONFIG_BYTES = 2**24
 # checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
 # size: the default is only at the end
 SAVE_EVERY = 500
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    GENERATION,
-)
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -140,11 +142,10 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
             return opened.get_tensor(names[name])
 
     write_files(partial, sizes, read, limit_bytes)
-    _copy_tokenizer_files(folder.path, partial)
-    ids = {key: folder.hf_config[key] for key in TOKEN_IDS if folder.hf_config.get(key) is not None}
-    if ids and not (partial / GENERATION).exists():  # an export reads them from this file
-        (partial / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-    has_tokenizer = (partial / "tokenizer.json").is_file()
+    beside = beside_weights(Origin(), folder.path / FILE, [folder.path])
+    for name, content in beside.items():
+        (partial / name).write_bytes(content)
+    has_tokenizer = FILE in beside
     (partial / "config.yaml").write_text(
         config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8"
     )
@@ -173,38 +174,41 @@ def export_checkpoint(
     checkpoint: Path, manifest: CheckpointManifest, partial: Path, dtype: str | None, limit_bytes: int
 ) -> None:
     """Write the model of a verified checkpoint into the folder `partial`, in the format of transformers."""
-    config = checkpoint_config(checkpoint)
+    config, origin = checkpoint_config(checkpoint), read_origin(checkpoint)
     files = open_checkpoint(checkpoint, manifest)
     if isinstance(config.model, LlamaConfig):
         weights = saved_weights(checkpoint, manifest, config.model)
         saved = {hf_name(fqn): (PREFIX + fqn, tensor) for fqn, tensor in weights.items()}
+        written = config_to_hf(config.model)
     else:  # transformers' own module, whose names are those of the folder
         saved = {
             name.removeprefix(PREFIX): (name, tensor)
             for name, tensor in manifest.tensors.items()
             if name.startswith(PREFIX)
         }
+        written = _own_hf_config(checkpoint)
+    shapes = {name: tensor.shape for name, (_, tensor) in saved.items()}
+    for name, (ours, _) in saved.items():
+        if rows := origin.padded.get(ours.removeprefix(PREFIX)):  # the padding is left out
+            shapes[name], written["vocab_size"] = (rows, *shapes[name][1:]), rows
     dtypes = {name: getattr(torch, dtype or tensor.dtype) for name, (_, tensor) in saved.items()}
-    sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
+    sizes = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in saved}
 
     def read(name: str) -> Tensor:
         tensor = read_full_tensors(files, manifest, [saved[name][0]])[saved[name][0]]
-        return _converted(name, tensor, dtypes[name])
+        return _converted(name, tensor[tuple(map(slice, shapes[name]))], dtypes[name])
 
     places = write_files(partial, sizes, read, limit_bytes)
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _copy_tokenizer_files(_tokenizer_folder(checkpoint, config.data), partial)
     main_dtype = max(
         dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each)
     )
-    stored_as = str(main_dtype).removeprefix("torch.")
-    if isinstance(config.model, LlamaConfig):
-        written = config_to_hf(config.model, stored_as, _token_ids(partial / GENERATION))
-    else:
-        written = {**_own_hf_config(checkpoint), "dtype": stored_as}
-    (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    tokenizer = checkpoint / FILE if (checkpoint / FILE).is_file() else find_tokenizer_file(config.data)
+    written = for_every_version(written, str(main_dtype).removeprefix("torch."))
+    for file, content in make_export(written, checkpoint, tokenizer).items():
+        (partial / file).write_bytes(content)
 
 
 def _own_hf_config(checkpoint: Path) -> dict[str, Any]:
@@ -214,7 +218,7 @@ def _own_hf_config(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint} has no {HF_CONFIG}: its model is not one of transformers, which a Hugging Face "
             "folder needs. Read its weights with meshwright.load, or from its safetensors files"
         )
-    return read_json(checkpoint / HF_CONFIG, HF_CONFIG_BYTES)
+    return read_json(checkpoint / HF_CONFIG, JSON_BYTES)
 
 
 def write_files(
@@ -265,32 +269,6 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             "use --dtype bfloat16 or float32"
         )
     return converted
-
-
-def _tokenizer_folder(checkpoint: Path, data: DataConfig) -> Path:
-    """The folder of the model's tokenizer files: the checkpoint, or that of the run's data.tokenizer."""
-    if (checkpoint / "tokenizer.json").is_file() or data.tokenizer in ("auto", "bytes"):
-        return checkpoint
-    tokenizer = user_path(data.tokenizer, "data.tokenizer", CheckpointError)
-    if not tokenizer.exists():
-        return checkpoint
-    return tokenizer if tokenizer.is_dir() else tokenizer.parent
-
-
-def _copy_tokenizer_files(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-
-
-def _token_ids(path: Path) -> dict[str, Any]:
-    """The ids of special tokens in a generation_config.json; {} if the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        return {key: value for key, value in read_json(path, GENERATION_BYTES).items() if key in TOKEN_IDS}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error}): fix or remove it") from None
 
 
 @contextmanager

@@ -15,10 +15,13 @@ from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.rope import rope_frequencies
 from meshwright.tools.cli import natural, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
+from meshwright.train.checkpoint.huggingface import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sources import find_files
 from meshwright.train.data.tokenizer import (
+    FILE,
+    ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
     TokenizerInfo,
@@ -120,8 +123,8 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
 def find_model_tokenizer(folder: Path, data: DataConfig, requested: str) -> Tokenizer:
     """Load the tokenizer of the model whose weights are in `folder`.
 
-    With `requested` auto it is the tokenizer in that folder, else that of the training data. Raises
-    DataError.
+    With `requested` auto it is the one that a checkpoint keeps, the tokenizer in that folder, or else that of
+    the training data. Raises DataError.
     """
     if requested != "auto":
         return (
@@ -129,8 +132,11 @@ def find_model_tokenizer(folder: Path, data: DataConfig, requested: str) -> Toke
             if requested == "bytes"
             else load_tokenizer(requested, data.bos, data.eos)
         )
-    if (folder / "tokenizer.json").is_file():
-        return JsonTokenizer(folder, data.bos, data.eos)
+    info = read_origin(folder).tokenizer
+    if info and not info.sha256:
+        return ByteTokenizer()
+    if (folder / FILE).is_file():
+        return JsonTokenizer(folder, data.bos, data.eos, info)
     try:
         source = next(iter(data.mixture), data.source)
         if data.tokenizer == "auto" and not is_prepared(source):

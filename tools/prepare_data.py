@@ -67,8 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     about = "a tokenizer.json or its folder; bytes, the default, is built in"
     parser.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH", help=about)
     about = (
-        "token in front of each document, such as <s>; auto, the default, takes it from the tokenizer's "
-        "files; none adds none"
+        "token in front of each document, such as <s>; auto, the default, is the one that the "
+        "tokenizer puts in front of a text; none adds none"
     )
     parser.add_argument("--bos", default="auto", metavar="TOKEN", help=about)
     about = "token after each document (default auto)"

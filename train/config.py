@@ -83,7 +83,8 @@ class DataConfig:
             for evaluation, in addition to the held-out documents
         tokenizer: bytes (every byte is a token, and 256 separates documents), or a tokenizer.json or its
             folder; auto is the tokenizer of prepared data, else bytes
-        bos: token before each document: auto (as the tokenizer's files define), none, or a token such as <s>
+        bos: token before each document: auto (the one that the tokenizer puts in front of a text, if it is
+            not eos), none, or a token such as <s>
         eos: token after each document: auto, or a token such as </s>
         text_field: field of a record that contains its text
         skip_bad: number of bad records (invalid JSON or UTF-8, no such field ...) that are left out and

@@ -47,7 +47,7 @@ from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
 from meshwright.train.optim.optimizer import build_optimizer, describe_short_run
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
-from meshwright.train.state import restore
+from meshwright.train.state import files_beside, restore
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -113,7 +113,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             sharded = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
             optimizer = build_optimizer(sharded.model, config.optim, config.run.seed)
             state = restore(sharded, optimizer, start, weights, config, data, console)
-            parts = saves, folder / "checkpoints", sharded.model, optimizer, mesh, texts
+            beside = files_beside(config, data, start, weights, console) if ranks.is_main else {}
+            parts = saves, folder / "checkpoints", sharded.model, optimizer, mesh, texts | beside
             saver = CheckpointSaver(*parts, machine=ranks.machine, group_timeout=timeout)
             saver.make_room(state.position.step, console.print)
             loss_of = source.loss(plan, config.train.z_loss)
@@ -130,9 +131,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             saved = saved or (start.checkpoint if start.step == reached.step else None)
             progress, kept = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
             again = f"the same command {'resumes it' if saved else 'starts where this run did'}"
-            finished = f"finished: {progress}, {kept}; tensorboard --logdir {folder}/tb"
-            why = supervision.stop_reason
-            console.print(f"stopped at {progress} ({why}), {kept}; {again}" if stopped else finished)
+            end = f"stopped at {progress} ({supervision.stop_reason})" if stopped else f"finished: {progress}"
+            console.print(f"{end}, {kept}; {again if stopped else f'tensorboard --logdir {folder}/tb'}")
     return stopped
 
 

@@ -2,17 +2,20 @@
 
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from meshwright.parallel.shardable import ShardableModel
 from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.train.checkpoint.huggingface import Origin, beside_weights, read_origin
 from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights
 from meshwright.train.checkpoint.load import Start, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import Config
 from meshwright.train.console import Console
+from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.training_data import TrainingData
 
 
@@ -58,4 +61,23 @@ def restore(
         console.print(f"resumed from {start.checkpoint}: step {start.step} of {data.total_steps} is done")
     elif weights:
         load_weights(weights, sharded.model, config.checkpoint.verify)
+        for name, rows in weights.padded.items():
+            console.print(f"weights: {name} has {rows} rows, and is padded with their mean")
     return TrainState(sharded, optimizer, data.start)
+
+
+def files_beside(
+    config: Config, data: TrainingData, start: Start, weights: Weights | None, console: Console
+) -> dict[str, bytes]:
+    """Return the files that each checkpoint keeps for its use without the data. What cannot be read is left
+    out with a warning, because the run does not need it."""
+    folders = [Path(each).expanduser() for each in (start.checkpoint, config.checkpoint.init_from) if each]
+    rows = weights.padded if weights else {}
+    padded = {fqn: rows[name] for fqn, name in weights.names.items() if name in rows} if weights else {}
+    origin = Origin(data.corpus.tokenizer, {**padded, **(read_origin(folders[0]).padded if folders else {})})
+    try:
+        file = find_tokenizer_file(config.data)
+        return beside_weights(origin, file, [*folders, *([file.parent] if file else [])])
+    except (OSError, ValueError) as error:
+        console.print(f"warning: checkpoints do not keep the tokenizer: {error}")
+        return beside_weights(origin, None, [])

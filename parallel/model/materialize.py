@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,7 +175,7 @@ def _whole_tensors(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 @contextmanager
 def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace the module's own tensors in the meantime. What an initialiser assigns anew is taken over."""
-    own: dict[str, Any] = {name: {**module._parameters, **module._buffers}[name] for name in tensors}
+    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     for name, tensor in tensors.items():
         is_parameter = isinstance(own[name], nn.Parameter)
         setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)

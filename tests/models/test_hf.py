@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.models.hf import config_from_hf, config_to_hf, hf_name, is_ignored
+from meshwright.models.hf import config_from_hf, config_to_hf, for_every_version, hf_name, is_ignored
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.models.rope_scaling import RopeScaling
 from tests.support.hf_models import MAX_SEQ_LEN, ROPES, make_hf, make_tokens
@@ -136,7 +136,7 @@ def test_what_we_write_transformers_reads_without_a_word(rope: str, tied: bool, 
 
     read = config_from_hf(make_hf(rope=rope, tied=tied).config.to_dict())
     config = dataclasses.replace(read, norm_eps=3e-6)
-    written = config_to_hf(config, "bfloat16", {"eos_token_id": 7})
+    written = for_every_version({**config_to_hf(config), "eos_token_id": 7, "use_cache": False}, "bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert config_from_hf(written) == config
     logged: list[str] = []
@@ -150,6 +150,7 @@ def test_what_we_write_transformers_reads_without_a_word(rope: str, tied: bool, 
     assert logged == []
     assert config_from_hf(loaded.to_dict()) == config
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.dtype) == (None, 7, torch.bfloat16)
+    assert loaded.use_cache
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

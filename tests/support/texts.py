@@ -69,7 +69,7 @@ def odd_texts(count: int, seed: int, mean_bits: int = 12) -> list[str]:
 
 
 def train_bpe(folder: Path, vocab_size: int = 600) -> Path:
-    """Train a small byte-level tokenizer.json with <s> and </s> in `folder`."""
+    """Train a small byte-level tokenizer.json with </s> in `folder`, which puts <s> in front of a text."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -80,6 +80,7 @@ def train_bpe(folder: Path, vocab_size: int = 600) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(odd_texts(500, seed=99), trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

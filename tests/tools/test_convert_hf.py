@@ -23,11 +23,13 @@ from meshwright.tools.checkpoint import consolidate
 from meshwright.tools.convert_hf import main, write_files
 from meshwright.tools.generate import load_model
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
+from meshwright.train.checkpoint.huggingface import Origin, beside_weights, make_export
 from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.manifest import MANIFEST, TrainPosition, manifest_to_text, read_manifest
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
+from meshwright.train.data.tokenizer import ByteTokenizer, TokenizerInfo, load_tokenizer
 from meshwright.train.errors import CheckpointError
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import run as launch
@@ -135,7 +137,11 @@ def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -
     assert len(read_all(tmp_path / "hf")) == len(weights)
     with torch.no_grad():
         assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
-    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (None, None)
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (256, 256), "of the bytes"
+    tokenizer, text = load_tokenizer(str(tmp_path / "hf")), bytes(range(1, 128)) + "é漢😀".encode()
+    assert (tokenizer.info.bos, tokenizer.info.eos) == (None, 256)
+    assert tokenizer.encode([text])[0].tolist() == ByteTokenizer().encode([text])[0].tolist()
+    assert tokenizer.decode([*text, 256]) == text.decode()
 
 
 def test_another_dtype_is_the_rounded_weights(hf_dir: Path, tmp_path: Path) -> None:
@@ -185,6 +191,53 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
     main(["export", str(trained), str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == written
     assert (tmp_path / "again" / "tokenizer.json").exists()
+
+
+def test_the_padding_of_a_vocabulary_is_cut(hf_dir: Path, tmp_path: Path) -> None:
+    main(["import", str(hf_dir), str(tmp_path / "ours")])
+    origin = {"padded": {"tok_embeddings.weight": 250, "head.output.weight": 250}}
+    (tmp_path / "ours" / "origin.json").write_text(json.dumps(origin))
+    commit_again(tmp_path / "ours")
+    main(["export", str(tmp_path / "ours"), str(tmp_path / "back")])
+    expected = read_all(hf_dir)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        expected[name] = expected[name][:250]
+    check_same(read_all(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 250
+
+
+GENERATIONS: list[tuple[dict[str, Any], int | None, dict[str, Any]]] = [
+    ({}, 3, {"bos_token_id": 3, "eos_token_id": 4}),
+    ({}, None, {"bos_token_id": 4, "eos_token_id": 4}),
+    ({"eos_token_id": 4, "bos_token_id": 9}, 3, {"bos_token_id": 3, "eos_token_id": 4}),
+    ({"eos_token_id": [7, 4], "top_k": 20}, None, {"bos_token_id": 4, "eos_token_id": [7, 4], "top_k": 20}),
+    (
+        {"eos_token_id": 7, "bos_token_id": 9, "pad_token_id": 0},
+        None,
+        {"bos_token_id": 9, "eos_token_id": [7, 4], "pad_token_id": 0},
+    ),
+    (
+        {"eos_token_id": 50256, "bos_token_id": 50256, "pad_token_id": 50256},
+        None,
+        {"bos_token_id": 4, "eos_token_id": 4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("imported", "bos", "expected"), GENERATIONS)
+def test_generation_ends_at_the_separator_too(
+    imported: dict[str, Any], bos: int | None, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    origin = Origin(TokenizerInfo("small", "0" * 64, 8, bos, 4))
+    for name, content in beside_weights(origin, None, []).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "generation_config.json").write_text(json.dumps(imported))
+    made = make_export({"vocab_size": 12, "eos_token_id": 2}, tmp_path, None)
+    assert json.loads(made["generation_config.json"]) == expected
+    config = json.loads(made["config.json"])
+    assert {key: config.get(key) for key in expected if key != "top_k"} == {
+        key: value for key, value in expected.items() if key != "top_k"
+    }
 
 
 def test_old_tables_and_equal_copies_are_left_out(tmp_path: Path) -> None:

@@ -192,12 +192,16 @@ def test_a_tokenizer_is_asked_for_or_beside_the_weights_or_of_the_data(bpe_run: 
     beside = shutil.copytree(checkpoint, tmp_path / "beside")
     train_bpe(beside, 500)
     assert find_model_tokenizer(beside, data, "auto").info.vocab_size == 500
+    for name in ("origin.json", "tokenizer.json"):  # as of an older version
+        (beside / name).unlink()
+    assert find_model_tokenizer(beside, data, "auto").info == of_run
     for gone in (
         DataConfig(source=str(tmp_path / "gone")),
         DataConfig(tokenizer=str(tmp_path / "gone" / "tokenizer.json")),
     ):
         with pytest.raises(DataError, match=r"the tokenizer of its run cannot be found .*gone.*--tokenizer"):
-            find_model_tokenizer(checkpoint, gone, "auto")
+            find_model_tokenizer(beside, gone, "auto")
+        assert find_model_tokenizer(checkpoint, gone, "auto").info == of_run
     with pytest.raises(DataError, match=r"model\.vocab_size=640 is smaller than the \d+ ids"):
         main([f"--run={bpe_run}", f"--tokenizer={train_bpe(tmp_path / 'large', 900)}"])
 

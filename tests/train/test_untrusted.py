@@ -140,7 +140,7 @@ def hf_targets(folder: Path) -> Iterator[Target]:
     config = LlamaConfig(
         dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=64, max_seq_len=64
     )
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config, "float32", {})))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
     tensors = {"model.embed_tokens.weight": torch.zeros(64, 16), "model.norm.weight": torch.zeros(16)}
     for number, name in enumerate(tensors, 1):
         save_file({name: tensors[name]}, folder / f"model-{number}.safetensors")

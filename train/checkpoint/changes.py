@@ -49,16 +49,22 @@ def config_changes(saved: Config | ModelConfig, current: Config | ModelConfig, n
 
 
 def refuse_other_model(
-    setting: str, source: Path, changes: Sequence[Change], way_out: str, meant: bool
-) -> None:
+    setting: str, source: Path, changes: Sequence[Change], way_out: str, meant: bool, pads: bool = True
+) -> tuple[int, ...]:
     """Raise ConfigError with the keys of the model that differ from those in the file `source`, unless that
-    is meant (checkpoint.changed_model): weights of equal shapes would compute something else."""
-    if changes and not meant:
-        different = first_of([f"{key}={value} (saved: {saved})" for key, saved, value in changes], "; ", 6)
+    is meant (checkpoint.changed_model): weights of equal shapes would compute something else. Return the
+    saved vocabulary and the model's if that is larger, which is no other model if it `pads` weights."""
+    grown = [
+        (was, now) for key, was, now in changes if key.endswith("vocab_size") and 0 < (was or 0) < (now or 0)
+    ]
+    other = [change for change in changes if change[1:] not in grown or not pads]
+    if other and not meant:
+        different = first_of([f"{key}={value} (saved: {saved})" for key, saved, value in other], "; ", 6)
         raise ConfigError(
             f"{setting}: {source} describes another model: {different}. {way_out}; or set "
-            "checkpoint.changed_model=true, if the change is meant"
+            "checkpoint.changed_model=true, if the change is meant and leaves all shapes as they are"
         )
+    return grown[0] if grown else ()
 
 
 def compare_configs(start: Start, config: Config, plan: Plan, ranks: RankInfo) -> Start:
@@ -83,7 +89,7 @@ def _changes_since(checkpoint: Path, config: Config, plan: Plan) -> tuple[str, .
             built = json.loads((checkpoint / name).read_text(encoding="utf-8"))
             model += hf_changes(built, json.loads(text))
     setting, way_out = f"checkpoint.resume={config.checkpoint.resume}", f"Use the model section of {source}"
-    refuse_other_model(setting, source, model, way_out, config.checkpoint.changed_model)
+    refuse_other_model(setting, source, model, way_out, config.checkpoint.changed_model, pads=False)
     others = [c for c in config_changes(saved, config, "") if c[0] != batch and not c[0].startswith("model.")]
     with suppress(PlanError):  # there is none, or one of another version
         saved_plan = load_plan(checkpoint / "plan.yaml")

@@ -158,10 +158,10 @@ def put_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, content: str | bytes) -> None:
     """Write a small new file and wait until it is on disk."""
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
+    with open(path, "xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 

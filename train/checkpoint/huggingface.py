@@ -1,8 +1,10 @@
 """A Hugging Face folder on disk: config.json, and safetensors files that can be read slice by slice. Pickle
-files are never read."""
+files are never read. And what a checkpoint keeps beside its weights, from which such a folder can be written.
+"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,21 @@ from safetensors import SafetensorError, safe_open
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of, one_line
+from meshwright.parallel.structure import Natural
+from meshwright.train.data.tokenizer import (
+    FILE,
+    TokenizerInfo,
+    byte_tokenizer_json,
+    name_tokens,
+    tokenizer_files,
+)
 from meshwright.train.errors import CheckpointError
-from meshwright.train.files import read_json
+from meshwright.train.files import read_json, read_note
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 JSON_BYTES = 2**24  # limit of a config or an index; the index of 126 blocks in 191 files has 100 KB
+GENERATION, ORIGIN = "generation_config.json", "origin.json"
+BOS_ID, EOS_ID, PAD_ID = TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_NAME_BYTES = 255  # the limit of common file systems
@@ -49,6 +61,66 @@ class HfFolder(HfWeights):
     config: LlamaConfig
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What is not in the config of a checkpoint's model: the tokenizer of the data that trained it, None if
+    unknown; and the rows of weights before their vocabulary was padded, by parameter."""
+
+    tokenizer: TokenizerInfo | None = None
+    padded: Mapping[str, Natural] = field(default_factory=dict)
+
+
+def read_origin(checkpoint: Path) -> Origin:
+    """Return the origin of a checkpoint, which older ones do not have."""
+    return read_note(Origin, checkpoint / ORIGIN, JSON_BYTES) or Origin()
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return a folder's generation_config.json, with ids of special tokens that only its config.json has; {}
+    without either. Raises CheckpointError."""
+    files = [folder / name for name in (CONFIG, GENERATION)]
+    config, generation = (_read_json(file) if file.is_file() else {} for file in files)
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None} | generation
+
+
+def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Path]) -> dict[str, bytes]:
+    """Return the files with which a checkpoint needs no data: its origin, the tokenizer whose file is at
+    `tokenizer`, and the first generation config in `folders`. Raises OSError and ValueError."""
+    files = tokenizer_files(tokenizer) if tokenizer else {}
+    generation = next(filter(None, map(read_generation, folders)), None)
+    notes = {ORIGIN: asdict(origin) if origin != Origin() else None, GENERATION: generation}
+    return files | {name: _to_json(note) for name, note in notes.items() if note}
+
+
+def make_export(hf_config: Mapping[str, Any], checkpoint: Path, tokenizer: Path | None) -> dict[str, bytes]:
+    """Return the files beside the weights of a Hugging Face folder: the config with the ids of special
+    tokens, the generation config, and those of the tokenizer file. Raises OSError and ValueError."""
+    files, info = tokenizer_files(tokenizer) if tokenizer else {}, read_origin(checkpoint).tokenizer
+    generation = read_generation(checkpoint) or (read_generation(tokenizer.parent) if tokenizer else {})
+    if info:
+        files = name_tokens(files if info.sha256 else {FILE: byte_tokenizer_json()}, info)
+        generation = _merge_ids(generation, info, hf_config.get("vocab_size", info.vocab_size))
+    ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
+    notes = {CONFIG: {**hf_config, **ids}, **({GENERATION: generation} if generation else {})}
+    return files | {name: _to_json(note) for name, note in notes.items()}
+
+
+def _to_json(note: Mapping[str, Any]) -> bytes:
+    return (json.dumps(note, indent=2) + "\n").encode()
+
+
+def _merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_size: int) -> dict[str, Any]:
+    """Return a generation config in which a text begins as in the training data, and their separator ends it
+    too. A BOS that the data do not have stays; ids that the model does not have are dropped."""
+    given = {key: generation.get(key) for key in TOKEN_IDS}
+    lists = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+    ids = {key: [i for i in each if isinstance(i, int) and i < vocab_size] for key, each in lists.items()}
+    ids[BOS_ID] = [tokenizer.start] if tokenizer.bos is not None else ids[BOS_ID] or [tokenizer.start]
+    ids[EOS_ID] = list(dict.fromkeys([*ids[EOS_ID], tokenizer.eos]))
+    others = {key: value for key, value in generation.items() if key not in TOKEN_IDS}
+    return others | {key: each if each[1:] else each[0] for key, each in ids.items() if each}
+
+
 def open_weights(path: Path) -> HfWeights:
     """Read the config and the safetensors headers of a folder of any model. Raises CheckpointError."""
     hf_config, files = _read_json(path / CONFIG), _find_files(path)
@@ -77,7 +149,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json(path, JSON_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}): name the folder of a Hugging Face model"
+            f"{path} cannot be read ({error}): fix it, or name the folder of a Hugging Face model"
         ) from None
 
 

@@ -6,8 +6,8 @@ holds the full model or sends weights to another.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,13 @@ PREFIX = "model."  # of the weights' names in our checkpoints
 @dataclass(frozen=True)
 class Weights:
     """The folder that contains a model's weights, each parameter's name in it by our fqn, and its files if it
-    is one of Hugging Face and not our checkpoint."""
+    is one of Hugging Face and not our checkpoint. `padded`: the rows of each name that has fewer than the
+    parameter, because the model's vocabulary is larger."""
 
     folder: Path
     names: dict[str, str]
     files: tuple[Path, ...] | None = None
+    padded: Mapping[str, int] = field(default_factory=dict)
 
 
 def find_weights(
@@ -92,18 +94,20 @@ def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full"
         opening = partial(open_checkpoint, weights.folder, verify_together(weights.folder, verify))
     else:
         opening = partial(open_files, weights.folder, weights.files)
-    read_together(opening, {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()})
+    into = {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()}
+    read_together(opening, into, weights.padded)
 
 
-def check_folder(folder: HfFolder, model: LlamaConfig) -> None:
+def check_folder(folder: HfFolder, model: LlamaConfig, grown: tuple[int, ...] = ()) -> dict[str, int]:
     """Raise CheckpointError unless a Hugging Face folder contains exactly the tensors of this model, in
-    dtypes that we read."""
+    dtypes that we read. `grown` and result: as of `_check_tensors`."""
     saved = {
         name: t.shape for name, t in folder.tensors.items() if not is_ignored(name, model.tie_embeddings)
     }
     names = {hf_name(fqn): shape for fqn, shape in weight_shapes(model).items()}
-    _check_tensors(folder.path, names, saved)
+    padded = _check_tensors(folder.path, names, saved, grown)
     _check_dtypes(folder, names)
+    return padded
 
 
 def _check_dtypes(folder: HfWeights, names: Iterable[str]) -> None:
@@ -126,9 +130,9 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
     way_out = f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml for --config"
     changes = config_changes(folder.config, model, "model")
-    refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
-    check_folder(folder, model)
-    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files)
+    grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
+    padded = check_folder(folder, model, grown)
+    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files, padded)
 
 
 def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
@@ -136,7 +140,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
     that one of them may lack, and a tied weight, which may be there under any of its names."""
     built = source_of(model).new()
     way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
-    refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
+    grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
     names_of: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(fqn)
@@ -150,7 +154,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
         used.update(found)
     patterns = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored = re.compile("|".join((*patterns, COMPUTED)))
-    _check_tensors(
+    padded = _check_tensors(
         folder.path,
         {names[fqns[0]]: tuple(parameter.shape) for parameter, fqns in names_of.items()},
         {
@@ -158,9 +162,10 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
             for name, tensor in folder.tensors.items()
             if name in names.values() or not (name in used or ignored.search(name))
         },
+        grown,
     )
     _check_dtypes(folder, names.values())
-    return Weights(folder.path, names, folder.files)
+    return Weights(folder.path, names, folder.files, padded)
 
 
 def _own_changes(folder: HfWeights, built: Any) -> list[Change]:
@@ -187,23 +192,29 @@ def _of_checkpoint(path: Path, model: ModelConfig, meant: bool) -> Weights:
         raise CheckpointError(f"{path} has no config.yaml, so its model is unknown: use another checkpoint")
     changes = config_changes(load_config(path / "config.yaml").model, model, "model")
     way_out = f"Use the model section of {path}/config.yaml"
-    refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
+    grown = refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
     names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
-    _check_tensors(
+    padded = _check_tensors(
         path,
         {names[fqn]: shape for fqn, shape in weight_shapes(model).items()},
         {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
+        grown,
     )
-    return Weights(path, names)
+    return Weights(path, names, None, padded)
 
 
 def _check_tensors(
-    path: Path, wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise CheckpointError if names or shapes differ."""
+    path: Path, wanted: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]], grown: Sequence[int]
+) -> dict[str, int]:
+    """Raise CheckpointError if names or shapes differ, but for rows of a vocabulary that has `grown` from a
+    size to another; return the saved rows of each such tensor."""
+    sizes = {name: (*shape[:1], *wanted.get(name, ())[:1]) for name, shape in saved.items()}
+    padded = {
+        name: grown[0] for name in saved if grown == sizes[name] and saved[name][1:] == wanted[name][1:]
+    }
     shapes = [
         f"{name} is {saved[name]}, not {wanted[name]}"
-        for name in wanted.keys() & saved.keys()
+        for name in wanted.keys() & saved.keys() - padded.keys()
         if saved[name] != wanted[name]
     ]
     kinds = {
@@ -214,3 +225,4 @@ def _check_tensors(
     problems = [f"{kind}: {first_of(sorted(names))}" for kind, names in kinds.items() if names]
     if problems:
         raise CheckpointError(f"{path} does not contain the weights of its config. {'. '.join(problems)}")
+    return padded

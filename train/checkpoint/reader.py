@@ -126,12 +126,17 @@ def plan_reads(files: TensorFiles, wanted: Mapping[str, TensorPart]) -> dict[Pat
     return reads
 
 
-def read_tensors(files: TensorFiles, into: Mapping[str, Tensor]) -> None:
-    """Read tensors by name into tensors of the same full shape, sharded or not, converted to their dtype.
-    Without communication. Raises CheckpointError."""
+def read_tensors(
+    files: TensorFiles, into: Mapping[str, Tensor], rows: Mapping[str, int] | None = None
+) -> None:
+    """Read tensors by name into tensors of the same full shape, sharded or not, converted to their dtype; of
+    those in `rows` the files have only so many rows, and the others become their mean. Without communication.
+    Raises CheckpointError."""
     parts = {name: held_part(tensor) for name, tensor in into.items()}
     local = {name: local_part(tensor.detach()) for name, tensor in into.items()}
-    for file, reads in plan_reads(files, parts).items():
+    saved = {name: (count, *into[name].shape[1:]) for name, count in (rows or {}).items()}
+    stored = parts | {name: parts[name].overlap(whole(shape)) for name, shape in saved.items()}
+    for file, reads in plan_reads(files, stored).items():
         try:
             with safe_open(file, framework="pt") as opened:
                 for read in reads:
@@ -139,6 +144,12 @@ def read_tensors(files: TensorFiles, into: Mapping[str, Tensor]) -> None:
                     local[read.name][read.part.within(parts[read.name])].copy_(values)
         except (OSError, SafetensorError, ValueError) as error:
             raise _unreadable(file, error) from None
+    for name, shape in saved.items():
+        if (first := stored[name].sizes[0]) < parts[name].sizes[0]:
+            full = torch.empty(shape, dtype=into[name].dtype)
+            read_tensors(files, {name: full})
+            mean = full.mean(0, dtype=torch.float32)[parts[name].within(whole(shape))[1:]]
+            local[name][first:] = mean.to(local[name])
 
 
 def _read_part(opened: safe_open, read: PartRead) -> Tensor:
@@ -152,12 +163,14 @@ def _read_part(opened: safe_open, read: PartRead) -> Tensor:
     return stored[read.part.within(expected.part)]  # type: ignore[no-any-return]
 
 
-def read_together(files: Callable[[], TensorFiles], into: Mapping[str, Tensor]) -> None:
+def read_together(
+    files: Callable[[], TensorFiles], into: Mapping[str, Tensor], rows: Mapping[str, int] | None = None
+) -> None:
     """Like read_tensors, but every rank calls it, and an error of one rank is raised on all: the others would
     wait for it in the next collective."""
     problem = ""
     try:
-        read_tensors(files(), into)
+        read_tensors(files(), into, rows)
     except CheckpointError as error:
         problem = str(error)
     if problems := [text for text in gather_from_all(problem) if text]:

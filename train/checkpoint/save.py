@@ -48,7 +48,7 @@ from meshwright.train.errors import ConfigError, SaveError
 from meshwright.train.memory import free_host_bytes
 
 _Part = tuple[str, SavedFile, dict[str, SavedTensor]]  # of a rank: its file, and its random state
-_MANIFEST_BYTES = 2**20  # disk space for manifest, config and plan, in addition to the ranks' files
+_MANIFEST_BYTES = 2**20  # disk space for the manifest, in addition to the ranks' files and the texts
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CheckpointSaver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
-        texts: Mapping[str, str],
+        texts: Mapping[str, str | bytes],
         host_bytes: Callable[[], int] = free_host_bytes,
         machine: int = 0,
         group_timeout: timedelta | None = None,
@@ -98,6 +98,7 @@ class CheckpointSaver:
         """`host_bytes` returns the free host memory of this machine; `machine` is a number shared by its
         ranks; `group_timeout`: of the collectives of a save; None: torch's default."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
+        self._texts_bytes = _MANIFEST_BYTES + sum(map(len, texts.values()))
         self._host_bytes, self._machine = host_bytes, machine
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         # A group of its own: saves run beside training.
@@ -134,7 +135,7 @@ class CheckpointSaver:
             return
         limits = _limits(shards[name] for name in shards if name not in random)
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
-        needed = needed_bytes(tensors, random, dist.get_world_size()) + _MANIFEST_BYTES
+        needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
         copies = {} if problem else self._copy(shards)
         job = _Job(
             position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem
@@ -167,7 +168,7 @@ class CheckpointSaver:
             return
         try:
             tensors, random = training_tensors(self._model, self._optimizer), random_state()
-            needed = needed_bytes(tensors, random, dist.get_world_size()) + _MANIFEST_BYTES
+            needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
             problem = "" if self._on_cpu else self._allocate_copies(self._own_shards(tensors, random))
             nothing = torch.zeros(0, 2)
             self._write(_Job(TrainPosition(step + 1), {}, nothing, {}, needed, 0.0, 0.0, problem, trial=True))

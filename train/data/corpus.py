@@ -26,6 +26,7 @@ from meshwright.train.data.token_store import (
     read_manifest,
 )
 from meshwright.train.data.tokenizer import (
+    FILE,
     ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
@@ -166,12 +167,22 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
 
     Raises DataError.
     """
-    source = next(iter(config.mixture), config.source)
-    if config.tokenizer != "auto" or not is_prepared(source):
+    file = find_tokenizer_file(config)
+    if config.tokenizer != "auto" or file is None:
         return load_tokenizer(config.tokenizer, config.bos, config.eos)
-    folder = user_path(source, "data.source")
-    info = read_manifest(folder).tokenizer
-    return JsonTokenizer(folder, info=info) if info.sha256 else ByteTokenizer()
+    info = read_manifest(file.parent).tokenizer
+    return JsonTokenizer(file, info=info) if info.sha256 else ByteTokenizer()
+
+
+def find_tokenizer_file(config: DataConfig) -> Path | None:
+    """Return the tokenizer.json of a config's data; it may be missing, and is None for bytes."""
+    source = next(iter(config.mixture), config.source)
+    if config.tokenizer == "auto" and is_prepared(source):
+        return user_path(source, "data.source") / FILE
+    if config.tokenizer in ("auto", "bytes"):
+        return None
+    path = user_path(config.tokenizer, "data.tokenizer")
+    return path / FILE if path.is_dir() else path
 
 
 def is_prepared(source: str) -> bool:

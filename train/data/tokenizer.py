@@ -1,8 +1,10 @@
 """Tokenizers: built-in bytes, or any tokenizer.json of the `tokenizers` library."""
 
 import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +17,10 @@ from meshwright.parallel.structure import Natural
 from meshwright.train.errors import DataError
 from meshwright.train.files import read_bounded, read_json, user_path
 
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")  # of Llama 3, Llama 2, Gemma
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")  # the same, and GPT-2
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")  # of Llama 3, Llama 2, Gemma, GPT-2
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+# what transformers reads of a tokenizer
+FILES = (FILE, CONFIG, "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
 CONFIG_BYTES = 2**24  # limit of a tokenizer_config.json; the largest list some ten thousand added tokens
 FILE_BYTES = 2**28  # limit of a tokenizer.json; those with a quarter of a million tokens have 35 MB
 
@@ -76,18 +80,20 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
-    `bos` and `eos` are as in DataConfig. auto takes the token of the tokenizer_config.json in the same
-    folder, then a known name; if its add_bos_token is false there is no BOS. Its add_eos_token is ignored:
-    every document ends with EOS, which separates documents.
+    `bos` and `eos` are as in DataConfig. For EOS, which ends every document, auto takes the token of the
+    tokenizer_config.json in the same folder, then a known name; for BOS, the token that the tokenizer puts in
+    front of a text, by its post-processor or by add_bos_token of that file. A BOS that is EOS is left out: it
+    would separate documents twice.
     """
 
     def __init__(
         self, path: Path, bos: str = "auto", eos: str = "auto", info: TokenizerInfo | None = None
     ) -> None:
-        """Load the file. `info` is that of data made with it; None derives it. Raises DataError."""
+        """Load the file. `info` is that of data made with it; without it, or if it is of another file, it is
+        derived. Raises DataError."""
         import tokenizers
 
-        self.path = path / "tokenizer.json" if path.is_dir() else path
+        self.path = path / FILE if path.is_dir() else path
         try:
             content = read_bounded(self.path, FILE_BYTES)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -102,7 +108,8 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         # a special token that a text spells out must not end the document
         self._tokenizer.encode_special_tokens = True
-        self.info = info or self._find_info(hashlib.sha256(content).hexdigest(), bos, eos)
+        sha256 = hashlib.sha256(content).hexdigest()
+        self.info = info if info and info.sha256 == sha256 else self._find_info(sha256, bos, eos)
         self._ends = [token for token in (self.info.bos, self.info.eos) if token is not None]
         spelled = [token for end in self._ends if (token := self._tokenizer.id_to_token(end))]
         self._tokenizer.add_special_tokens(spelled)  # some files list them as ordinary tokens
@@ -111,11 +118,8 @@ class JsonTokenizer:
     def _find_info(self, sha256: str, bos: str, eos: str) -> TokenizerInfo:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         config = _read_tokenizer_config(self.path)
-        no_bos = bos == "none" or (bos == "auto" and config.get("add_bos_token") is False)
-        bos_id = (
-            None if no_bos else _find_token(ids, "bos", bos, config.get("bos_token"), BOS_NAMES, self.path)
-        )
         eos_id = _find_token(ids, "eos", eos, config.get("eos_token"), EOS_NAMES, self.path)
+        bos_id = self._find_bos(ids, bos, config)
         if eos_id is None:
             added = self._tokenizer.get_added_tokens_decoder().values()
             special = ", ".join([token.content for token in added if token.special][:4])
@@ -124,7 +128,19 @@ class JsonTokenizer:
                 "data.eos to the token that ends a document"
                 f"{f', such as one of {special}' if special else ''}"
             )
-        return TokenizerInfo(self.path.resolve().parent.name, sha256, max(ids.values()) + 1, bos_id, eos_id)
+        name, size = self.path.resolve().parent.name, max(ids.values()) + 1
+        return TokenizerInfo(name, sha256, size, None if bos_id == eos_id else bos_id, eos_id)
+
+    def _find_bos(self, ids: dict[str, int], bos: str, config: dict[str, Any]) -> int | None:
+        adds, token = config.get("add_bos_token"), config.get("bos_token")
+        if bos == "none" or (bos == "auto" and adds is False):
+            return None
+        if bos != "auto" or (adds and token):
+            return _find_token(ids, "bos", bos, token, (), self.path)
+        with suppress(Exception):  # the library's, of a model without an id for the letter
+            encoding = self._tokenizer.encode("a")
+            return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
+        return None
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
         decoded = [text.decode() for text in texts]
@@ -166,6 +182,42 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name: its tokenizer.json at `path`, which may have another name, and
+    those beside it that transformers reads. Raises OSError and ValueError."""
+    files = {name: path if name == FILE else path.with_name(name) for name in FILES}
+    return {name: read_bounded(file, FILE_BYTES) for name, file in files.items() if file.is_file()}
+
+
+def byte_tokenizer_json() -> bytes:
+    """Return a tokenizer.json that gives the ids of ByteTokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # the library writes a byte as the letter of its number, or if that cannot be shown as one from 256 on
+    shown = [byte for byte in range(256) if chr(byte) in pre_tokenizers.ByteLevel.alphabet()]
+    hidden = {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*shown}))}
+    made = Tokenizer(models.BPE({**{chr(byte): byte for byte in shown}, **hidden}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([EOS_NAMES[-1]])
+    return made.to_str().encode()
+
+
+def name_tokens(files: Mapping[str, bytes], info: TokenizerInfo) -> dict[str, bytes]:
+    """Return the files of a tokenizer with a tokenizer_config.json that names EOS, BOS if there is one, and a
+    class that every version of transformers has, where it names none."""
+    if FILE not in files:
+        return dict(files)
+    from tokenizers import Tokenizer
+
+    library, config = Tokenizer.from_str(files[FILE].decode()), json.loads(files.get(CONFIG, "{}"))
+    ids = {"eos_token": info.eos, "bos_token": info.bos}
+    named: dict[str, Any] = {key: library.id_to_token(i) for key, i in ids.items() if i is not None}
+    named |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    named |= {key: value for key, value in config.items() if value not in (None, "TokenizersBackend")}
+    return {**files, CONFIG: (json.dumps({**config, **named}, indent=2) + "\n").encode()}
 
 
 def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer:
@@ -212,7 +264,7 @@ def _read_tokenizer_config(path: Path) -> dict[str, Any]:
 
     Raises DataError.
     """
-    config = path.with_name("tokenizer_config.json")
+    config = path.with_name(CONFIG)
     if not config.is_file():
         return {}
     try:

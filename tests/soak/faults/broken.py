@@ -119,8 +119,8 @@ BROKEN = (
     Fault(
         "loss-not-divided",
         "the gradient is that of the sum over tokens, not of their mean",
-        "micro_loss = loss_of(model, batch, global_tokens)",
-        "micro_loss = loss_of(model, batch, None)",
+        "micro_loss = loss_of(sharded.model, batch, global_tokens)",
+        "micro_loss = loss_of(sharded.model, batch, None)",
         tests=("tests/train/test_step.py",),
     ),
     Fault(

@@ -16,6 +16,7 @@ from meshwright.models.hf import config_from_hf
 from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.tools.convert_hf import main as convert
+from meshwright.train.checkpoint.changes import refuse_other_model
 from meshwright.train.checkpoint.huggingface import INDEX, open_folder
 from meshwright.train.checkpoint.initial_weights import describe_start, find_weights
 from meshwright.train.errors import CheckpointError, ConfigError
@@ -78,9 +79,27 @@ def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> N
     assert f"is not read, because the run resumes from {tmp_path}" in line
 
 
+def test_a_larger_vocabulary_is_padded(tmp_path: Path) -> None:
+    """That of a Hugging Face folder and of a checkpoint; but for the resume of a run it is another model."""
+    folder = save_hf(tmp_path / "hf", make_hf(vocab_size=263))
+    convert(["import", str(folder), str(tmp_path / "ours")])
+    model = dataclasses.replace(
+        config_from_hf(json.loads((folder / "config.json").read_text())), vocab_size=384
+    )
+    for source, names in (
+        (folder, ("model.embed_tokens.weight", "lm_head.weight")),
+        (tmp_path / "ours", ("model.tok_embeddings.weight", "model.head.output.weight")),
+    ):
+        weights = find_weights(str(source), model, None)
+        assert weights is not None
+        assert weights.padded == dict.fromkeys(names, 263)
+    with pytest.raises(ConfigError, match=r"vocab_size=384 \(saved: 263\)"):
+        refuse_other_model("x", folder, [("model.vocab_size", 263, 384)], "", False, pads=False)
+
+
 OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
     ({"n_layers": 3, "norm_eps": 1e-6}, r"model.n_layers=3 .*2\); model.norm_eps=1e-06 .*1e-05\)"),
-    ({"vocab_size": 384}, r"model.vocab_size=384 .*264\)"),
+    ({"vocab_size": 256}, r"model.vocab_size=256 .*264\)"),
     ({"tie_embeddings": False}, r"model.tie_embeddings=False .*True\)"),
     ({"rope_scaling": RopeScaling("linear", 2.0)}, r"model.rope_scaling.kind=linear .*None\)"),
     ({"max_seq_len": 97}, r"model.max_seq_len=97 .*96\)"),

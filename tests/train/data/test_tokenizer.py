@@ -21,8 +21,10 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_special(path: Path, folder: Path, *special: str, **config: object) -> Path:
-    """Copy a tokenizer with other special tokens, and a tokenizer_config.json if `config` has keys."""
+    """Copy a tokenizer with other special tokens, and a tokenizer_config.json if `config` has keys; with the
+    key `template` None without the post-processor."""
     plain = json.loads(path.read_text())
+    plain["post_processor"] = config.pop("template", plain["post_processor"])
     for i, old in enumerate(("<s>", "</s>")):
         plain["model"]["vocab"][special[i]] = plain["model"]["vocab"].pop(old)
         plain["added_tokens"][i]["content"] = special[i]
@@ -76,6 +78,7 @@ def test_bos_and_eos_that_the_file_has_as_ordinary_tokens_never_come_out_of_text
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a</s>b<s>").ids == [
+        0,
         66,
         1,
         67,
@@ -152,7 +155,23 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
     [
         (("<|begin_of_text|>", "<|end_of_text|>"), {}, "auto", "auto", (0, 1)),
         (("<bos>", "<|endoftext|>"), {}, "auto", "auto", (0, 1)),
-        (("other", "</s>"), {}, "auto", "auto", (None, 1)),
+        (("other", "</s>"), {}, "auto", "auto", (0, 1)),
+        (("<s>", "</s>"), {"template": None}, "auto", "auto", (None, 1)),
+        (("<s>", "</s>"), {"template": None, "bos_token": "<s>"}, "auto", "auto", (None, 1)),
+        (
+            ("<s>", "</s>"),
+            {"template": None, "bos_token": "</s>", "add_bos_token": True},
+            "auto",
+            "auto",
+            (None, 1),
+        ),
+        (
+            ("<s>", "</s>"),
+            {"template": None, "bos_token": "<s>", "add_bos_token": True},
+            "auto",
+            "auto",
+            (0, 1),
+        ),
         (
             ("other", "another"),
             {"bos_token": "other", "eos_token": {"content": "another"}},
@@ -160,7 +179,7 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
             "auto",
             (0, 1),
         ),
-        (("<s>", "</s>"), {"bos_token": None, "eos_token": "<s>"}, "auto", "auto", (0, 0)),
+        (("<s>", "</s>"), {"bos_token": None, "eos_token": "<s>"}, "auto", "auto", (None, 0)),
         (("<s>", "</s>"), {"bos_token": {"content": "<s>"}, "add_bos_token": True}, "auto", "auto", (0, 1)),
         (
             ("<s>", "</s>"),
@@ -172,6 +191,7 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
         (("<s>", "</s>"), {"add_bos_token": False}, "<s>", "auto", (0, 1)),
         (("<s>", "</s>"), {}, "none", "auto", (None, 1)),
         (("<s>", "</s>"), {"eos_token": "</s>"}, "</s>", "<s>", (1, 0)),
+        (("<s>", "</s>"), {}, "</s>", "</s>", (None, 1)),
     ],
 )
 def test_bos_and_eos_are_as_asked_as_said_beside_or_known(

@@ -38,7 +38,7 @@ from meshwright.train.data.token_store import (
     manifest_to_json,
     read_manifest,
 )
-from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
+from meshwright.train.data.tokenizer import FILE, JsonTokenizer, Tokenizer, load_tokenizer, tokenizer_files
 from meshwright.train.errors import DataError
 from meshwright.train.files import NO_LOCKS, flush_folder, make_lock, write_atomically
 
@@ -356,9 +356,7 @@ def _remove_others(data: Path, shards: Sequence[ShardInfo]) -> None:
 
 
 def _copy_tokenizer(tokenizer: JsonTokenizer, data: Path) -> None:
-    write_atomically(data / "tokenizer.json", tokenizer.path.read_bytes())
-    if hash_file(data / "tokenizer.json") != tokenizer.info.sha256:
+    for name, content in tokenizer_files(tokenizer.path).items():
+        write_atomically(data / name, content)
+    if hash_file(data / FILE) != tokenizer.info.sha256:
         raise DataError(f"{tokenizer.path} changed while data was being prepared: start again")
-    config = tokenizer.path.with_name("tokenizer_config.json")
-    if config.is_file():
-        write_atomically(data / config.name, config.read_bytes())
