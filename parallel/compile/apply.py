@@ -70,7 +70,9 @@ def _explained(
             result = compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             limit = torch._dynamo.config.recompile_limit
-            raise PlanError(f"{name}: {kind.__name__} needs more than {limit} graphs: {_why_many()}") from error
+            raise PlanError(
+                f"{name}: {kind.__name__} needs more than {limit} graphs: {_why_many()}"
+            ) from error
         except torch._dynamo.exc.Unsupported as error:
             reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
             raise PlanError(

@@ -88,8 +88,8 @@ def _size_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
         if float8.all_gather and part[0] % shards:
             yield Mistake(
                 "float8.all_gather",
-                f"=true needs equal shards: dp_shard={plan.mesh.dp_shard} x cp={plan.mesh.cp} must divide the "
-                f"{part[0]} outputs of {pattern} on a tp rank, or use false",
+                f"=true needs equal shards: dp_shard={plan.mesh.dp_shard} x cp={plan.mesh.cp} must divide "
+                f"the {part[0]} outputs of {pattern} on a tp rank, or use false",
             )
 
 
