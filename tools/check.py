@@ -31,6 +31,7 @@ from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import call_factory, name_factory
 
 PREFIX = "--model.args."
+DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options, rest = make_parser().parse_known_args(arguments)
     model, example, loss = build(options.factory, model_arguments(rest))
-    degrees = {axis: getattr(options, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
+    degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
         cp_exchange=options.cp_exchange,
@@ -83,11 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="function that returns the model and an example of its arguments (a dict or a tuple)",
     )
     add("--blocks", metavar="B", help="the blocks: a pattern of names, or a number of parameters")
-    add("--dp_replicate", type=int, default=1, metavar="N", help="HSDP degree: 1 (default) or 2")
-    add("--dp_shard", type=int, default=2, metavar="N", help="FSDP degree: 1 or 2 (default)")
-    add("--cp", type=int, default=1, metavar="N", help="context-parallel degree: 1 (default) or 2")
+    for axis, default in DEGREES.items():
+        add(f"--{axis}", type=int, default=default, metavar="N", help=f"degree: 1 or 2 (default {default})")
     add("--cp_exchange", choices=("auto", *CP_EXCHANGES), default="auto", help="as parallel.cp_exchange")
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree: 1 (default) or 2")
     add("--accumulation", type=int, default=1, metavar="N", help="micro batches: 1 (default) or 2")
     add("--gradients", choices=get_args(Gradients), default="sum", help="as for apply_plan (default sum)")
     add("--param_dtype", choices=DTYPES, default="bfloat16", help="must run too (default bfloat16)")

@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.compile.async_tp import enable_async_tp
-from meshwright.parallel.compile.stats import count_compiled_graphs, last_recompile_reason
+from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 
 MANY_GRAPHS = 9  # of one class: more than torch allows by default
+_Call = Callable[..., Any]
 
 
 def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
@@ -48,9 +49,8 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
                 _through_own_frame(module)
                 compile_module(module, config, unit.activation_budget)
                 if module._compiled_call_impl is not None and config.fullgraph:
-                    module._compiled_call_impl = _explained(
-                        name, module._compiled_call_impl, type(module), graphs
-                    )
+                    compiled = module._compiled_call_impl
+                    module._compiled_call_impl = _explained(name, compiled, type(module), graphs)
 
 
 def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0) -> None:
@@ -58,9 +58,7 @@ def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0
     module.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, **_backend(config, budget))
 
 
-def _explained(
-    name: str, compiled: Callable[..., Any], kind: type, graphs: Counter[type]
-) -> Callable[..., Any]:
+def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type]) -> _Call:
     """Return a compiled module's call that explains why a module cannot be one graph, and why modules of one
     class (`kind`) are many, which it counts in `graphs`."""
 
@@ -91,18 +89,20 @@ def _explained(
         if made := count_compiled_graphs() - before:
             graphs[kind] += made
             if graphs[kind] - made < MANY_GRAPHS <= graphs[kind] and dist.get_rank() == 0:
-                text = f"{name}: {graphs[kind]} graphs of {kind.__name__} so far: {_why_many()}"
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(
+                    f"{name}: the {graphs[kind]}th graph of {kind.__name__}: {_why_many()}", stacklevel=2
+                )
         return result
 
     return call
 
 
 def _why_many() -> str:
-    """Return the guard that made dynamo compile the last graph, and how to do with fewer."""
+    """Return the guard for which dynamo made, or would have to make, its last graph, and the ways out."""
+    reason = torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
     return (
-        f"the guard that failed: {last_recompile_reason()}. With parallel.compile.dynamic=true one graph "
-        "serves all sizes, and all blocks that differ by a number; or make that number a buffer"
+        f"the guard that failed: {' '.join(str(reason).split())}. With parallel.compile.dynamic=true one "
+        "graph serves all sizes, and all blocks that differ by a number; or make that number a buffer"
     )
 
 

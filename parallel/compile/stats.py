@@ -149,9 +149,3 @@ def count_compiled_graphs() -> int:
     """Return the number of graphs that dynamo has captured in this process; every recompile adds one."""
     # Not counters["frames"]: dynamo does not count frames with fullgraph=True.
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def last_recompile_reason() -> str:
-    """Return the guard for which dynamo compiled, or tried to compile, its last graph."""
-    reason = torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
-    return re.sub(r"^\d+/\d+: ", "", " ".join((reason or "dynamo names none").split()))

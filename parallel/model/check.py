@@ -9,7 +9,6 @@ random, because they hide what attention computes. The report names what of the 
 
 import copy
 import dataclasses
-import itertools
 import math
 import os
 import pickle
@@ -144,9 +143,13 @@ def check(
             f"check: {count:,} parameters with one block of each kind are too many for a CPU: give a smaller "
             "model of the same classes and its plan"
         )
-    found = run_processes(small, cut, example, loss, gradients, in_plans_dtype(small, plan))
-    found["not_run"] = (*not_run(plan, small), *missing_kinds(model, cut, plan), *found["not_run"])
-    return CheckReport(small.mesh, blocks, **found | {"differences": tuple(found["differences"])})
+    narrow = small_plan(plan, cut, narrow=True)
+    found = run_processes(small, cut, example, loss, gradients, None if narrow == small else narrow)
+    found |= {
+        "differences": tuple(found["differences"]),
+        "not_run": (*not_run(plan, small), *found["not_run"]),
+    }
+    return CheckReport(small.mesh, blocks, **found)
 
 
 def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
@@ -164,23 +167,21 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
         if parent and isinstance(cut.get_submodule(parent), nn.ModuleList | nn.Sequential):
             lists.setdefault(parent, []).append(name)
     for parent, names in lists.items():
-        blocks = [cut.get_submodule(name) for name in names]
-        kinds = [kind_of(block) for block in blocks]
-        sizes = itertools.accumulate(sum(p.numel() for p in block.parameters()) for block in blocks)
-        most = max(2, sum(size <= MOST_PARAMETERS for size in sizes))
+        kinds = [kind_of(cut.get_submodule(name)) for name in names]
         last = max(kinds.index(kind) for kind in kinds)
-        for name in names[min(last + 2, most) :]:
+        for name in names[last + 2 :]:
             delattr(cut.get_submodule(parent), name.rpartition(".")[2])
     present = {name for name, _ in cut.named_modules()}
     return cut, tuple(name for name in repeated if name in present)
 
 
-def small_plan(plan: Plan, cut: nn.Module) -> Plan:
-    """Return the plan for the cut model, with degrees and micro batches of at most 2, in float32."""
+def small_plan(plan: Plan, cut: nn.Module, narrow: bool = False) -> Plan:
+    """Return the plan for the cut model, with degrees and micro batches of at most 2, in float32, or `narrow`
+    in the plan's dtype."""
     present = {name for name, _ in cut.named_modules()}
     tp, cp, replicate = (min(2, degree) for degree in (plan.mesh.tp, plan.mesh.cp, plan.mesh.dp_replicate))
     shard = min(2, plan.mesh.dp_shard) if tp * cp * replicate > 1 else 2
-    units = tuple(_small_unit(unit) for unit in plan.units if present.issuperset(unit.modules))
+    units = tuple(_small_unit(unit, narrow) for unit in plan.units if present.issuperset(unit.modules))
     return dataclasses.replace(
         plan,
         mesh=MeshPlan(replicate, shard, tp, cp),
@@ -195,28 +196,16 @@ def small_plan(plan: Plan, cut: nn.Module) -> Plan:
     )
 
 
-def _small_unit(unit: UnitPlan) -> UnitPlan:
+def _small_unit(unit: UnitPlan, narrow: bool) -> UnitPlan:
+    dtypes = {} if narrow else {"param_dtype": "float32", "output_dtype": "same"}
     return dataclasses.replace(
         unit,
+        **dtypes,  # type: ignore[arg-type]
         reshard_after_forward=bool(unit.reshard_after_forward),
         forward_prefetch=1,
         backward_prefetch=1,
-        param_dtype="float32",
         reduce_dtype="float32",
-        output_dtype="same",
     )
-
-
-def in_plans_dtype(small: Plan, plan: Plan) -> Plan | None:
-    """Return the small plan, eager, in the dtypes in which the plan computes; None if these are float32."""
-    dtypes = {unit.name: (unit.param_dtype, unit.output_dtype) for unit in plan.units}
-    if all(dtype == "float32" for dtype, _ in dtypes.values()):
-        return None
-    units = (
-        dataclasses.replace(unit, param_dtype=dtypes[unit.name][0], output_dtype=dtypes[unit.name][1])
-        for unit in small.units
-    )
-    return _eager(dataclasses.replace(small, units=tuple(units)))
 
 
 def _eager(plan: Plan) -> Plan:
@@ -226,32 +215,24 @@ def _eager(plan: Plan) -> Plan:
 
 def not_run(plan: Plan, small: Plan) -> Iterator[str]:
     """Yield the parts of the plan that the small one does not have, or that a CPU runs otherwise."""
-    for key in (*AXES, "accumulation", "cpu_offload", "storage_dtype", "async_tp"):
-        asked, ran = (getattr(each.mesh if key in AXES else each, key) for each in (plan, small))
-        if asked != ran and (key not in AXES or asked > ran):
-            yield f"{key}={str(asked).lower()} (but {str(ran).lower()})"
-    if plan.float8.linears:
-        yield f"float8.recipe={plan.float8.recipe}"
+    yield from (f"{axis} {n}" for axis in AXES if (n := getattr(plan.mesh, axis)) > getattr(small.mesh, axis))
+    for key in ("accumulation", "cpu_offload", "storage_dtype", "async_tp", "float8"):
+        if (value := getattr(plan, key)) != getattr(small, key):
+            yield f"{key} {getattr(value, 'recipe', value)}"
     for key in ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "reduce_dtype"):
         ran = {getattr(unit, key) for unit in small.units}
-        yield from sorted({f"{key}={asked}" for u in plan.units if (asked := getattr(u, key)) not in ran})
-    if dtypes := sorted({unit.param_dtype for unit in plan.units} - {"float32"}):
-        yield f"values in {', '.join(dtypes)} (only that it runs)"
+        asked = dict.fromkeys(getattr(unit, key) for unit in plan.units)
+        yield from (f"{key} {value}" for value in asked if value not in ran)
+    if any(unit.param_dtype != "float32" for unit in plan.units):
+        yield "values in param_dtype, in which it ran"
     if any(unit.activation_checkpoint == "offload" for unit in plan.units):
         yield "offload's copies beside computation"
+    if plan.mesh.cp > 1:
+        yield "dropout"
     if plan.compile.enabled:
-        yield "what compile generates for a GPU"
+        yield "code that is compiled for a GPU"
         if small != _compilable_on_cpu(small):
-            yield "recomputation in compiled blocks with tp"
-
-
-def missing_kinds(model: nn.Module, cut: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield the blocks of kinds that the cut model lacks."""
-    present = {name for name, _ in cut.named_modules()}
-    ran = {kind_of(cut.get_submodule(name)) for name in plan.modules if name in present}
-    lacking = [name for name in plan.modules if name not in present]
-    if names := [name for name in lacking if kind_of(model.get_submodule(name)) not in ran]:
-        yield f"blocks that differ from those before: {', '.join(names)}"
+            yield "recomputation of compiled blocks with tp"
 
 
 def run_processes(plan: Plan, *job: Any) -> dict[str, Any]:
@@ -310,7 +291,13 @@ def compare(
     unsharded = with_values(model, values)
     example = with_random_ids(with_values(model, values), example)
     if narrow is not None:
-        _must_run(_shard(model, narrow, mesh, values, gradients), example)
+        try:
+            sharded_results(_shard(model, _eager(narrow), mesh, values, gradients), example)
+        except RuntimeError as refusal:
+            raise PlanError(
+                f"the model runs in float32, but not in the plan's param_dtype: {refusal}: cast what its "
+                "forward adds or multiplies in another dtype, such as a buffer"
+            ) from refusal
     differences, compared, largest = [], 0, 0.0
     expected: dict[str, Tensor] = {}
     for run, of_run in runs.items():
@@ -339,41 +326,40 @@ def compare(
     }
 
 
-def _must_run(sharded: ShardedModel, example: Example) -> None:
-    try:
-        sharded_results(sharded, example)
-    except Exception as error:
-        dtype = next(unit.param_dtype for unit in sharded.plan.units if unit.param_dtype != "float32")
-        raise PlanError(
-            f"the model runs in float32, and not in {dtype}: {type(error).__name__}: {error}: cast what its "
-            f"forward makes in another dtype, such as a buffer, or use param_dtype=float32"
-        ) from error
-
-
 def expected_results(unsharded: nn.Module, sharded: ShardedModel, example: Example) -> dict[str, Tensor]:
     """Return what a rank of the sharded model ought to compute: outputs, of its own tokens, and gradients of
-    the global batch, which every rank of cp computes here."""
+    the global batch, to which every rank of cp adds the same here."""
     mesh, own = sharded.plan.mesh, _own_tokens(sharded, example)
-    outputs = {}
     unsharded.train(sharded.model.training)
-    for number, part in enumerate(micro_batches(sharded, example)):
-        for name, output in _backward(unsharded, part, sharded.data_rank, number).items():
-            outputs[name] = output if own is None or output.dim() < 2 else output[:, own]
-    copies = mesh.cp if sharded.gradients == "sum" else mesh.cp * mesh.cp * mesh.data_parallel
-    return outputs | {
-        name: summed(gradient, sharded.data_group) / copies
-        for name, gradient in full_gradients(unsharded).items()
-    }
+    found = results_of(unsharded, micro_batches(sharded, example), sharded.data_rank)
+    copies = mesh.cp * (1 if sharded.gradients == "sum" else mesh.cp * mesh.data_parallel)
+    for name, tensor in found.items():
+        if not _is_output(name):
+            found[name] = summed(tensor, sharded.data_group) / copies
+        elif own is not None and tensor.dim() > 1:
+            found[name] = tensor[:, own]
+    return found
 
 
 def sharded_results(sharded: ShardedModel, example: Example) -> dict[str, Tensor]:
     """Return outputs and gradients of the sharded model, of the same micro batches."""
-    outputs: dict[str, Tensor] = {}
-    own = _own_tokens(sharded, example)
     count = (lambda _: 1) if sharded.gradients == "sum" else None
-    for number, (part, _) in enumerate(sharded.micro_batches(micro_batches(sharded, example), count)):
-        outputs |= _backward(sharded.model, part, sharded.data_rank, number, own)
-    return outputs | full_gradients(sharded.model)
+    parts = (part for part, _ in sharded.micro_batches(micro_batches(sharded, example), count))
+    return results_of(sharded.model, parts, sharded.data_rank, _own_tokens(sharded, example))
+
+
+def results_of(
+    model: nn.Module, parts: Iterable[Example], seed: int, own: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Run forward and backward of the micro batches. Return outputs and full gradients; every rank must call
+    it. `own`: the tokens that the model gets; None: all."""
+    outputs = {}
+    for number, part in enumerate(parts):
+        of_batch = f" of micro batch {number}" if number else ""
+        for i, output in enumerate(_backward(model, part, seed, own)):
+            outputs[f"output {i}{of_batch}"] = output
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return outputs | {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
 
 def micro_batches(sharded: ShardedModel, example: Example) -> list[Example]:
@@ -396,18 +382,18 @@ def _is_output(name: str) -> bool:
 
 
 def with_random_ids(model: nn.Module, example: Example) -> Example:
-    """Return the example with random ids in place of equal ones that an embedding of the model gets."""
+    """Return the example with random ids in place of equal ones that an embedding of the model, which is used
+    up by that, gets."""
     sizes: dict[int, int] = {}  # by address of the ids
 
-    def note(module: nn.Module, args: Any) -> None:
-        if args:
-            sizes[args[0].data_ptr()] = module.num_embeddings  # type: ignore[assignment]
+    def note(module: Any, args: Any) -> None:
+        sizes.update({ids.data_ptr(): module.num_embeddings for ids in args})
 
-    hooks = [m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Embedding)]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(note)
     with torch.no_grad():
         _call(model, example)
-    for hook in hooks:
-        hook.remove()
 
     def replace(ids: Tensor) -> Tensor:
         size = sizes.get(ids.data_ptr(), 0)
@@ -452,12 +438,19 @@ def _shard(
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device in float32; shared parameters stay shared."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+
+    def empty(_: str, tensor: Tensor) -> Tensor:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+    return _copy_with(model, empty)
+
+
+def _copy_with(model: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        made, is_parameter = make(name, tensor), isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     return copy.deepcopy(model, memo)
 
 
@@ -481,20 +474,7 @@ def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the unsharded model on the CPU with these parameters and buffers, shared as before."""
-    copied = copy.deepcopy(model).to_empty(device="cpu").float()
-    named = dict(model.named_parameters(remove_duplicate=False))
-    first_of = {id(parameter): name for name, parameter in reversed(named.items())}
-    own = {
-        name: nn.Parameter(values[name].clone(), requires_grad=named[name].requires_grad)
-        for name in first_of.values()
-    }
-    for name, parameter in named.items():
-        parent, _, key = name.rpartition(".")
-        setattr(copied.get_submodule(parent), key, own[first_of[id(parameter)]])
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        parent, _, key = name.rpartition(".")
-        setattr(copied.get_submodule(parent), key, values[name].clone())
-    return copied
+    return _copy_with(model, lambda name, _: values[name].clone())
 
 
 def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
@@ -514,48 +494,31 @@ def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
 
 def _call(model: nn.Module, part: Example, own: Tensor | None = None) -> Any:
     """Run the forward, on the tokens `own` only if it is given."""
-    if own is None:
-        args, kwargs = call_arguments(part)
-        return model(*args, **kwargs)
-    length = tokens_of(part)
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[:, own] if tensor.shape[1:2] == (length,) else tensor
-
-    args, kwargs = call_arguments(tree_map_only(Tensor, cut, part))
-    return model(*args, **{position_argument(model): own.expand(_rows(part), -1)} | kwargs)
+    positions, shape = {}, (tokens_of(part),)
+    if own is not None:
+        positions = {position_argument(model): own.expand(_rows(part), -1)}
+        part = tree_map_only(Tensor, lambda t: t[:, own] if t.shape[1:2] == shape else t, part)
+    args, kwargs = call_arguments(part)
+    return model(*args, **positions | kwargs)
 
 
-def _backward(
-    model: nn.Module, part: Example, seed: int, number: int, own: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Run forward and backward of a sum of the outputs with fixed random factors, those of the tokens `own`
-    if they are given. Returns the outputs; `number`: of the micro batch."""
+def _backward(model: nn.Module, part: Example, seed: int, own: Tensor | None) -> list[Tensor]:
+    """Run forward and backward of a sum of the outputs with fixed random factors. Returns the outputs."""
     torch.manual_seed(seed)
     outputs = [leaf for leaf in tree_leaves(_call(model, part, own)) if isinstance(leaf, Tensor)]
     outputs = [output for output in outputs if output.is_floating_point()]
-    generator = torch.Generator().manual_seed(seed)
-
-    def factor(output: Tensor) -> Tensor:
+    generator, factors = torch.Generator().manual_seed(seed), []
+    for output in outputs:
         if own is None or output.dim() < 2:
-            return torch.randn(output.shape, generator=generator)
-        rows, tokens, *rest = output.shape
-        length = tokens * tokens_of(part) // len(own)
-        return torch.randn((rows, length, *rest), generator=generator)[:, own]
-
-    factors = [factor(output) for output in outputs]
+            factors.append(torch.randn(output.shape, generator=generator))
+        else:
+            shape = (len(output), output.shape[1] * tokens_of(part) // len(own), *output.shape[2:])
+            factors.append(torch.randn(shape, generator=generator)[:, own])
     loss = sum((o * f).sum() for o, f in zip(outputs, factors, strict=True) if o.requires_grad)
     if not isinstance(loss, Tensor):
         raise PlanError("no output of the model depends on its parameters: there is nothing to train")
     loss.backward()
-    of_batch = f" of micro batch {number}" if number else ""
-    return {f"output {i}{of_batch}": output.detach() for i, output in enumerate(outputs)}
-
-
-def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full gradients by parameter. Every rank must call it."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    return [output.detach() for output in outputs]
 
 
 def own_part(example: Example, rank: int, parts: int) -> Example:
