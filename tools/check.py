@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.check",
         description=(
-            "Compare a model, sharded, recomputed and compiled on 2 to 8 processes of this CPU, with the "
+            "Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the "
             "unsharded one: outputs and every gradient."
         ),
     )
