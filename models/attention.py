@@ -72,12 +72,22 @@ class CausalAttention(nn.Module):
         if isinstance(documents, BlockMask):
             return flex_attention(q, k, v, block_mask=documents, enable_gqa=grouped).transpose(1, 2)
         if fewer and not q.is_cpu:
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
+            return attend_last(q, k, v).transpose(1, 2)
         if self.kernel in _TORCH_KERNELS and not fewer:
             return _attend(q, k, v, self.kernel).transpose(1, 2)
         if q.is_cpu:
             return cpu_causal_attention(q, k, v, documents)[0].transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q[B, N, t, H], k and v[B, K, T, H] -> [B, N, t, H], by flash attention of the last t tokens. The
+    operator takes only multiples of 8 as H, to which zeros pad."""
+    dim = q.shape[-1]
+    if dim % 8:
+        q, k, v = (F.pad(x, (0, -dim % 8)) for x in (q, k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash(q, k, v, 0.0, True, scale=dim**-0.5)[0][..., :dim]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:

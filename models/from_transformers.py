@@ -11,6 +11,7 @@ WHY_OLDEST = (
     "5.0 leaves tied weights untied on the meta device, and splits norms of heads without summing their "
     "gradients: pip install -e '.[hf]'"
 )
+CHANGING = ("dynamic", "longrope")  # types of RoPE
 REWRITTEN = ("rope_theta", "rope_scaling")  # old keys, which transformers turns into rope_parameters
 
 
@@ -36,6 +37,11 @@ def causal_lm(folder: str = "", attn_implementation: str | None = None, **config
     if tuple(map(int, __version__.split(".")[:2])) < OLDEST:
         raise ImportError(f"transformers {__version__} is older than {OLDEST[0]}.{OLDEST[1]}: {WHY_OLDEST}")
     shape = _read_shape(folder, config) if folder else _make_shape(config)
+    if (kind := (getattr(shape, "rope_parameters", None) or {}).get("rope_type")) in CHANGING:
+        raise ValueError(
+            f"rope_parameters.rope_type={kind} changes its frequencies with the largest position of a batch, "
+            "which no plan knows: use default, linear, llama3 or yarn"
+        )
     shape.use_cache = False
     model: nn.Module = AutoModelForCausalLM.from_config(shape, attn_implementation=attn_implementation)
     return model

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope_scaling import RopeScaling
+from meshwright.models.rope_scaling import OTHER_KINDS, RopeScaling
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 SIZES = {
@@ -196,10 +196,11 @@ def _read_form(
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         problems.append(f"{where}={rope} (only one mapping for all layers)")
         return 1.0, None
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    key = "rope_type" if "rope_type" in rope or "type" not in rope else "type"
+    kind = rope.get(key, "default")
     theta = rope.get("rope_theta", _with_default(hf, "rope_theta"))
     if kind not in ("default", "linear", "llama3"):
-        problems.append(f"{where}.rope_type={kind} (only default, linear or llama3)")
+        problems.append(f"{where}.{key}={kind} (only default, linear or llama3; {OTHER_KINDS})")
     elif rope.get("partial_rotary_factor") not in (None, 1):
         problems.append(f"{where}.partial_rotary_factor={rope['partial_rotary_factor']} (only 1)")
     elif wrong := _wrong_types(rope, ROPE_TYPES, f"{where}."):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 ROPE_KINDS = ("llama3", "linear")
+OTHER_KINDS = "yarn: transformers' own, --model.factory=meshwright.models.from_transformers:causal_lm"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class RopeScaling:
 def check_scaling(scaling: RopeScaling) -> None:
     """Raise ValueError, naming the config key, for a value out of range."""
     if scaling.kind not in ROPE_KINDS:
-        raise ValueError(f"model.rope_scaling.kind={scaling.kind} must be {' or '.join(ROPE_KINDS)}")
+        raise ValueError(
+            f"model.rope_scaling.kind={scaling.kind} must be {' or '.join(ROPE_KINDS)}; {OTHER_KINDS}"
+        )
     names = ("factor",) if scaling.kind == "linear" else ("factor", "low_freq_factor", "original_max_seq_len")
     for name in names:
         if not getattr(scaling, name) > 0:

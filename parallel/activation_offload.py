@@ -49,22 +49,27 @@ def apply_activation_offload(model: nn.Module, plan: Plan) -> None:
 @dataclass(eq=False)
 class _OffloadedStorage:
     """All bytes of one storage: on the device, in host memory, or in both during a copy. When autograd and
-    copies have released it, its host buffer returns to `unused`."""
+    copies have released it, its host buffer returns to `unused`.
+
+    Host buffers have powers of two as sizes, so that batches of many lengths share them: as many bytes as
+    torch pins for a buffer of any size.
+    """
 
     device: Tensor | None
     unused: dict[int, list[Tensor]]  # free host buffers by size in bytes
     host: Tensor | None = None
+    nbytes: int = 0  # of the storage
 
     def send(self) -> int:
         """Start the copy to a free or new host buffer. Returns its bytes."""
         assert self.device is not None
-        free = self.unused[self.device.nbytes]
+        self.nbytes = self.device.nbytes
+        size = 1 << (self.nbytes - 1).bit_length()
+        free = self.unused[size]
         self.host = (
-            free.pop()
-            if free
-            else torch.empty_like(self.device, device="cpu", pin_memory=self.device.is_cuda)
+            free.pop() if free else self.device.new_empty(size, device="cpu", pin_memory=self.device.is_cuda)
         )
-        return self.host.copy_(self.device, non_blocking=True).nbytes
+        return self.on_host().copy_(self.device, non_blocking=True).nbytes
 
     def allocate(self, device: torch.device) -> None:
         """Allocate the device memory for `fetch`."""
@@ -82,7 +87,7 @@ class _OffloadedStorage:
     def on_host(self) -> Tensor:
         """Return the bytes in host memory."""
         assert self.host is not None, "the storage was not sent"
-        return self.host
+        return self.host[: self.nbytes]
 
     def __del__(self) -> None:
         if self.host is not None:
@@ -133,10 +138,13 @@ class ActivationOffload:
         """Bytes of free host buffers; between two steps these are all host buffers."""
         return sum(size * len(buffers) for size, buffers in self._unused.items())
 
-    def run(self, module: nn.Module, compute: Callable[..., Tensor], stays: bool, *inputs: Any) -> Tensor:
+    def run(
+        self, module: nn.Module, compute: Callable[..., Any], stays: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run the block's forward. `stays`: its saved tensors stay on the device: its backward is first."""
-        if not (self.enabled and torch.is_grad_enabled()):
-            return compute(*inputs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not (self.enabled and torch.is_grad_enabled() and inputs):
+            return compute(*args, **kwargs)
         if self._copies is None:
             self._device = inputs[0].device
             self._torch_device = torch.get_device_module(self._device)
@@ -144,9 +152,9 @@ class ActivationOffload:
         block = _Block(self._sending)
         # Autograd keeps the hooks together with the packed values, so the hooks must not reference a tensor
         # that is to be freed: the block's own input.
-        shared = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+        shared = [tensor for tensor in inputs if not tensor.requires_grad]
         with saved_tensors_hooks(partial(self._pack, module, shared, block), self._unpack):
-            result = compute(*inputs)
+            result = compute(*args, **kwargs)
         self._end_sending()
         if stays:
             block.storages.clear()

@@ -1,5 +1,6 @@
 """Apply a plan to a model: the one place that fixes the order of the steps."""
 
+import warnings
 from datetime import timedelta
 from typing import get_args
 
@@ -55,6 +56,8 @@ def apply_plan(
         from meshwright.parallel.activation_offload import apply_activation_offload
 
         apply_activation_offload(model, plan)
+    if mesh.get_rank():  # of a head with a bias, for example: once is enough
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), group_timeout)
     apply_prefetch(model, plan)
     return ShardedModel(model, plan, mesh, gradients)

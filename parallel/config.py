@@ -15,7 +15,9 @@ class CompileConfig:
         backend: torch.compile backend, such as inductor or aot_eager
         mode: torch.compile mode, of backend inductor only: default, or max-autotune-no-cudagraphs, which
             benchmarks kernels for minutes (docs/speed.md: when that pays)
-        dynamic: compile one graph for all sequence lengths and batch sizes; false compiles one for each
+        dynamic: compile one graph for all sequence lengths and batch sizes; false compiles one for each; null
+            is false in train.main, whose batches have one shape, and in a loop of your own torch's default:
+            one for the first, and a second for all others
         on_recompile: reaction to a recompile after the first step: warn (rank 0 logs the guard that failed),
             error, or ignore; metrics count recompiles on all ranks
         float32_matmul_precision: precision of float32 matrix products: highest, high (TF32 on a GPU) or
@@ -28,7 +30,7 @@ class CompileConfig:
     enabled: bool = True
     backend: str = "inductor"
     mode: str = "default"
-    dynamic: bool = False
+    dynamic: bool | None = None
     on_recompile: Literal["warn", "error", "ignore"] = "warn"
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cache_dir: str | None = None

@@ -8,17 +8,21 @@ model on the meta device.
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.errors import one_line
+from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.model.check import Loss, check
 from meshwright.parallel.model.describe import Example, describe
+from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.plan.make import RunShape, make_plan
+from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES
 from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.yaml_io import YamlError, load_value
 from meshwright.tools.cli import run_tool, to_json
@@ -27,6 +31,7 @@ from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import call_factory, name_factory
 
 PREFIX = "--model.args."
+DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,23 +41,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options, rest = make_parser().parse_known_args(arguments)
     model, example, loss = build(options.factory, model_arguments(rest))
+    degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
-        dp_replicate=options.dp_replicate,
-        tp=options.tp,
+        **degrees,
+        cp_exchange=options.cp_exchange,
         activation_checkpoint=options.activation_checkpoint,
-        param_dtype="float32",
+        param_dtype=options.param_dtype,
         compile=CompileConfig(
             enabled=options.backend != "none",
             backend=options.backend if options.backend != "none" else "inductor",
             fullgraph=not options.graph_breaks,
         ),
     )
-    world_size = options.dp_replicate * 2 * options.tp
+    world_size = math.prod(degrees.values())
+    batch = options.accumulation * options.dp_replicate * options.dp_shard
     units = describe(model, example, blocks=_blocks(options.blocks))
-    plan = make_plan(config, units, RunShape(world_size, world_size, seq_len=1))
+    shape = RunShape(world_size, world_size, max(1, tokens_of(example)), global_batch_size=batch)
+    plan = make_plan(config, units, shape)
     if not options.json:
         print(plan_to_table(plan), flush=True)
-    report = check(model, plan, example, loss)
+    report = check(model, plan, example, loss, gradients=options.gradients)
     print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
     if not report.same:
         sys.exit(1)
@@ -63,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.check",
         description=(
-            "Compare a model, sharded, recomputed and compiled on 2 to 8 processes of this CPU, with the "
+            "Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the "
             "unsharded one: outputs and every gradient."
         ),
     )
@@ -76,13 +84,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="function that returns the model and an example of its arguments (a dict or a tuple)",
     )
     add("--blocks", metavar="B", help="the blocks: a pattern of names, or a number of parameters")
-    add("--dp_replicate", type=int, default=1, metavar="N", help="HSDP degree: 1 (default) or 2")
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree: 1 (default) or 2")
+    for axis, default in DEGREES.items():
+        add(f"--{axis}", type=int, default=default, metavar="N", help=f"degree: 1 or 2 (default {default})")
+    add("--cp_exchange", choices=("auto", *CP_EXCHANGES), default="auto", help="as parallel.cp_exchange")
+    add("--accumulation", type=int, default=1, metavar="N", help="micro batches: 1 (default) or 2")
+    add("--gradients", choices=get_args(Gradients), default="sum", help="as for apply_plan (default sum)")
+    add("--param_dtype", choices=DTYPES, default="bfloat16", help="must run too (default bfloat16)")
     add(
         "--activation_checkpoint",
-        choices=("none", "full", "selective"),
+        choices=("none", "full", "selective", "offload"),
         default="full",
-        help="recomputation to check (default full)",
+        help="recomputation or offload to check (default full)",
     )
     add("--backend", default="inductor", help="of torch.compile (default inductor); none: eager only")
     add("--graph_breaks", action="store_true", help="allow them in blocks (compile.fullgraph=false)")

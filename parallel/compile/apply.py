@@ -1,19 +1,26 @@
 """Applies torch.compile in place, module by module, with an activation memory budget per unit (torch has one
 for the whole process)."""
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.compile.async_tp import enable_async_tp
+from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
+
+MANY_GRAPHS = 9  # of one class: more than torch allows by default
+_Call = Callable[..., Any]
 
 
 def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
@@ -29,18 +36,20 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
         _skip_cpu_probe()
         if plan.async_tp:
             enable_async_tp(tp.get_group().group_name)
-    kinds = {(unit.activation_checkpoint, unit.saved_ops, unit.activation_budget) for unit in plan.units}
-    # Blocks with different settings are several graphs of the same code, which dynamo would count as
-    # recompiles up to its limit.
-    torch._dynamo.config.recompile_limit += len(kinds)
+    graphs = Counter[type]()  # by class
     for unit in plan.units:
         for name in unit.modules if unit.compiled else ():
             module = model.get_submodule(name)
             if not isinstance(module, nn.Embedding):
+                # Blocks with different settings or numbers are several graphs of the same code, which dynamo
+                # would count as recompiles up to its limits; each may have another for evaluations.
+                torch._dynamo.config.recompile_limit += 2
+                torch._dynamo.config.accumulated_recompile_limit += 2
                 _through_own_frame(module)
                 compile_module(module, config, unit.activation_budget)
                 if module._compiled_call_impl is not None and config.fullgraph:
-                    module._compiled_call_impl = _explained(name, module._compiled_call_impl)
+                    compiled = module._compiled_call_impl
+                    module._compiled_call_impl = _explained(name, compiled, type(module), graphs)
 
 
 def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0) -> None:
@@ -48,12 +57,19 @@ def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0
     module.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, **_backend(config, budget))
 
 
-def _explained(name: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled module's call that explains why a module cannot be one graph."""
+def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type]) -> _Call:
+    """Return a compiled module's call that explains why a module cannot be one graph, and why modules of one
+    class (`kind`) are many, which it counts in `graphs`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        before = count_compiled_graphs()
         try:
-            return compiled(*args, **kwargs)
+            result = compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            limit = torch._dynamo.config.recompile_limit
+            raise PlanError(
+                f"{name}: {kind.__name__} needs more than {limit} graphs: {_why_many()}"
+            ) from error
         except torch._dynamo.exc.Unsupported as error:
             reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
             raise PlanError(
@@ -69,8 +85,24 @@ def _explained(name: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
                 "in a compiled block with weights split over tp: use activation_checkpoint=none, "
                 "compile.enabled=false, or a GPU"
             ) from error
+        if made := count_compiled_graphs() - before:
+            graphs[kind] += made
+            if graphs[kind] - made < MANY_GRAPHS <= graphs[kind] and dist.get_rank() == 0:
+                warnings.warn(
+                    f"{name}: the {graphs[kind]}th graph of {kind.__name__}: {_why_many()}", stacklevel=2
+                )
+        return result
 
     return call
+
+
+def _why_many() -> str:
+    """Return the guard for which dynamo made, or would have to make, its last graph, and the ways out."""
+    reason = torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
+    return (
+        f"the guard that failed: {' '.join(str(reason).split())}. With parallel.compile.dynamic=true one "
+        "graph serves all sizes, and all blocks that differ by a number; or make that number a buffer"
+    )
 
 
 def _through_own_frame(module: nn.Module) -> None:

@@ -1,8 +1,10 @@
 """Proves that a sharded model computes what the unsharded one does: outputs and every gradient, eager and
 compiled, on gloo processes that it starts itself.
 
-The model is cut to the first blocks that contain each kind, and its plan to degrees of at most 2, in float32.
-All weights are moved away from their initial values, because a bias of zeros would hide that nobody adds it.
+The model is cut to the first blocks that contain each kind, and its plan to degrees of at most 2 and two
+micro batches. Values are compared in float32; in the plan's dtype the model must run. All weights are moved
+away from their initial values, because a bias of zeros would hide that nobody adds it, and equal ids become
+random, because they hide what attention computes. The report names what of the plan was not run.
 """
 
 import copy
@@ -11,7 +13,7 @@ import math
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.describe import Example, call_arguments, observe
-from meshwright.parallel.model.inputs import kind_of
+from meshwright.parallel.model.inputs import kind_of, tokens_of
 from meshwright.parallel.model.materialize import load_weights, materialize
 from meshwright.parallel.plan.rules import written_mistakes
-from meshwright.parallel.plan.schema import ContextPlan, MeshPlan, Plan, UnitPlan
+from meshwright.parallel.plan.schema import AXES, Float8Plan, MeshPlan, Plan, UnitPlan
 from meshwright.parallel.sharded_model import ShardedModel, summed
 
 Loss = Callable[[Any, Example], Tensor]  # outputs, example -> a scalar
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
+FLOOR = 1e-2  # share of the largest gradient: smaller ones are compared with it, as they may be mere rounding
 MOST_PARAMETERS = 250_000_000  # of the cut model, of which each process has several copies in float32
-MOST_BLOCKS = 8  # of the cut model
 MOVED = 0.05  # standard deviation by which weights are moved, as a share of their own, at least
 
 
@@ -67,8 +71,9 @@ class CheckReport:
         compared: outputs and gradients
         largest: the largest relative difference
         differences: those above the tolerance, outputs first
-        graphs: compiled graphs
+        graphs: compiled graphs; 0 if the plan does not compile
         loss: what the caller's loss is over rows: "sum", "mean", "neither"; "" if none was given
+        not_run: the parts of the plan and of the model that were not run so, or not compared
     """
 
     degrees: MeshPlan
@@ -78,6 +83,7 @@ class CheckReport:
     differences: tuple[Mismatch, ...]
     graphs: int
     loss: str = ""
+    not_run: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -86,12 +92,12 @@ class CheckReport:
 
     def __str__(self) -> str:
         degrees = " x ".join(f"{axis} {getattr(self.degrees, axis)}" for axis in self.degrees.axes)
-        head = (
-            f"{self.compared} outputs and gradients on {degrees}, eager and compiled ({self.graphs} graphs)"
-        )
+        runs = f"eager and compiled ({self.graphs} graphs)" if self.graphs else "eager"
+        head = f"{self.compared} outputs and gradients on {degrees}, {runs}"
+        tail = LOSSES[self.loss] + (f"\nnot run: {'; '.join(self.not_run)}" if self.not_run else "")
         if self.same:
-            return f"{head}: the same, largest difference {self.largest:.1e}{LOSSES[self.loss]}"
-        lines = [f"{head}: {len(self.differences)} differ:{LOSSES[self.loss]}"]
+            return f"{head}: the same, largest difference {self.largest:.1e}{tail}"
+        lines = [f"{head}: {len(self.differences)} differ:{tail}"]
         lines += [
             f"  {each.run} {each.name}: off by {each.error:.1e}{_smell(each, self)}"
             for each in self.differences
@@ -107,15 +113,23 @@ LOSSES = {
 }
 
 
-def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = None) -> CheckReport:
+def check(
+    model: nn.Module,
+    plan: Plan,
+    example: Example,
+    loss: Loss | None = None,
+    *,
+    gradients: Gradients = "sum",
+) -> CheckReport:
     """Compare the model, sharded, recomputed and compiled as planned, with the unsharded one.
 
     Args:
         model: not sharded, on the meta device (then its initialisers give values) or with values
-        plan: for any number of processes: degrees above 2 become 2
+        plan: for any number of processes: degrees and micro batches above 2 become 2
         example: arguments of the model's forward, with values; the first dimension of its tensors is the
             batch
         loss: a function of the model's outputs and the example, to be told whether it is a sum or a mean
+        gradients: as the training loop gives it to apply_plan
 
     The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises
     PlanError for a model that is too large, or that cannot be sharded or compiled so.
@@ -124,14 +138,21 @@ def check(model: nn.Module, plan: Plan, example: Example, loss: Loss | None = No
         raise PlanError(f"check: {mistake.message}")
     cut, blocks = cut_model(model, plan)
     small = small_plan(plan, cut)
+    if small.mesh.cp > 1 and not tokens_of(example):
+        raise PlanError("check: cp splits tokens: give an example with ids [samples, tokens], or use cp=1")
     count = sum(p.numel() for p in cut.parameters())
     if count > MOST_PARAMETERS:
         raise PlanError(
             f"check: {count:,} parameters with one block of each kind are too many for a CPU: give a smaller "
             "model of the same classes and its plan"
         )
-    found = run_processes(small, cut, example, loss)
-    return CheckReport(small.mesh, blocks, **{**found, "differences": tuple(found["differences"])})
+    narrow = small_plan(plan, cut, narrow=True)
+    found = run_processes(small, cut, example, loss, gradients, None if narrow == small else narrow)
+    found |= {
+        "differences": tuple(found["differences"]),
+        "not_run": (*not_run(plan, small), *found["not_run"]),
+    }
+    return CheckReport(small.mesh, blocks, **found)
 
 
 def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
@@ -151,51 +172,79 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
     for parent, names in lists.items():
         kinds = [kind_of(cut.get_submodule(name)) for name in names]
         last = max(kinds.index(kind) for kind in kinds)
-        kept = {name.rpartition(".")[2] for name in names[: min(last + 2, MOST_BLOCKS)]}
-        for name in names:
-            if (key := name.rpartition(".")[2]) not in kept:
-                delattr(cut.get_submodule(parent), key)
+        for name in names[last + 2 :]:
+            delattr(cut.get_submodule(parent), name.rpartition(".")[2])
     present = {name for name, _ in cut.named_modules()}
     return cut, tuple(name for name in repeated if name in present)
 
 
-def small_plan(plan: Plan, cut: nn.Module) -> Plan:
-    """Return the plan for the cut model, with degrees of at most 2, in float32."""
+def small_plan(plan: Plan, cut: nn.Module, narrow: bool = False) -> Plan:
+    """Return the plan for the cut model, with degrees and micro batches of at most 2, in float32, or `narrow`
+    in the plan's dtype."""
     present = {name for name, _ in cut.named_modules()}
-    tp, replicate = min(2, plan.mesh.tp), min(2, plan.mesh.dp_replicate)
-    shard = min(2, plan.mesh.dp_shard) if tp * replicate > 1 else 2
-    units = tuple(_small_unit(unit) for unit in plan.units if present.issuperset(unit.modules))
+    tp, cp, replicate = (min(2, degree) for degree in (plan.mesh.tp, plan.mesh.cp, plan.mesh.dp_replicate))
+    shard = min(2, plan.mesh.dp_shard) if tp * cp * replicate > 1 else 2
+    units = tuple(_small_unit(unit, narrow) for unit in plan.units if present.issuperset(unit.modules))
     return dataclasses.replace(
         plan,
-        mesh=MeshPlan(replicate, shard, tp),
-        context=ContextPlan(),
-        accumulation=1,
+        mesh=MeshPlan(replicate, shard, tp, cp),
+        accumulation=min(2, plan.accumulation),
         cpu_offload=False,
         storage_dtype="float32",
+        async_tp=False,
+        float8=Float8Plan("none", (), False),
         modules=tuple(name for name in plan.modules if name in present),
         units=units,
         unsharded=tuple(name for name in plan.unsharded if name.rpartition(".")[0] in present),
     )
 
 
-def _small_unit(unit: UnitPlan) -> UnitPlan:
+def _small_unit(unit: UnitPlan, narrow: bool) -> UnitPlan:
+    dtypes = {} if narrow else {"param_dtype": "float32", "output_dtype": "same"}
     return dataclasses.replace(
         unit,
+        **dtypes,  # type: ignore[arg-type]
         reshard_after_forward=bool(unit.reshard_after_forward),
         forward_prefetch=1,
         backward_prefetch=1,
-        param_dtype="float32",
         reduce_dtype="float32",
-        output_dtype="same",
     )
 
 
-def run_processes(plan: Plan, model: nn.Module, example: Example, loss: Loss | None) -> dict[str, Any]:
-    """Compare on as many processes as the plan has, and return what they found together."""
+def _eager(plan: Plan) -> Plan:
+    units = tuple(dataclasses.replace(unit, compiled=False) for unit in plan.units)
+    return dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, enabled=False), units=units)
+
+
+def not_run(plan: Plan, small: Plan) -> Iterator[str]:
+    """Yield the parts of the plan that the small one does not have, or that a CPU runs otherwise."""
+    yield from (f"{axis} {n}" for axis in AXES if (n := getattr(plan.mesh, axis)) > getattr(small.mesh, axis))
+    for key in ("accumulation", "cpu_offload", "storage_dtype", "async_tp", "float8"):
+        if (value := getattr(plan, key)) != getattr(small, key):
+            yield f"{key} {getattr(value, 'recipe', value)}"
+    for key in ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "reduce_dtype"):
+        ran = {getattr(unit, key) for unit in small.units}
+        asked = dict.fromkeys(getattr(unit, key) for unit in plan.units)
+        yield from (f"{key} {value}" for value in asked if value not in ran)
+    if any(unit.param_dtype != "float32" for unit in plan.units):
+        yield "values in param_dtype, in which it ran"
+    if any(unit.activation_checkpoint == "offload" for unit in plan.units):
+        yield "offload's copies beside computation"
+    if plan.mesh.cp > 1:
+        yield "dropout"
+    if plan.compile.enabled:
+        yield "code that is compiled for a GPU"
+        if small != _compilable_on_cpu(small):
+            yield "recomputation of compiled blocks with tp"
+
+
+def run_processes(plan: Plan, *job: Any) -> dict[str, Any]:
+    """Compare on as many processes as the plan has, and return what they found together. `job`: the other
+    arguments of `compare`."""
     with tempfile.TemporaryDirectory(prefix="meshwright-check-") as name:
         folder = Path(name)
         try:
-            torch.save((plan, model, example, loss), folder / "job.pt")
+            torch.save((plan, *job), folder / "job.pt")
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise PlanError(
                 f"check: the model cannot be sent to the processes ({error}): define its classes and "
@@ -212,63 +261,151 @@ def run_processes(plan: Plan, model: nn.Module, example: Example, loss: Loss | N
 
 def _run_rank(rank: int, processes: int, folder: str) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    plan, model, example, loss = torch.load(f"{folder}/job.pt", weights_only=False)
+    job = torch.load(f"{folder}/job.pt", weights_only=False)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
-        result = compare(plan, model, example, loss)
+        result = compare(*job)
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     torch.save(result, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed
 
 
-def compare(plan: Plan, model: nn.Module, example: Example, loss: Loss | None = None) -> dict[str, Any]:
-    """Compare the unsharded model on each rank's part of the batch, with its gradients summed over the
+def compare(
+    plan: Plan,
+    model: nn.Module,
+    example: Example,
+    loss: Loss | None = None,
+    gradients: Gradients = "sum",
+    narrow: Plan | None = None,
+) -> dict[str, Any]:
+    """Compare the unsharded model on each rank's part of the batch, with its gradients reduced over the
     data-parallel ranks, and the sharded one, eager and compiled. Every rank calls it, and all get what they
-    found together: the fields of a CheckReport after `blocks`."""
+    found together: the fields of a CheckReport after `blocks`. `narrow`: another plan, that must run."""
     import torch._inductor.config as inductor
 
     from meshwright.parallel.compile.stats import count_compiled_graphs
 
     inductor.fallback_random = True  # the same random numbers as eager
     graphs_before = count_compiled_graphs()
-    eager = dataclasses.replace(
-        plan,
-        compile=dataclasses.replace(plan.compile, enabled=False),
-        units=tuple(dataclasses.replace(unit, compiled=False) for unit in plan.units),
-    )
-    runs = {"eager": eager} | ({"compiled": _compilable_on_cpu(plan)} if plan.compile.enabled else {})
+    runs = {"eager": _eager(plan)} | ({"compiled": _compilable_on_cpu(plan)} if plan.compile.enabled else {})
     mesh = build_mesh(plan.mesh, "cpu")
-    values = moved_values(model, eager, mesh)
-    differences, compared, largest = [], 0, 0.0
+    values = moved_values(model, runs["eager"], mesh)
     unsharded = with_values(model, values)
+    example = with_random_ids(with_values(model, values), example)
+    if narrow is not None:
+        try:
+            sharded_results(_shard(model, _eager(narrow), mesh, values, gradients), example)
+        except RuntimeError as refusal:
+            raise PlanError(
+                f"the model runs in float32, but not in the plan's param_dtype: {refusal}: cast what its "
+                "forward adds or multiplies in another dtype, such as a buffer"
+            ) from refusal
+    differences, compared, largest = [], 0, 0.0
     expected: dict[str, Tensor] = {}
     for run, of_run in runs.items():
-        sharded = _shard(model, of_run, mesh)
-        load_weights(sharded, values)
-        part = own_part(example, sharded.data_rank, plan.mesh.data_parallel)
-        if not expected:
-            expected = _backward(unsharded, part, sharded.data_rank)
-            for name, gradient in gradients(unsharded).items():
-                expected[name] = summed(gradient, sharded.data_group)
-        for own, _ in sharded.micro_batches([part], count=lambda _: 1):
-            outputs = _backward(sharded.model, own, sharded.data_rank)
-        results = outputs | gradients(sharded.model)
+        sharded = _shard(model, of_run, mesh, values, gradients)
+        expected = expected or expected_results(unsharded, sharded, example)
+        results = sharded_results(sharded, example)
+        floor = FLOOR * max(float(t.norm()) for name, t in expected.items() if not _is_output(name))
         for name in expected | results:
             nothing = torch.zeros_like((expected | results)[name])
-            error, scale = relative_error(results.get(name, nothing), expected.get(name, nothing))
+            error, scale = relative_error(
+                results.get(name, nothing), expected.get(name, nothing), 0.0 if _is_output(name) else floor
+            )
             compared, largest = compared + 1, max(largest, error)
             if not error <= TOLERANCE:
                 differences.append(Mismatch(run, name, error, scale))
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, (differences, largest))
+    written = [name for name, buffer in unsharded.named_buffers() if not torch.equal(buffer, values[name])]
     return {
         "compared": compared,
         "largest": max(of_rank for _, of_rank in by_rank),
         "differences": _worst(found for found, _ in by_rank),
         "graphs": count_compiled_graphs() - graphs_before,
         "loss": kind_of_loss(unsharded, example, loss) if loss else "",
+        "not_run": [f"buffer {name}, which every rank writes for itself" for name in written],
     }
+
+
+def expected_results(unsharded: nn.Module, sharded: ShardedModel, example: Example) -> dict[str, Tensor]:
+    """Return what a rank of the sharded model ought to compute: outputs, of its own tokens, and gradients of
+    the global batch, to which every rank of cp adds the same here."""
+    mesh, own = sharded.plan.mesh, _own_tokens(sharded, example)
+    unsharded.train(sharded.model.training)
+    found = results_of(unsharded, micro_batches(sharded, example), sharded.data_rank)
+    copies = mesh.cp * (1 if sharded.gradients == "sum" else mesh.cp * mesh.data_parallel)
+    for name, tensor in found.items():
+        if not _is_output(name):
+            found[name] = summed(tensor, sharded.data_group) / copies
+        elif own is not None and tensor.dim() > 1:
+            found[name] = tensor[:, own]
+    return found
+
+
+def sharded_results(sharded: ShardedModel, example: Example) -> dict[str, Tensor]:
+    """Return outputs and gradients of the sharded model, of the same micro batches."""
+    count = (lambda _: 1) if sharded.gradients == "sum" else None
+    parts = (part for part, _ in sharded.micro_batches(micro_batches(sharded, example), count))
+    return results_of(sharded.model, parts, sharded.data_rank, _own_tokens(sharded, example))
+
+
+def results_of(
+    model: nn.Module, parts: Iterable[Example], seed: int, own: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Run forward and backward of the micro batches. Return outputs and full gradients; every rank must call
+    it. `own`: the tokens that the model gets; None: all."""
+    outputs = {}
+    for number, part in enumerate(parts):
+        of_batch = f" of micro batch {number}" if number else ""
+        for i, output in enumerate(_backward(model, part, seed, own)):
+            outputs[f"output {i}{of_batch}"] = output
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return outputs | {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def micro_batches(sharded: ShardedModel, example: Example) -> list[Example]:
+    """Return a rank's rows of the example, in two parts of one and two thirds if the plan accumulates."""
+    part = own_part(example, sharded.data_rank, sharded.plan.mesh.data_parallel)
+    if sharded.plan.accumulation == 1:
+        return [part]
+    if (rows := _rows(part)) < 3:
+        part = tree_map_only(Tensor, lambda t: torch.cat([t] * 3) if t.shape[:1] == (rows,) else t, part)
+    third = _rows(part) // 3
+    return [_some_rows(part, 0, third), _some_rows(part, third, _rows(part))]
+
+
+def _own_tokens(sharded: ShardedModel, example: Example) -> Tensor | None:
+    return sharded.token_positions(tokens_of(example)) if sharded.plan.mesh.cp > 1 else None
+
+
+def _is_output(name: str) -> bool:
+    return name.startswith("output ")
+
+
+def with_random_ids(model: nn.Module, example: Example) -> Example:
+    """Return the example with random ids in place of equal ones that an embedding of the model, which is used
+    up by that, gets."""
+    sizes: dict[int, int] = {}  # by address of the ids
+
+    def note(module: Any, args: Any) -> None:
+        sizes.update({ids.data_ptr(): module.num_embeddings for ids in args})
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(note)
+    with torch.no_grad():
+        _call(model, example)
+
+    def replace(ids: Tensor) -> Tensor:
+        size = sizes.get(ids.data_ptr(), 0)
+        if not size or bool((ids != ids.flatten()[0]).any()):
+            return ids
+        return torch.randint(size, ids.shape, generator=torch.Generator().manual_seed(0), dtype=ids.dtype)
+
+    replaced: Example = tree_map_only(Tensor, replace, example)
+    return replaced
 
 
 def _worst(by_rank: Iterable[Sequence[Mismatch]]) -> list[Mismatch]:
@@ -292,25 +429,38 @@ def _compilable_on_cpu(plan: Plan) -> Plan:
     return dataclasses.replace(plan, units=units)
 
 
-def _shard(model: nn.Module, plan: Plan, mesh: Any) -> ShardedModel:
-    return apply_plan(on_meta(model), plan, mesh, gradients="sum")
+def _shard(
+    model: nn.Module, plan: Plan, mesh: Any, values: Mapping[str, Tensor], gradients: Gradients
+) -> ShardedModel:
+    """Return the sharded model; with cp in evaluation mode, because its ranks draw other random numbers."""
+    sharded = apply_plan(on_meta(model), plan, mesh, gradients=gradients)
+    load_weights(sharded, values)
+    sharded.model.train(model.training and plan.mesh.cp == 1)
+    return sharded
 
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device in float32; shared parameters stay shared."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+
+    def empty(_: str, tensor: Tensor) -> Tensor:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+    return _copy_with(model, empty)
+
+
+def _copy_with(model: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        made, is_parameter = make(name, tensor), isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     return copy.deepcopy(model, memo)
 
 
 def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
     """Return the model's parameters, each moved by random numbers, and its buffers, as whole tensors."""
     if any(tensor.is_meta for tensor in model.state_dict().values()):
-        sharded = _shard(model, plan, mesh)
+        sharded = apply_plan(on_meta(model), plan, mesh, gradients="sum")
         materialize(sharded, seed=0)
         model = sharded.model
     values = {}
@@ -327,20 +477,7 @@ def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the unsharded model on the CPU with these parameters and buffers, shared as before."""
-    copied = copy.deepcopy(model).to_empty(device="cpu").float()
-    named = dict(model.named_parameters(remove_duplicate=False))
-    first_of = {id(parameter): name for name, parameter in reversed(named.items())}
-    own = {
-        name: nn.Parameter(values[name].clone(), requires_grad=named[name].requires_grad)
-        for name in first_of.values()
-    }
-    for name, parameter in named.items():
-        parent, _, key = name.rpartition(".")
-        setattr(copied.get_submodule(parent), key, own[first_of[id(parameter)]])
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        parent, _, key = name.rpartition(".")
-        setattr(copied.get_submodule(parent), key, values[name].clone())
-    return copied
+    return _copy_with(model, lambda name, _: values[name].clone())
 
 
 def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
@@ -358,29 +495,33 @@ def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
     )
 
 
-def _call(model: nn.Module, part: Example) -> Any:
+def _call(model: nn.Module, part: Example, own: Tensor | None = None) -> Any:
+    """Run the forward, on the tokens `own` only if it is given."""
+    positions, shape = {}, (tokens_of(part),)
+    if own is not None:
+        positions = {position_argument(model): own.expand(_rows(part), -1)}
+        part = tree_map_only(Tensor, lambda t: t[:, own] if t.shape[1:2] == shape else t, part)
     args, kwargs = call_arguments(part)
-    return model(*args, **kwargs)
+    return model(*args, **positions | kwargs)
 
 
-def _backward(model: nn.Module, part: Example, seed: int) -> dict[str, Tensor]:
+def _backward(model: nn.Module, part: Example, seed: int, own: Tensor | None) -> list[Tensor]:
     """Run forward and backward of a sum of the outputs with fixed random factors. Returns the outputs."""
     torch.manual_seed(seed)
-    outputs = [leaf for leaf in tree_leaves(_call(model, part)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(_call(model, part, own)) if isinstance(leaf, Tensor)]
     outputs = [output for output in outputs if output.is_floating_point()]
-    generator = torch.Generator().manual_seed(seed)
-    factors = [torch.randn(output.shape, generator=generator) for output in outputs]
+    generator, factors = torch.Generator().manual_seed(seed), []
+    for output in outputs:
+        if own is None or output.dim() < 2:
+            factors.append(torch.randn(output.shape, generator=generator))
+        else:
+            shape = (len(output), output.shape[1] * tokens_of(part) // len(own), *output.shape[2:])
+            factors.append(torch.randn(shape, generator=generator)[:, own])
     loss = sum((o * f).sum() for o, f in zip(outputs, factors, strict=True) if o.requires_grad)
     if not isinstance(loss, Tensor):
         raise PlanError("no output of the model depends on its parameters: there is nothing to train")
     loss.backward()
-    return {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full gradients by parameter. Every rank must call it."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    return [output.detach() for output in outputs]
 
 
 def own_part(example: Example, rank: int, parts: int) -> Example:
@@ -406,15 +547,15 @@ def _some_rows(example: Example, start: int, stop: int) -> Example:
     return part
 
 
-def relative_error(tensor: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the norm of the difference as a share of the norm, and the factor between them, NaN if they
-    differ by more than a factor."""
+def relative_error(tensor: Tensor, expected: Tensor, floor: float = 0.0) -> tuple[float, float]:
+    """Return the norm of the difference as a share of the norm, or of `floor` if that is larger, and the
+    factor between them, NaN if they differ by more than a factor."""
     if tensor.shape != expected.shape:
         return math.inf, math.nan
     norm = float(expected.norm())
     if not norm:
-        return float(tensor.norm()), math.nan
-    error = float((tensor - expected).norm()) / norm
+        return float(tensor.norm()) / (floor or 1.0), math.nan
+    error = float((tensor - expected).norm()) / max(norm, floor)
     scale = float((tensor * expected).sum()) / norm**2
     exact = float((tensor - scale * expected).norm()) / norm <= TOLERANCE
     return (error if math.isfinite(error) else math.inf), (scale if exact else math.nan)
@@ -423,13 +564,13 @@ def relative_error(tensor: Tensor, expected: Tensor) -> tuple[float, float]:
 def _smell(difference: Mismatch, report: CheckReport) -> str:
     """Return what a difference hints at; "" for nothing known."""
     tp, scale = report.degrees.tp, difference.scale
-    outputs_differ = any(each.name.startswith("output") for each in report.differences)
+    outputs_differ = any(_is_output(each.name) for each in report.differences)
     if math.isfinite(scale):
         return f": {scale:.3g} times too large"
     if difference.run == "compiled" and not any(each.run == "eager" for each in report.differences):
         return ": only if compiled"
-    if tp > 1 and not outputs_differ and not difference.name.startswith("output"):
+    if tp > 1 and not outputs_differ and not _is_output(difference.name):
         return ": a whole weight that every tp rank uses on its part of the heads needs the style per_head"
-    if outputs_differ and tp > 1 and difference.name.startswith("output"):
+    if outputs_differ and tp > 1 and _is_output(difference.name):
         return ": a split layer of another formula, or positions and masks made from a part of the tokens"
     return ""

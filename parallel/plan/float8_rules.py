@@ -70,7 +70,7 @@ def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[
 
 def _size_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     """Check the sizes of each linear's local part and of its shards."""
-    float8, shard = plan.float8, plan.mesh.dp_shard
+    float8, shards = plan.float8, plan.mesh.shards
     if not float8.linears:
         yield Mistake(
             "float8.recipe",
@@ -85,11 +85,11 @@ def _size_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
                 f": {pattern} has {' and '.join(unaligned)} inputs or outputs on a rank, but float8 "
                 f"products need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp",
             )
-        if float8.all_gather and part[0] % shard:
+        if float8.all_gather and part[0] % shards:
             yield Mistake(
                 "float8.all_gather",
-                f"=true needs equal shards: dp_shard={shard} must divide the {part[0]} outputs of "
-                f"{pattern} on a tp rank, or use false",
+                f"=true needs equal shards: dp_shard={plan.mesh.dp_shard} x cp={plan.mesh.cp} must divide "
+                f"the {part[0]} outputs of {pattern} on a tp rank, or use false",
             )
 
 

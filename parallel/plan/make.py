@@ -41,6 +41,7 @@ class RunShape:
         global_batch_size: sequences per optimizer step; -1 is one micro batch per data-parallel rank
         attention: the kernel that `auto` resolves to on the devices of the run
         param_dtype: the dtype that `auto` resolves to there
+        dynamic: what compile.dynamic=null resolves to; None leaves it to torch
     """
 
     world_size: int
@@ -50,6 +51,7 @@ class RunShape:
     global_batch_size: int = -1
     attention: str = "cpu"
     param_dtype: str = "float32"
+    dynamic: bool | None = None
 
 
 def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
@@ -157,7 +159,9 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
         float8=make_float8(config.float8, model, tensor, mesh.tp),
-        compile=config.compile,
+        compile=config.compile
+        if config.compile.dynamic is not None
+        else dataclasses.replace(config.compile, dynamic=shape.dynamic),
         modules=tuple(model.modules),
         units=_make_units(config, model, shape),
         unsharded=model.unsharded,

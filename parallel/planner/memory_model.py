@@ -214,11 +214,16 @@ class _MemoryTimeline:
             self._add_saved(self._work.modules[previous].saved_bytes)
             self._tensors.restore(previous)
         self._add_saved(module.saved_bytes.times(-1))
+        # Autograd adds the gradients of a tied weight into a third tensor, unless inductor made the first.
+        tied = not module.parameters and not unit.compiled
+        added = int(max((live.fixed for live in module.backward.live_bytes), default=0)) if tied else 0
         for live in module.backward.live_bytes:
-            self._note_moment(name, live)
+            self._note_moment(name, live, copies=added)
         if name in self._plan.modules[-2:-1]:
             self.log.hold("compute", KEPT, WORKSPACE_BYTES)
+        self.log.hold("compute", (name, "sum"), added)
         self._tensors.backward(name, f"{unit.name}, full gradients")
+        self.log.drop((name, "sum"))
         self._passing = self._input(name)
         trained = self._bytes.trained_parameters(name) * DTYPE_BYTES[unit.param_dtype]
         self._full_grads[unit.name] = self._full_grads.get(unit.name, 0) + trained

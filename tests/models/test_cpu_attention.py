@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.models.attention import attend_last
 from meshwright.models.kernels.cpu_attention import BLOCK, causal_attention
 
 
@@ -87,3 +88,20 @@ def test_it_is_an_operator_that_compile_and_autograd_can_trust() -> None:
     torch.library.opcheck(causal_attention, tuple(inputs))
     fewer = inputs[0].detach()[:, :, -30:].requires_grad_()
     torch.library.opcheck(causal_attention, (fewer, *inputs[1:]), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("head_dim", [8, 10])
+def test_the_operator_for_the_last_tokens_gets_multiples_of_8(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator is CUDA's: here torch's attention stands in for it."""
+    sees = torch.ones(3, 5, dtype=torch.bool).tril(2)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float) -> tuple[Tensor]:
+        assert [x.shape[-1] % 8 for x in (q, k, v)] == [0, 0, 0]
+        return (F.scaled_dot_product_attention(q, k, v, sees, scale=scale, enable_gqa=True),)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash)
+    q, k, v = torch.randn(2, 4, 3, head_dim), torch.randn(2, 2, 5, head_dim), torch.randn(2, 2, 5, head_dim)
+    expected = F.scaled_dot_product_attention(q, k, v, sees, enable_gqa=True)
+    torch.testing.assert_close(attend_last(q, k, v), expected)

@@ -166,7 +166,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "odd heads": ({"num_attention_heads": 30, "num_key_value_heads": 30}, "model.dim=4096"),
     "yarn": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope_scaling.rope_type=yarn .only default, linear or",
+        "rope_scaling.rope_type=yarn .only default, linear or llama3; yarn: .*causal_lm",
+    ),
+    "dynamic": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling.type=dynamic .only default",
     ),
     "no factor": ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor, which rope_type=linear needs"),
     "a new key": (

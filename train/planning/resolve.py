@@ -110,6 +110,7 @@ def make_shape(
         job.global_batch_size,
         attention,
         param_dtype,
+        dynamic=False,
     )
 
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
 
+import meshwright as mw
 from meshwright.models.rope import rope_tables
 from meshwright.parallel.compile.stats import RecompileGuard, count_compiled_graphs
 from meshwright.parallel.config import CompileConfig
@@ -42,6 +45,51 @@ def graphs_and_breaks(arguments: Sequence[str]) -> tuple[int, dict[str, int]]:
 def test_blocks_share_one_graph_whatever_the_depth_and_none_breaks() -> None:
     """Six blocks have one, and the head another."""
     assert run_ranks(1, graphs_and_breaks, [*TINY, ONLY_DYNAMO, "--model.n_layers=6"]) == [(2, {})]
+
+
+class Deep(nn.Module):
+    """A block that scales its branch by its depth."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth, self.linear = depth, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x) / (1 + self.depth)
+
+
+def graphs_of(blocks: int, lengths: int, dynamic: bool | None) -> tuple[int, list[str]]:
+    """Graphs and warnings of an own loop, or the error's text."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.config.recompile_limit = 2
+    model, example = nn.Sequential(*map(Deep, range(blocks))), (torch.zeros(2, 6, 4),)
+    config = mw.ParallelConfig(compile=mw.CompileConfig(backend="eager", dynamic=dynamic))
+    plan = mw.make_plan(config, mw.describe(model, example), mw.RunShape(1, 1, seq_len=6))
+    sharded = mw.apply_plan(model.to("meta"), plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
+    mw.materialize(sharded, seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for length in range(2, 2 + lengths):
+                sharded.model(torch.zeros(2, length, 4))
+        except mw.PlanError as error:
+            return count_compiled_graphs(), [str(error)]
+    return count_compiled_graphs(), [str(each.message) for each in caught if each.category is UserWarning]
+
+
+def graphs_of_each(cases: list[tuple[int, int, bool | None]]) -> list[tuple[int, list[str]]]:
+    return [graphs_of(*case) for case in cases]
+
+
+def test_depths_and_lengths_are_few_graphs_or_named_and_never_a_crash_of_dynamo() -> None:
+    (found,) = run_ranks(1, graphs_of_each, [(4, 1, None), (1, 4, None), (9, 1, False), (1, 4, False)])
+    assert [graphs for graphs, _ in found] == [2, 2, 9, 3]
+    assert [len(texts) for _, texts in found] == [0, 0, 1, 1]
+    for (_, (text,)), guard in zip(found[2:], ("depth", "size mismatch"), strict=True):
+        assert "Deep" in text
+        assert guard in text
+        assert "compile.dynamic=true" in text
 
 
 MODES = {

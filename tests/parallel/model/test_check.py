@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel import tensor_parallel
-from meshwright.parallel.model.check import check, compare, kind_of_loss
+from meshwright.parallel.model.check import (
+    CheckReport,
+    check,
+    compare,
+    kind_of_loss,
+    not_run,
+    relative_error,
+    small_plan,
+    with_random_ids,
+)
 from meshwright.parallel.model.check import on_meta as on_the_meta_device
 from meshwright.tools.bench.own_model.models import MADE, linears
+from tests.support.factories import Positioned
 from tests.support.worlds import run_ranks
 
 EAGER, DYNAMO = mw.CompileConfig(enabled=False), mw.CompileConfig(backend="eager")
@@ -96,6 +106,37 @@ def off_on_one_rank() -> MADE:
     return nn.Sequential(*(OffOnOneRank(8, 8) for _ in range(3))), {"input": torch.randn(4, 8)}
 
 
+class Shifted(Positioned):
+    """A model that mixes neighboring tokens outside of attention, which context parallelism cannot see."""
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        return super().forward(ids, positions) + super().forward(ids.roll(1, 1), positions)
+
+
+class WithTable(nn.Module):
+    """A model that adds a float32 buffer to its embeddings."""
+
+    written_buffers = ("seen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.blocks = nn.Embedding(8, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        self.seen += 1
+        x = (self.ids(ids) + self.table) * mask[..., None]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def with_table() -> MADE:
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    return WithTable(), {"ids": ids, "mask": torch.ones_like(ids)}
+
+
 def plan_of(made: MADE, styles: dict[str, str] | None = None, **keys: Any) -> mw.Plan:
     units = mw.describe(*made, styles=styles)
     return mw.make_plan(mw.ParallelConfig(**{"compile": EAGER, **keys}), units, mw.RunShape(2, 2, 6))
@@ -170,11 +211,14 @@ def padded() -> MADE:
 
 
 def compare_on_ranks() -> dict[str, Any]:
-    made, off, of_ids = stack(), off_on_one_rank(), padded()
+    made, off, table, of_ids = stack(), off_on_one_rank(), with_table(), padded()
+    token_models = [(kind(), {"ids": torch.zeros(2, 6, dtype=torch.long)}) for kind in (Positioned, Shifted)]
     plans = {
         "recomputed": plan_of(made, activation_checkpoint="full"),
         "selective": plan_of(made, activation_checkpoint="selective", selective_policy="matmul"),
         "split": split(made, DYNAMO),
+        "offloaded": plan_of(made, activation_checkpoint="offload"),
+        "accumulated": dataclasses.replace(plan_of(made), accumulation=2),
         "per head": split_wrongly(made),
     }
     found: dict[str, Any] = {name: compare(plan, *made) for name, plan in plans.items()}
@@ -182,6 +226,13 @@ def compare_on_ranks() -> dict[str, Any]:
     dtypes = [dtypes_in_bfloat16(linears()), dtypes_in_bfloat16(tabled()), joined_in_bfloat16()]
     found["bfloat16"] = dtypes
     found["padded"] = compare(plan_of(of_ids, {"0": "vocab"}, tp=2), *of_ids)
+    found["mean"] = compare(plans["accumulated"], *made, gradients="mean_of_ranks")
+    for tokens in token_models:
+        plan = plan_of(tokens, cp=2)
+        for gradients in ("sum", "mean_of_ranks"):
+            key = (type(tokens[0]).__name__, gradients)
+            found[key] = compare(plan, *tokens, gradients=gradients)
+    found["buffers"] = compare(plan_of(table), *table)
     tensor_parallel._with_bias = lambda module, y, partial=False: y  # type: ignore[assignment]
     found["bias"] = compare(split(made), *made)
     return found
@@ -193,7 +244,7 @@ def results() -> list[dict[str, Any]]:
     return run_ranks(2, compare_on_ranks)
 
 
-@pytest.mark.parametrize("plan", ["recomputed", "selective", "split"])
+@pytest.mark.parametrize("plan", ["recomputed", "selective", "split", "offloaded", "accumulated", "mean"])
 def test_biases_norms_of_any_formula_dicts_and_keywords_compute_the_same(
     plan: str, results: list[dict[str, Any]]
 ) -> None:
@@ -208,6 +259,50 @@ def test_inputs_in_another_dtype_are_cast_and_tables_are_not(results: list[dict[
 
 def test_an_id_without_a_gradient_has_none_in_a_split_vocabulary(results: list[dict[str, Any]]) -> None:
     assert results[0]["padded"]["differences"] == []
+
+
+def test_micro_batches_are_compared_one_by_one(results: list[dict[str, Any]]) -> None:
+    assert results[0]["accumulated"]["compared"] == results[0]["recomputed"]["compared"] + 2
+
+
+@pytest.mark.parametrize("gradients", ["sum", "mean_of_ranks"])
+def test_context_parallelism_is_run_on_random_ids(gradients: str, results: list[dict[str, Any]]) -> None:
+    """Equal ids would hide the shift."""
+    assert results[0]["Positioned", gradients]["differences"] == []
+    assert "output 0" in {each.name for each in results[0]["Shifted", gradients]["differences"]}
+
+
+def test_a_buffer_that_the_forward_writes_is_named(results: list[dict[str, Any]]) -> None:
+    assert results[0]["buffers"]["differences"] == []
+    assert ["seen" in text for text in results[0]["buffers"]["not_run"]] == [True]
+
+
+def test_only_equal_ids_of_an_embedding_become_random() -> None:
+    model, example = with_table()
+    replaced = with_random_ids(model, example)
+    assert replaced["ids"].unique().numel() > 1
+    assert torch.equal(replaced["mask"], example["mask"])
+    assert torch.equal(with_random_ids(WithTable(), replaced)["ids"], replaced["ids"])
+
+
+def test_a_gradient_of_rounding_noise_is_no_difference() -> None:
+    noise, other = 1e-9 * torch.randn(8), 1e-9 * torch.randn(8)
+    assert relative_error(noise, other)[0] > 0.1
+    assert relative_error(noise, other, floor=0.01)[0] < 1e-5
+    assert relative_error(torch.zeros(8), torch.ones(8), floor=0.01)[0] == 1
+
+
+def test_a_report_names_what_of_the_plan_was_not_run() -> None:
+    made = stack()
+    keys = {"reshard_after_forward": 2, "cpu_offload": True, "activation_checkpoint": "offload"}
+    config = mw.ParallelConfig(**keys, param_dtype="bfloat16", reduce_dtype="bfloat16", forward_prefetch=2)
+    plan = mw.make_plan(config, mw.describe(*made), mw.RunShape(8, 8, 6, global_batch_size=32))
+    small = small_plan(plan, made[0])
+    report = CheckReport(small.mesh, (), 1, 0.0, (), 0, not_run=tuple(not_run(plan, small)))
+    for part in ("dp_shard 8", "accumulation 4", "cpu_offload", "reshard_after_forward 2", "GPU", "dtype"):
+        assert part in str(report).split("not run: ")[1]
+    assert "compiled" not in str(report).split("not run: ")[0]
+    assert not [*not_run(small, small)][2:], "only what a CPU runs otherwise"
 
 
 def test_a_whole_weight_on_split_heads_is_found(results: list[dict[str, Any]]) -> None:

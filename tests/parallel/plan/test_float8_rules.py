@@ -102,6 +102,8 @@ def test_what_cannot_be_in_float8_is_refused_with_a_way_out() -> None:
 
     try_each(REFUSED, check)
     check([TENSORWISE, SENT], "all_gather=true ... dp_shard=3 ... 4096 outputs ... wq ... use false", gpus=3)
+    cp = ["--parallel.dp_shard=1", "--parallel.cp=3", "--parallel.cp_exchange=gather", "--train.seq_len=6144"]
+    check([TENSORWISE, SENT, *cp], "all_gather=true ... cp=3 ... 4096 outputs ... wq ... use false", gpus=3)
 
 
 def test_a_plan_file_says_it_and_is_checked(tmp_path: Path) -> None:

@@ -314,8 +314,10 @@ def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None
     work = with_module(make_work(n_blocks=1), "embed", parameters=0)
     memory = predict_step_memory(plan, work).memory
     assert memory.params == (200 + 500) * 4
-    # The head's gradient and that of the embedding are live; the block's reduction still has its buffer.
-    assert memory.buffers == TABLES + 4000 + 3200 + 1600
+    # The gradients of head and embedding and their sum are live; the block's reduction still has its buffer.
+    assert memory.buffers == TABLES + 4000 + 3200 + 3200 + 1600
+    compiled = predict_step_memory(change(plan, 1, compiled=True), work)
+    assert compiled.memory.buffers == memory.buffers - 3200, "added in place"
 
 
 def test_frozen_parameters_have_no_gradients_no_moments_and_no_reduction() -> None:

@@ -121,6 +121,11 @@ WRONG_FACTORIES: list[tuple[str, dict[str, Any], list[str]]] = [
     (CAUSAL_LM, {"folder": "/nowhere"}, ["/nowhere"]),
     (CAUSAL_LM, {"model_type": "qwen3", "hiden_size": 8}, ["hiden_size"]),
     (CAUSAL_LM, {}, ["folder", "model_type"]),
+    (
+        CAUSAL_LM,
+        {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        ["rope_parameters.rope_type=dynamic", "yarn"],
+    ),
 ]
 
 

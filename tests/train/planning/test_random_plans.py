@@ -85,7 +85,7 @@ COMPILE = st.builds(
         st.sampled_from([*["inductor"] * 3, "eager"]), st.sampled_from(["inducer", "", "cudagraphs"])
     ),
     mode=mostly(st.just("default"), st.sampled_from(["max-autotune", "reduce-overhead", "fast", ""])),
-    dynamic=st.booleans(),
+    dynamic=st.sampled_from([None, True, False]),
     on_recompile=st.sampled_from(["warn", "error", "ignore"]),
     float32_matmul_precision=st.sampled_from(["highest", "high", "medium"]),
     cache_dir=st.none() | st.text(max_size=5),
