@@ -12,7 +12,7 @@ def test_a_test_is_as_far_from_a_change_as_there_are_imports_in_between():
     assert of(here, here, "parallel/fsdp.py") == 0
     assert of(here, "tests/support/changed.py") == 1
     assert of("tests/train/test_step.py", "train/step.py") == 1
-    assert of("tests/train/test_step.py", "parallel/tensor_parallel.py") == 2
+    assert of("tests/train/test_step.py", "parallel/sharded_model.py") == 2
 
 
 def test_a_command_that_is_started_by_name_counts_and_what_nothing_reaches_does_not():

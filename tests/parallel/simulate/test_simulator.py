@@ -71,7 +71,8 @@ def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
         ("all_reduce", "world", "optimizer", 4),
     ]
     of_tp = simulated(8, *TINY, TP, BFLOAT16, REPLICAS).collectives
-    assert [axis for _, axis, _, _ in outside_of_units(of_tp)] == ["data_parallel", "world", "data_parallel"]
+    axes = [axis for _, axis, _, _ in outside_of_units(of_tp)]
+    assert axes == ["data_parallel", "tp", "world", "data_parallel"], "tp: copies of the norms are made equal"
 
 
 def outside_of_units(collectives) -> list[tuple[str, str, str, int]]:
