@@ -24,33 +24,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        h_nD: Tensor,
-        weight_vD: Tensor,
-        targets_n: Tensor,
-        first_id: int,
-        group_name: str,
-        chunk_tokens: int,
-        z_loss: float,
-        learning: Tensor,
-        divisor: Tensor,
-        h_gradient: bool,
-        weight_gradient: bool,
-    ) -> Tensor:
-        loss, dh, dweight = linear_cross_entropy(
-            h_nD,
-            weight_vD,
-            targets_n,
-            first_id,
-            group_name,
-            chunk_tokens,
-            z_loss,
-            learning,
-            divisor,
-            h_gradient,
-            weight_gradient,
-        )
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        loss, dh, dweight = linear_cross_entropy(*arguments)
         ctx.save_for_backward(dh, dweight)
         return loss
 
@@ -109,22 +84,10 @@ def linear_cross_entropy(
 
 
 @linear_cross_entropy.register_fake
-def _(
-    h_nD: Tensor,
-    weight_vD: Tensor,
-    targets_n: Tensor,
-    first_id: int,
-    group_name: str,
-    chunk_tokens: int,
-    z_loss: float,
-    learning: Tensor,
-    divisor: Tensor,
-    h_gradient: bool,
-    weight_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty((), device=h_nD.device), *_empty_gradients(
-        h_nD, weight_vD, h_gradient, weight_gradient
-    )
+def _(h_nD: Tensor, weight_vD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    h_gradient, weight_gradient = others[-2:]
+    gradients = _empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
+    return torch.empty((), device=h_nD.device), *gradients
 
 
 def _empty_gradients(h: Tensor, weight: Tensor, of_h: bool, of_weight: bool) -> tuple[Tensor, Tensor]:

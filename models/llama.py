@@ -264,21 +264,15 @@ def tp_divides(config: LlamaConfig) -> dict[str, dict[str, int]]:
 
 def block_linears(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of each linear layer of a block, by fqn pattern."""
-    kv_dim = config.n_kv_heads * config.head_dim
-    attention = {
-        "wq": (config.dim, config.dim),
-        "wk": (kv_dim, config.dim),
-        "wv": (kv_dim, config.dim),
-        "wo": (config.dim, config.dim),
-    }
-    feed_forward = {
-        "w1": (config.ffn_dim, config.dim),
-        "w2": (config.dim, config.ffn_dim),
-        "w3": (config.ffn_dim, config.dim),
-    }
-    parts = {"attention": attention, "feed_forward": feed_forward}
+    dim, kv_dim, ffn_dim = config.dim, config.n_kv_heads * config.head_dim, config.ffn_dim
     return {
-        f"layers.*.{part}.{name}": size for part, linears in parts.items() for name, size in linears.items()
+        "layers.*.attention.wq": (dim, dim),
+        "layers.*.attention.wk": (kv_dim, dim),
+        "layers.*.attention.wv": (kv_dim, dim),
+        "layers.*.attention.wo": (dim, dim),
+        "layers.*.feed_forward.w1": (ffn_dim, dim),
+        "layers.*.feed_forward.w2": (dim, ffn_dim),
+        "layers.*.feed_forward.w3": (ffn_dim, dim),
     }
 
 
@@ -295,13 +289,8 @@ def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:
     return [("tok_embeddings",), *blocks, ("head",)]
 
 
-def copy_unsharded(parameter: Tensor, value: Tensor) -> None:
-    """Copy a value into an unsharded parameter; for sharded ones `init_weights` takes another function."""
-    parameter.copy_(value)
-
-
 @torch.no_grad()
-def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None] = copy_unsharded) -> None:
+def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
     """Initialize parameters and RoPE's frequencies in place, with the same values on any mesh.
 
     Normal with standard deviation 0.02; projections into the residual stream are scaled by 1/sqrt(2 n_layers)

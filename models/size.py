@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.llama import LlamaConfig, block_linears
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,11 @@ class ParameterCount:
 
 def count_parameters(config: LlamaConfig) -> ParameterCount:
     """Return the parameters by part of the model; a tied weight counts once, as the embedding."""
-    kv_dim = config.n_kv_heads * config.head_dim
-    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
-    feed_forward = 3 * config.dim * config.ffn_dim
+    linears = sum(outputs * inputs for outputs, inputs in block_linears(config).values())
     vocabulary = config.vocab_size * config.dim
     return ParameterCount(
         embedding=vocabulary,
-        block=attention + feed_forward + 2 * config.dim,
+        block=linears + 2 * config.dim,
         n_blocks=config.n_layers,
         head=config.dim + (0 if config.tie_embeddings else vocabulary),
     )

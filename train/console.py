@@ -59,9 +59,7 @@ class Console:
         text = _describe(row)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], description=text)
-            if "eval_loss" in row:
-                self.print(f"step {row['step']}/{self._total}  {text}")
-        else:
+        if self._progress is None or "eval_loss" in row:
             self.print(f"step {row['step']}/{self._total}  {text}")
 
     def close(self) -> None:

@@ -39,12 +39,10 @@ def train_loop(
 
     optimizer, position, stopping = state.optimizer, state.position, False
     saves = Saves(saver, config.checkpoint, supervision, reporting, data)
-    evaluate = partial(_evaluate, config.train.eval_sequences, state.model, loss_of, data, supervision)
-    with (
-        closing(data.load_from(position, config.data.prefetch)) as loader,
-        reporting.profiling(),
-        saves.finished_at_exit(),
-    ):
+    evaluate = partial(
+        _evaluate, config.train.eval_sequences, state.sharded.model, loss_of, data, supervision
+    )
+    with closing(data.load_from(position, config.data.prefetch)) as loader, saves.finished_at_exit():
         if config.train.eval_every and position.step == 0:
             stopping = not (scores := evaluate(0))
             reporting.report_evaluation(0, scores)
@@ -115,12 +113,10 @@ class Saves:
         return step > self._saved_step and every != 0 and (last or (every > 0 and step % every == 0))
 
     def save_if_due(self, position: TrainPosition, last: bool) -> None:
-        """`save` if that is due after the position's step."""
-        if self.due(position.step, last):
-            self.save(position)
-
-    def save(self, position: TrainPosition) -> None:
-        """Start a save, after checking that all steps so far were finite and flushing their rows to disk."""
+        """Start a save if that is due after the position's step, after checking that all steps so far were
+        finite and flushing their rows to disk."""
+        if not self.due(position.step, last):
+            return
         self._supervision.enter("checkpoint", position.step)
         self._supervision.finish_steps()
         self._saved_step = position.step

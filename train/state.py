@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from meshwright.parallel.shardable import ShardableModel
 from meshwright.parallel.sharded_model import ShardedModel
@@ -26,11 +25,6 @@ class TrainState:
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer
     position: TrainPosition
-
-    @property
-    def model(self) -> nn.Module:
-        """The sharded module."""
-        return self.sharded.model
 
 
 def restore(
@@ -72,8 +66,8 @@ def files_beside(
     """Return the files that each checkpoint keeps for its use without the data. What cannot be read is left
     out with a warning, because the run does not need it."""
     folders = [Path(each).expanduser() for each in (start.checkpoint, config.checkpoint.init_from) if each]
-    rows = weights.padded if weights else {}
-    padded = {fqn: rows[name] for fqn, name in weights.names.items() if name in rows} if weights else {}
+    names, rows = (weights.names, weights.padded) if weights else ({}, {})
+    padded = {fqn: rows[name] for fqn, name in names.items() if name in rows}
     origin = Origin(data.corpus.tokenizer, {**padded, **(read_origin(folders[0]).padded if folders else {})})
     try:
         file = find_tokenizer_file(config.data)

@@ -82,9 +82,7 @@ def _documents(first_BT: Tensor, queries: int) -> Iterator[tuple[At, At]]:
 
 
 @causal_attention.register_fake
-def _(
-    q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _(q_BNTH: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
     return _like_flash(q_BNTH)
 
 
@@ -100,9 +98,7 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; recompute probabilities from the log-sum-exp, block by block."""
     queries, T = q_BNTH.shape[2], k_BKTH.shape[2]
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH)
-    )
+    dq, dk, dv = _empty_gradients(q_BNTH, k_BKTH, v_BKTH)
     if first_BT is not None and queries < T:  # keys of documents without queries
         dk.zero_(), dv.zero_()
     per_sequence = q_BNTH.shape[1] * min(BLOCK, queries) * T * q_BNTH.element_size()
@@ -123,19 +119,12 @@ def causal_attention_backward(
 
 
 @causal_attention_backward.register_fake
-def _(
-    grad_BNTH: Tensor,
-    q_BNTH: Tensor,
-    k_BKTH: Tensor,
-    v_BKTH: Tensor,
-    first_BT: Tensor | None,
-    out_BNTH: Tensor,
-    lse_BNT: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH)
-    )
-    return dq, dk, dv
+def _(grad_BNTH: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return _empty_gradients(*inputs[:3])
+
+
+def _empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
 def _batch_backward(

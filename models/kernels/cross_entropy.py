@@ -4,6 +4,8 @@ kernels on a GPU.
 Shapes: n tokens, v logits per token: the full vocabulary, or the ids from `first_id` on that one rank has.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,16 +56,7 @@ def write_losses(
 
 
 @write_losses.register_fake
-def _(
-    logits_nv: Tensor,
-    targets_n: Tensor,
-    first_id: int,
-    rows_3n: Tensor,
-    z_loss: float,
-    divisor: Tensor,
-    losses_n: Tensor,
-    with_gradient: bool,
-) -> None:
+def _(*arguments: Any) -> None:
     return None
 
 

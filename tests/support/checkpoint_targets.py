@@ -51,7 +51,7 @@ def checkpoint_targets(folder: Path) -> Iterator[Target]:
 
     def read() -> None:
         if shards.is_file() or not shards.exists():  # pipes are refused earlier, by the verification
-            for mesh in (valid.mesh, {}):  # format 3, and format 2, which relies on the headers
+            for mesh in (valid.mesh, {}):  # and of an import, which relies on the headers
                 files = open_checkpoint(checkpoint, dataclasses.replace(valid, mesh=mesh))
                 read_tensors(files, {NAME: torch.empty(8, 8)})
 

@@ -20,7 +20,7 @@ from meshwright.train.errors import CheckpointError, UnreadableError
 from meshwright.train.files import parse_mapping, read_bounded
 
 MANIFEST = "manifest.json"
-FORMAT, FORMAT_WITHOUT_MESH = "meshwright checkpoint 3", "meshwright checkpoint 2"
+FORMAT = "meshwright checkpoint 3"
 _RANDOM_STATE = re.compile(r"random\.\w{1,32}\.[0-9]{1,9}")
 _TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]((?: \w{1,32}:\d{1,2}){0,8})")
 # of a file in the checkpoint's folder
@@ -110,8 +110,8 @@ class CheckpointManifest:
     (`model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`), the versions that wrote it, and the mesh of
     the ranks that wrote it (axis -> degree, outermost first).
 
-    The mesh and the tensors' shardings determine each file's contents (layout.py). Without a mesh (format 2:
-    imports, and checkpoints saved before 24 November 2026) the files' headers contain the offsets instead.
+    The mesh and the tensors' shardings determine each file's contents (layout.py). Without a mesh (imports)
+    the files have full tensors, and only their headers say which.
     """
 
     position: TrainPosition
@@ -131,12 +131,12 @@ def rank_file(rank: int) -> str:
 def manifest_to_text(manifest: CheckpointManifest) -> str:
     """Return the file's text, which is unique for a manifest: its last key is the hash of all before it."""
     content = {
-        "format": FORMAT if manifest.mesh else FORMAT_WITHOUT_MESH,
+        "format": FORMAT,
         "position": asdict(manifest.position),
         "files": {name: vars(file) for name, file in manifest.files.items()},
         "tensors": {name: _tensor_to_text(tensor) for name, tensor in manifest.tensors.items()},
         "code": manifest.code,
-        **({"mesh": manifest.mesh} if manifest.mesh else {}),
+        "mesh": manifest.mesh,
     }
     body = json.dumps(content, indent=1)
     return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'

@@ -1,25 +1,23 @@
 """Reads tensors from safetensors files into tensors on any mesh; each rank reads its own parts.
 
 The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
-contain elements of its parts, each once. If the manifest has no mesh, and in a Hugging Face folder, they are
-read from the headers of all files.
+contain elements of its parts, each once. If the manifest has no mesh (an import), and in a Hugging Face
+folder, the files have full tensors, and all their headers are read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.fsdp import local_part
-from meshwright.parallel.structure import Natural
 from meshwright.train.checkpoint.layout import CheckpointLayout, TensorPart, whole
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, rank_file
-from meshwright.train.checkpoint.shards import DTYPES, OFFSETS, SHARDING_INFO, held_part
+from meshwright.train.checkpoint.shards import DTYPES, held_part
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import CheckpointError
 
@@ -69,39 +67,26 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
 def open_files(
     folder: Path, files: Sequence[Path], expected: Mapping[str, SavedTensor] | None = None
 ) -> TensorFiles:
-    """Return the tensors of safetensors files, whose headers are read now, once: full tensors, or parts with
-    their offsets as torch's distributed checkpoint writes them. Raises CheckpointError, also for a tensor
-    that differs from the expected one of its name."""
-    parts: dict[str, list[StoredPart]] = {}
+    """Return the full tensors of safetensors files, whose headers are read now, once. Raises CheckpointError,
+    also for a tensor that differs from the expected one of its name."""
+    tensors: dict[str, list[StoredPart]] = {}
     for file in files:
         try:
-            for name, stored in _read_header(file):
-                _check_stored(stored, (expected or {}).get(name))
-                parts.setdefault(name, []).append(stored)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    header = opened.get_slice(name)
+                    stored = StoredPart(file, whole(header.get_shape()), header.get_dtype())
+                    _check_stored(name, stored, (expected or {}).get(name))
+                    tensors.setdefault(name, []).append(stored)
+        except (OSError, SafetensorError, ValueError) as error:
             raise _unreadable(file, error) from None
-    return TensorFiles(
-        folder, lambda name, wanted: [s for s in parts.get(name, ()) if s.part.overlap(wanted).numel]
-    )
+    return TensorFiles(folder, lambda name, wanted: tensors.get(name, ()))
 
 
-def _read_header(file: Path) -> Iterable[tuple[str, StoredPart]]:
-    with safe_open(file, framework="pt") as opened:
-        text = (opened.metadata() or {}).get(SHARDING_INFO)
-        saved = msgspec.json.decode(text, type=dict[str, dict[str, tuple[Natural, ...]]]) if text else None
-        for name in opened.keys():  # noqa: SIM118 (not a dict)
-            stored = opened.get_slice(name)
-            sizes = tuple(stored.get_shape())
-            offsets = saved[name][OFFSETS] if saved is not None else (0,) * len(sizes)
-            yield name, StoredPart(file, TensorPart(offsets, sizes), stored.get_dtype())
-
-
-def _check_stored(stored: StoredPart, tensor: SavedTensor | None) -> None:
-    """Raise ValueError unless a stored part is one of this tensor."""
-    if tensor is not None and (
-        stored.dtype != _format_dtype(tensor) or stored.part.overlap(whole(tensor.shape)) != stored.part
-    ):
-        raise ValueError(f"{stored.dtype}{list(stored.part.sizes)} is no part of {tensor}")
+def _check_stored(name: str, stored: StoredPart, tensor: SavedTensor | None) -> None:
+    """Raise ValueError unless a stored tensor is this one."""
+    if tensor is not None and (stored.dtype, stored.part.sizes) != (_format_dtype(tensor), tensor.shape):
+        raise ValueError(f"{name} is {stored.dtype}{list(stored.part.sizes)}, expected {tensor}")
 
 
 def _format_dtype(tensor: SavedTensor) -> str:

@@ -126,8 +126,6 @@ def count_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
-# the names of torch's distributed checkpoint for the offsets in a header
-SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 DTYPES = {  # the names of safetensors
     torch.float64: "F64",
     torch.float32: "F32",
@@ -178,8 +176,9 @@ def _pieces(shards: Mapping[str, TensorShard]) -> Iterator[memoryview]:
 
 def file_header(shards: Mapping[str, TensorShard]) -> bytes:
     """Return the beginning of a file: the length of its header, and the header."""
-    offsets = {name: {OFFSETS: shard.offsets} for name, shard in shards.items()}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
+    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
+    # the names of torch's distributed checkpoint
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, shard in shards.items():

@@ -123,11 +123,6 @@ class SampleOrder:
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
         """Return rows[count] = (source, index) of positions first .. first + count - 1."""
-        positions = np.arange(first, first + count, dtype=np.int64)
-        if len(self.sizes) == 1:
-            return np.stack(
-                (np.zeros_like(positions), sample_indices(positions, self.sizes[0], self.seed)), axis=1
-            )
         sources, places = draw(first, count, self.weights, self.seed)
         rows = np.stack((sources, places), axis=1)
         for source, size in enumerate(self.sizes):

@@ -8,11 +8,12 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.fault_tolerance.hang_diagnosis import RankReport, TimedOut
+from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
 
 ANSWERS_S = 2.5  # each rank checks for a request every second, so a running rank has answered by then
 # for the diagnosis of the rank that requested first: 2.5 s for answers, reading 1,000 of them, its files
@@ -41,15 +42,13 @@ class Heartbeats:
         self._store.set(f"heartbeat/{self._rank}", json.dumps([self._age_s(), asdict(report)]))
         return self._store.check(["asked"])
 
-    def gather(self, report: RankReport, fired: TimedOut | None) -> list[RankReport] | None:
+    def gather(self, report: RankReport, fired: bool) -> list[RankReport] | None:
         """Send this rank's report, and request the others' if a timeout has `fired` on this rank.
 
         Returns every rank's report on the rank that requested first (the last heartbeat of a rank that does
         not answer), None on all others.
         """
-        first = fired is not None and self._store.add("asked", 1) == 1
-        if first:
-            self._store.set("fired", json.dumps(asdict(fired)))  # type: ignore[arg-type]
+        first = fired and self._store.add("asked", 1) == 1
         self._store.set(f"answer/{self._rank}", json.dumps(asdict(report)))
         self._store.add("answered", 1)
         if not first:
@@ -77,7 +76,9 @@ class Heartbeats:
         silent = [rank for rank in range(self._world_size) if rank not in answers]
         beats = self._get_present("heartbeat", silent)
         return [
-            _report(answers[rank]) if rank in answers else self._report_silent(rank, beats.get(rank))
+            msgspec.convert(answers[rank], RankReport)
+            if rank in answers
+            else self._report_silent(rank, beats.get(rank))
             for rank in range(self._world_size)
         ]
 
@@ -85,7 +86,7 @@ class Heartbeats:
         if beat is None:
             return RankReport(rank, "set-up", silent_s=math.inf)
         age_s, last = beat
-        report = _report(last)
+        report = msgspec.convert(last, RankReport)
         # A rank that ended normally is not silent
         if report.section == "ended":
             return report
@@ -109,12 +110,6 @@ class Heartbeats:
 
     def _age_s(self) -> float:
         return time.monotonic() - self._joined_s
-
-
-def _report(saved: dict[str, Any]) -> RankReport:
-    """Return a report as it was before JSON turned its tuples into lists."""
-    collectives = tuple((name, number) for name, number in saved["collectives"])
-    return RankReport(**{**saved, "path": tuple(saved["path"]), "collectives": collectives})
 
 
 def _find_address(store: Store) -> str:

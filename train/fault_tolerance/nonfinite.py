@@ -264,18 +264,15 @@ class NonFiniteGuard:
         """Return all ranks' findings about a step. On a GPU the next may have changed weights slightly."""
         damaged = tuple(name for name, p in self._sharded.model.named_parameters() if not all_finite([p]))
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
+        first, repeated = None, True
         try:
             first = first_bad_value(self._sharded, done.micro_batches, self._loss_of)
-        # possibly on this rank only, so no collective may follow
         except torch.OutOfMemoryError:
-            alone = NonFiniteFinding(
-                dist.get_rank(), damaged, None, self._sequences(done.first_sample, None), repeated=False
-            )
-            return describe(done.step, self._max_skipped, [alone], positions)
-        micro_batch = None if first is None else first.micro_batch
-        findings = gather_from_all(
-            NonFiniteFinding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch))
-        )
+            repeated = False
+        sequences = self._sequences(done.first_sample, None if first is None else first.micro_batch)
+        own = NonFiniteFinding(dist.get_rank(), damaged, first, sequences, repeated)
+        # out of memory possibly on this rank only, so no collective may follow
+        findings = gather_from_all(own) if repeated else [own]
         return describe(done.step, self._max_skipped, findings, positions)
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
@@ -294,7 +291,9 @@ class NonFiniteGuard:
 def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], positions: str) -> str:
     """Return the message with the findings of all ranks and what to do; `positions` is the range of the
     step's sequences in the data order."""
-    places = [finding.first.place for finding in findings if finding.first is not None]
+    found = [(finding, finding.first) for finding in findings if finding.first is not None]
+    place = min((first.place for _, first in found), default=0)
+    firsts = [(finding, first) for finding, first in found if first.place == place]
     lines = [
         f"the loss or gradient of step {step} is not finite, and at most "
         f"train.max_skipped_steps={max_skipped} of {WINDOW_STEPS} steps may be skipped. Diagnosis by "
@@ -304,20 +303,16 @@ def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], 
         f"rank {finding.rank} has parameters that are not finite: {first_of(finding.parameters, most=_MANY)}"
         for finding in [each for each in findings if each.parameters][:_MANY]
     ]
-    firsts = [
-        finding for finding in findings if finding.first is not None and finding.first.place == min(places)
-    ]
     lines += [
-        f"rank {finding.rank}: {finding.first.what} is the first value that is not finite; its sequences: "
+        f"rank {finding.rank}: {first.what} is the first value that is not finite; its sequences: "
         f"{finding.sequences}"
-        for finding in firsts[:_MANY]
-        if finding.first is not None
+        for finding, first in firsts[:_MANY]
     ]
     if len(firsts) > _MANY:
         lines.append(f"{len(firsts) - _MANY} other ranks: the same")
     if not findings[0].repeated:
         lines.append(f"rank {findings[0].rank}: too little memory to repeat the step without compilation")
-    elif not places:
+    elif not found:
         lines.append(
             "not reproduced on any rank when the step was repeated: a fault of the hardware, the network or "
             "compiled code is likely"

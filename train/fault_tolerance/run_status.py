@@ -43,32 +43,24 @@ class Status:
     failed: FailedStarts = FailedStarts()
 
 
-def write_status(
-    folder: Path,
-    state: State,
-    step: int,
-    resumed_from: int | None,
-    saved: bool,
-    reason: str = "",
-    failed: FailedStarts = FailedStarts(),
-) -> str:
+def write_status(folder: Path, status: Status, saved: bool) -> str:
     """Write status.json by one rename, so that a reader never sees a partial file. `saved`: a checkpoint
     exists.
 
     Returns "", or a message if the file could not be written, which must not end a run.
     """
-    status = {
-        "state": state,
-        "step": step,
-        "resumed_from": resumed_from,
-        "reason": reason[: LIMIT_BYTES // 8],
-        "how_to_go_on": _how_to_continue(state, saved),
-        "failed_starts": failed.count,
-        "failed_at_step": failed.step,
+    content = {
+        "state": status.state,
+        "step": status.step,
+        "resumed_from": status.resumed_from,
+        "reason": status.reason[: LIMIT_BYTES // 8],
+        "how_to_go_on": _how_to_continue(status.state, saved),
+        "failed_starts": status.failed.count,
+        "failed_at_step": status.failed.step,
     }
     try:
         with replacing(folder / "status.json") as partial:
-            partial.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         return f"{folder}/status.json could not be written ({error.strerror}) and may be out of date"
     return ""
@@ -124,15 +116,11 @@ class RunStatus:
         (None); `failed`: the failed starts before it."""
         self._folder, self._earlier = folder, read_status(folder)
         self._resumed_from, self._failed = resumed_from, failed
-        self.progress(resumed_from or 0)
+        self.record("running", resumed_from or 0)
 
-    def progress(self, step: int) -> None:
-        """Record the number of steps done."""
-        self._step = step
-        self.write("running")
-
-    def finish(self, state: State, step: int, reason: str = "") -> None:
-        """Record that the run ended normally, finished or stopped, after `step` steps."""
+    def record(self, state: State, step: int, reason: str = "") -> None:
+        """Record the number of steps done, and whether the run ended normally after them, finished or
+        stopped."""
         self._step = step
         self.write(state, reason)
 
@@ -151,15 +139,8 @@ class RunStatus:
             if not (self._is_main or for_all) or self._folder is None or self._ended:
                 return
             self._ended = state != "running"
-            problem = write_status(
-                self._folder,
-                state,
-                self._step,
-                self._resumed_from,
-                self._has_saved(),
-                reason,
-                self._failed,
-            )
+            status = Status(state, self._step, self._resumed_from, reason, self._failed)
+            problem = write_status(self._folder, status, self._has_saved())
             if problem and not self._warned:
                 self._warned = True
                 self._console.print(f"warning: {problem}")

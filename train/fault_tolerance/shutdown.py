@@ -17,6 +17,7 @@ import torch.distributed as dist
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.exit import EXIT_FAILED, exit_immediately
 from meshwright.train.distributed.process_group import group_timeout
+from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import COMMITS_INTACT
 from meshwright.train.fault_tolerance.peers import LostPeer, PeerConnections, as_peer_lost_error, explain_loss
 
@@ -152,8 +153,7 @@ class GracefulShutdown:
     def _share_requests(self, group: dist.ProcessGroup) -> None:
         """Agree on one request; a signal's grace period on one rank applies to all ranks."""
         own = (self._request, self._grace[1] if self._grace else None)
-        everyone: list[tuple[ShutdownRequest | None, int | None]] = [(None, None)] * dist.get_world_size()
-        dist.all_gather_object(everyone, own, group=group)
+        everyone = gather_from_all(own, group)
         with self._request_lock:
             self._request = merge_requests([request for request, _ in everyone])
         numbers = [number for _, number in everyone if number is not None]

@@ -135,7 +135,7 @@ class Supervision:
 
     def progress(self, step: int) -> None:
         """Record the number of steps that are done and whose rows are all written."""
-        self._status.progress(step)
+        self._status.record("running", step)
 
     def finish_steps(self) -> None:
         """Check the steps that have not been checked: before a checkpoint, and at the end. Raises
@@ -157,7 +157,7 @@ class Supervision:
 
     def finish(self, step: int, stopped: bool) -> None:
         """Record in status.json that the run ended normally; `stopped`: before its last step."""
-        self._status.finish("stopped" if stopped else "finished", step, self.stop_reason if stopped else "")
+        self._status.record("stopped" if stopped else "finished", step, self.stop_reason if stopped else "")
 
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks that this one exits with an error, unless that is the end of a rank that

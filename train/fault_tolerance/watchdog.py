@@ -196,9 +196,8 @@ class Watchdog:
         link = self._link
         if link and not self._why_alone:
             try:
-                if (
-                    reports := self._store_thread.submit(lambda: link.gather(report, fired)).result(GATHER_S)
-                ) and fired:
+                gathering = self._store_thread.submit(lambda: link.gather(report, fired is not None))
+                if (reports := gathering.result(GATHER_S)) and fired:
                     return diagnose(reports, fired)
                 if self._store_thread.submit(link.wait_for_diagnosis).result(DIAGNOSIS_S):
                     return None
@@ -224,17 +223,9 @@ class Watchdog:
         # c10d raises if a backend does not count, or if the group is being created
         except Exception:
             collectives = ()
-        return RankReport(
-            self._rank,
-            self._seen.section,
-            self._seen.step,
-            self._in_section_s(),
-            place=where.place,
-            waits_in=where.waits_in,
-            inside=where.inside,
-            path=where.path,
-            collectives=collectives,
-        )
+        seen, in_section_s = self._seen, self._in_section_s()
+        about = {**vars(where), "collectives": collectives}
+        return RankReport(self._rank, seen.section, seen.step, in_section_s, **about)
 
     def _timed_out(self) -> TimedOut:
         section = self._seen.section

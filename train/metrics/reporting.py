@@ -23,7 +23,7 @@ from meshwright.train.step import StepResult
 
 class Reporting:
     """The reports of a rank; only rank 0 writes. As a context manager it shows the progress bar, and writes
-    the remaining rows at its end."""
+    an open profile and the remaining rows at its end."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Reporting:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._profiler.close()
         self._console.close()
         if self._kernels:
             self._kernels.close()
@@ -107,14 +108,6 @@ class Reporting:
         """Wait until all rows so far are written, unless the disk hangs."""
         self._metrics.flush()
 
-    @contextmanager
-    def profiling(self) -> Iterator[None]:
-        """Context of the training steps; an open profile is written at its end."""
-        try:
-            yield
-        finally:
-            self._profiler.close()
-
     def finish(self) -> None:
         """Print the comparison of predicted and measured values, if the planner predicted any; called when a
         run ends without an error."""
@@ -139,8 +132,8 @@ def build_reporting(
     metrics = Metrics(
         config.metrics, throughput, folder, planned.device, is_main, planned.predicted, shown, console.print
     )
-    metrics.watch_gradients(state.model, plan, state.optimizer)
-    profiled = ProfiledRun(state.model, plan, planned.device, steps)
+    metrics.watch_gradients(state.sharded.model, plan, state.optimizer)
+    profiled = ProfiledRun(state.sharded.model, plan, planned.device, steps)
     profiler = StepProfiler(config.profile, folder / "profile", profiled, console.print)
     # On a GPU torch chooses among kernels of one name; a configured profile shows the kernels anyway.
     checking = planned.device.type == "cuda" and is_main and not config.profile.start

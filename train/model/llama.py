@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.cost import forward_flops
-from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig, block_linears, init_weights
 from meshwright.models.size import count_parameters
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.describe import describe
@@ -21,13 +21,12 @@ from meshwright.train.model.source import AttentionHeads, LossOf
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block
-LOGITS = ("head.output", "head.loss")
 
 
 class LlamaSource:
     """A Llama of a shape (`ModelSource`)."""
 
-    logits = LOGITS
+    logits = "head.output", "head.loss"
 
     def __init__(self, config: LlamaConfig) -> None:
         self.config = config
@@ -50,9 +49,8 @@ class LlamaSource:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        config = self.config
-        outputs = (config.dim, config.n_kv_heads * config.head_dim, config.ffn_dim, config.vocab_size)
-        return [*((config.dim, each) for each in outputs), (config.ffn_dim, config.dim)]
+        blocks = [(inputs, outputs) for outputs, inputs in block_linears(self.config).values()]
+        return [*blocks, (self.config.dim, self.config.vocab_size)]
 
     @property
     def attention(self) -> AttentionHeads:

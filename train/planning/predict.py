@@ -20,7 +20,7 @@ from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.model.build import freeze, training_flops
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
-from meshwright.train.planning.resolve import make_shape, model_units
+from meshwright.train.planning.resolve import make_shape
 from meshwright.train.planning.trace_model import model_workload
 
 
@@ -75,7 +75,7 @@ def predict_memory(job: TrainingJob, plan: Plan) -> PredictedMemory:
 
 def search_plans(job: TrainingJob, world_size: int, cluster: Devices) -> SearchResult:
     """Search all legal plans of the job on `world_size` processes. Raises PlanError if there are none."""
-    model, shape = model_units(job.model), shape_on(job, world_size, cluster)
+    model, shape = source_of(job.model).units, shape_on(job, world_size, cluster)
     return search(job.parallel, model, shape, cluster, partial(run_workload, job))
 
 
@@ -83,12 +83,12 @@ def check_legal_plans(job: TrainingJob, world_size: int, kind: Hardware, per_nod
     """Raise PlanError if the job has no legal plan. Takes no measurements: of a machine of this `kind` only
     the kernels and dtypes count."""
     shape = shape_on(job, world_size, Devices(0, per_node, kind))
-    check_legal(job.parallel, model_units(job.model), shape, per_node)
+    check_legal(job.parallel, source_of(job.model).units, shape, per_node)
 
 
 def search_leanest(job: TrainingJob, world_size: int, cluster: Devices, seq_len: int) -> SearchResult:
     """Search the plans that need the least memory, with sequences of `seq_len` tokens."""
-    model = model_units(job.model)
+    model = source_of(job.model).units
     parallel, shape = least_memory(job.parallel, shape_on(job, world_size, cluster), len(model.checkpointed))
     shape = dataclasses.replace(shape, seq_len=seq_len)
     return search(parallel, model, shape, cluster, lambda plan: run_workload(job, plan).shortened(seq_len))
@@ -130,7 +130,7 @@ def _frozen_and_trained(
     freeze(built, patterns)
     counts = {
         name: [(p.numel(), p.requires_grad) for p in built.get_submodule(name).parameters()]
-        for name in model_units(model).modules
+        for name in source_of(model).units.modules
     }
     shares = {
         name: sum(n for n, trained in count if trained) / sum(n for n, _ in count)

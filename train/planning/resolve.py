@@ -12,7 +12,7 @@ from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import plan_file_mistakes
-from meshwright.train.config import ModelConfig, TrainingJob
+from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import attention_on_device, check_attention, dtype_on_device
@@ -54,12 +54,8 @@ def plan_on_device(job: TrainingJob, ranks: RankInfo, device: torch.device, devi
 
     Raises PlanError, also for an attention kernel or float8 products that the device does not support.
     """
-    requested = job.parallel.param_dtype
-    attention, dtype = (
-        attention_on_device(job, device, device_name),
-        dtype_on_device(device) if requested == "auto" else requested,
-    )
-    plan = plan_run(job, ranks.world_size, ranks.local_world_size, attention, dtype)
+    attention = attention_on_device(job, device, device_name)
+    plan = plan_run(job, ranks.world_size, ranks.local_world_size, attention, dtype_on_device(device))
     check_device_support(job, plan, device)
     return plan
 
@@ -86,7 +82,7 @@ def plan_run(
 
     Raises PlanError that lists all mistakes, one line each.
     """
-    model = model_units(job.model)
+    model = source_of(job.model).units
     if job.parallel.plan == "auto":
         raise PlanError(
             "parallel.plan=auto works only in train.main and tools.plan: run tools.plan with --save FILE, "
@@ -112,8 +108,3 @@ def make_shape(
         param_dtype,
         dynamic=False,
     )
-
-
-def model_units(model: ModelConfig) -> ModelUnits:
-    """Return the description of a config's model that planning needs."""
-    return source_of(model).units

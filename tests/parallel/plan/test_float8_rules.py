@@ -17,8 +17,9 @@ from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.train.config_parser import parse_config
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.predict import predict, run_workload
-from meshwright.train.planning.resolve import model_units, plan_run
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import TINY
 from tests.support.plans import check_facts
 from tests.support.tables import try_each
@@ -119,7 +120,7 @@ def test_a_plan_file_says_it_and_is_checked(tmp_path: Path) -> None:
         (Float8Plan("tensorwise", (), False), "recipe=tensorwise ... min_dim or tp, or use none"),
     ):
         edited = dataclasses.replace(plan, float8=wrong)
-        (mistake,) = validate(edited, model_units(config.model), 8, config.train.seq_len)
+        (mistake,) = validate(edited, source_of(config.model).units, 8, config.train.seq_len)
         check_facts(file_line(mistake), facts)
 
 

@@ -67,7 +67,7 @@ def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
     for start in range(3):
         failed = check_crash_loop(read_status(tmp_path), *(TORCHRUN if start else BY_HAND), 40)
         assert failed.count == start
-        assert write_status(tmp_path, "running", 41, 40, True, failed=failed) == ""
+        assert write_status(tmp_path, Status("running", 41, 40, failed=failed), True) == ""
     for _ in range(2):
         with pytest.raises(CrashLoopError):
             check_crash_loop(read_status(tmp_path), *TORCHRUN, 40)
@@ -83,9 +83,10 @@ def test_a_long_reason_with_anything_in_it_becomes_one_line() -> None:
 
 
 def test_status_comes_back_as_written(tmp_path: Path) -> None:
-    write_status(tmp_path, "failed", 41, 40, True, "OSError: disk full", FailedStarts(2, 41))
-    assert read_status(tmp_path) == Status("failed", 41, 40, "OSError: disk full", FailedStarts(2, 41))
-    write_status(tmp_path, "failed", 41, 40, True, "\x00é" * 10_000_000)
+    status = Status("failed", 41, 40, "OSError: disk full", FailedStarts(2, 41))
+    write_status(tmp_path, status, True)
+    assert read_status(tmp_path) == status
+    write_status(tmp_path, Status("failed", 41, 40, "\x00é" * 10_000_000), True)
     assert read_status(tmp_path) is not None, "a huge reason is cut"
 
 
@@ -109,11 +110,10 @@ def test_a_broken_status_is_none(content: bytes, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_said_and_not_raised(tmp_path: Path) -> None:
     (tmp_path / "status.json").mkdir()
-    assert "status.json could not be written (Is a directory)" in write_status(
-        tmp_path, "running", 1, None, False
-    )
+    running = Status("running", 1)
+    assert "status.json could not be written (Is a directory)" in write_status(tmp_path, running, False)
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
-    assert "could not be written" in write_status(tmp_path / "gone", "running", 1, None, False)
+    assert "could not be written" in write_status(tmp_path / "gone", running, False)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_a_folder_that_cannot_be_written_is_said_and_not_raised(tmp_path: Path) 
     ],
 )
 def test_it_says_how_to_go_on(state: State, saved: bool, instruction: str, tmp_path: Path) -> None:
-    write_status(tmp_path, state, 7, None, saved)
+    write_status(tmp_path, Status(state, 7), saved)
     assert json.loads((tmp_path / "status.json").read_text())["how_to_go_on"] == instruction
 
 
 def test_several_may_write_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         problems = set(
-            pool.map(lambda step: write_status(tmp_path, "running", step, None, False), range(400))
+            pool.map(lambda step: write_status(tmp_path, Status("running", step), False), range(400))
         )
     assert problems == {""}
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

@@ -175,9 +175,9 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU a step's flag is read one step late."""
     supervision, saver = Mock(), Mock()
     supervision.finish_steps.side_effect = NonFiniteError("step 4")
-    saves = Saves(saver, CheckpointConfig(), supervision, Mock(), Mock())
+    saves = Saves(saver, CheckpointConfig(), supervision, Mock(), Mock(start=TrainPosition()))
     with pytest.raises(NonFiniteError):
-        saves.save(TrainPosition(4))
+        saves.save_if_due(TrainPosition(4), last=True)
     saver.save.assert_not_called()
 
 

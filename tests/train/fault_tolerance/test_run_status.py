@@ -7,7 +7,13 @@ import pytest
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.peers import LostPeer
-from meshwright.train.fault_tolerance.run_status import FailedStarts, RunStatus, read_status, write_status
+from meshwright.train.fault_tolerance.run_status import (
+    FailedStarts,
+    RunStatus,
+    Status,
+    read_status,
+    write_status,
+)
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 
@@ -17,12 +23,12 @@ def end_by(error: Exception, folder: Path, of_another: str = "", earlier: str = 
     recorded its failure, and an earlier run too."""
     run_status = RunStatus(RankInfo(0, 2, 0, 2, True), Console(False))
     if earlier:
-        assert write_status(folder, "failed", 2, None, False, earlier, FailedStarts()) == ""
+        assert write_status(folder, Status("failed", 2, reason=earlier), False) == ""
 
     def end() -> None:
         run_status.start(folder, None, FailedStarts())
         if of_another:
-            assert write_status(folder, "failed", 3, None, False, of_another, FailedStarts()) == ""
+            assert write_status(folder, Status("failed", 3, reason=of_another), False) == ""
         raise error
 
     with pytest.raises(type(error)), run_status.recording():
@@ -54,7 +60,7 @@ def test_a_loss_is_recorded_by_rank_0_and_by_the_rank_that_found_it(
     run_status = RunStatus(RankInfo(rank, 2, rank, 2, True), Console(False))
     with run_status.recording():
         run_status.start(tmp_path, None, FailedStarts())
-        assert write_status(tmp_path, "running", 7 if rank else 0, None, False) == ""
+        assert write_status(tmp_path, Status("running", 7 if rank else 0), False) == ""
         run_status.record_loss(LostPeer("rank 5 was killed", found))
     status = read_status(tmp_path)
     assert status is not None

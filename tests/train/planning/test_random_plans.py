@@ -24,8 +24,9 @@ from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
+from meshwright.train.model.choose import source_of
 from meshwright.train.planning.predict import predict_memory
-from meshwright.train.planning.resolve import model_units, plan_run
+from meshwright.train.planning.resolve import plan_run
 
 MANY = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 OF_THE_SEED = seed(os.environ["MESHWRIGHT_TESTS_SEED"])  # the tests' seed, which they print
@@ -139,7 +140,7 @@ def check_plan(config: Config, plan: Plan, processes: int, folder: Path) -> None
     )
     (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
     assert repr(load_plan(folder / "plan.yaml")) == repr(plan), "repr, because True == 1"
-    assert validate(plan, model_units(config.model), processes, config.train.seq_len) == []
+    assert validate(plan, source_of(config.model).units, processes, config.train.seq_len) == []
     assert [
         module for module in plan.modules if sum(module in unit.modules for unit in plan.units) != 1
     ] == []
@@ -165,7 +166,7 @@ def check_step_memory(memory: StepMemory) -> None:
 def invented_workload(config: Config, plan: Plan) -> ModelWorkload:
     """A workload of the model's modules with invented numbers, because a trace takes seconds per model."""
     phase = Phase((), (Linear(0, 300), Linear(100, 200)))
-    counts = model_units(config.model).modules
+    counts = source_of(config.model).units.modules
     modules = {
         name: ModuleWorkload(counts[name], phase, phase, Linear(0, 150), Linear(0, 50))
         for name in plan.modules
