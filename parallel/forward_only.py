@@ -18,7 +18,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     of training is drawn, no activations are saved or offloaded, and at the end all parameters are sharded.
 
     Autograd stays enabled, because compiled blocks would need a second graph without it; one that asks for
-    `self.training`, as dropout does, needs it anyway. A backward raises RuntimeError.
+    `self.training`, as dropout and transformers' attention do, needs it anyway. A backward raises RuntimeError.
     """
     modes = [(module, module.training) for module in model.modules()]
     offload = getattr(model, "activation_offload", None)
