@@ -17,8 +17,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Context manager for evaluations, which leave nothing behind: modules are in eval mode, no random number
     of training is drawn, no activations are saved or offloaded, and at the end all parameters are sharded.
 
-    Autograd stays enabled, because compiled blocks would need a second graph without it; one that asks for
-    `self.training`, as dropout and transformers' attention do, needs it anyway. A backward raises RuntimeError.
+    Autograd stays enabled, because compiled blocks would need a second graph without it; those that ask for
+    `self.training`, as dropout and transformers' attention do, need it anyway. A backward raises
+    RuntimeError.
     """
     modes = [(module, module.training) for module in model.modules()]
     offload = getattr(model, "activation_offload", None)
