@@ -162,11 +162,6 @@ def plan_to_table(plan: Plan) -> str:
     mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
     rows = [_table_row(name, unit, plan.compile.backend) for name, unit in group_units(plan.units)]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
     batch = (
         f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
@@ -205,7 +200,17 @@ def plan_to_table(plan: Plan) -> str:
     if plan.float8.linears:
         gathered = ", gathered in float8 too" if plan.float8.all_gather else ""
         first.append(f"float8 {plan.float8.recipe}{gathered}: {', '.join(plan.float8.linears)}")
-    return "\n".join([*first, *lines])
+    return "\n".join([*first, format_table(head, rows)])
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with left-aligned columns, two spaces apart, under their headings."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    )
+    return "\n".join(lines)
 
 
 def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
