@@ -21,24 +21,12 @@ MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data for YAML or JSON."""
-    return {
-        "mesh": dataclasses.asdict(plan.mesh),
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation": plan.accumulation,
-        "tensor": dataclasses.asdict(plan.tensor),
-        "context": _lists(dataclasses.asdict(plan.context)),
-        "cpu_offload": plan.cpu_offload,
-        "storage_dtype": plan.storage_dtype,
-        "attention": plan.attention,
-        "loss_chunk_tokens": plan.loss_chunk_tokens,
-        "fused_projections": plan.fused_projections,
-        "async_tp": plan.async_tp,
-        "float8": _lists(dataclasses.asdict(plan.float8)),
-        "compile": dataclasses.asdict(plan.compile),
-        "modules": join_names(plan.modules),
-        "unsharded": list(plan.unsharded),
-        "units": [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)],
+    plain = {
+        key: _lists(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value
+        for key, value in _lists(vars(plan)).items()
     }
+    units = [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)]
+    return plain | {"modules": join_names(plan.modules), "units": units}
 
 
 def plan_to_yaml(plan: Plan) -> str:
