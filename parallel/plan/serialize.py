@@ -22,8 +22,8 @@ MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data for YAML or JSON."""
     plain = {
-        key: _lists(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value
-        for key, value in _lists(vars(plan)).items()
+        key: _lists(value) if isinstance(value, dict) else value
+        for key, value in _lists(dataclasses.asdict(dataclasses.replace(plan, units=()))).items()
     }
     units = [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)]
     return plain | {"modules": join_names(plan.modules), "units": units}
