@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from meshwright.parallel.plan.serialize import format_table as format_table  # the tools' too
 from meshwright.train.distributed.exit import escape_unencodable
 from meshwright.train.errors import USER_ERRORS, ConfigError
 
@@ -62,16 +63,6 @@ def to_json(document: object) -> str:
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
-
-
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with left-aligned columns, two spaces apart, under their headings."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    )
-    return "\n".join(lines)
 
 
 def positive(text: str) -> int:

@@ -194,6 +194,7 @@ class Plan:
     micro_batch_size: Count
     accumulation: Count
     tensor: TensorPlan
+    context: ContextPlan = field(default=ContextPlan(), kw_only=True)
     cpu_offload: bool
     storage_dtype: str
     attention: str
@@ -203,9 +204,8 @@ class Plan:
     float8: Float8Plan
     compile: CompileConfig
     modules: tuple[str, ...]
+    unsharded: tuple[str, ...] = field(default=(), kw_only=True)
     units: tuple[UnitPlan, ...]
-    unsharded: tuple[str, ...] = ()
-    context: ContextPlan = ContextPlan()
 
     @property
     def global_batch_size(self) -> int:

@@ -21,24 +21,12 @@ MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data for YAML or JSON."""
-    return {
-        "mesh": dataclasses.asdict(plan.mesh),
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation": plan.accumulation,
-        "tensor": dataclasses.asdict(plan.tensor),
-        "context": _lists(dataclasses.asdict(plan.context)),
-        "cpu_offload": plan.cpu_offload,
-        "storage_dtype": plan.storage_dtype,
-        "attention": plan.attention,
-        "loss_chunk_tokens": plan.loss_chunk_tokens,
-        "fused_projections": plan.fused_projections,
-        "async_tp": plan.async_tp,
-        "float8": _lists(dataclasses.asdict(plan.float8)),
-        "compile": dataclasses.asdict(plan.compile),
-        "modules": join_names(plan.modules),
-        "unsharded": list(plan.unsharded),
-        "units": [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)],
+    plain = {
+        key: _lists(value) if isinstance(value, dict) else value
+        for key, value in _lists(dataclasses.asdict(dataclasses.replace(plan, units=()))).items()
     }
+    units = [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)]
+    return plain | {"modules": join_names(plan.modules), "units": units}
 
 
 def plan_to_yaml(plan: Plan) -> str:
@@ -162,11 +150,6 @@ def plan_to_table(plan: Plan) -> str:
     mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
     rows = [_table_row(name, unit, plan.compile.backend) for name, unit in group_units(plan.units)]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
     batch = (
         f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
@@ -205,7 +188,17 @@ def plan_to_table(plan: Plan) -> str:
     if plan.float8.linears:
         gathered = ", gathered in float8 too" if plan.float8.all_gather else ""
         first.append(f"float8 {plan.float8.recipe}{gathered}: {', '.join(plan.float8.linears)}")
-    return "\n".join([*first, *lines])
+    return "\n".join([*first, format_table(head, rows)])
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with left-aligned columns, two spaces apart, under their headings."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    )
+    return "\n".join(lines)
 
 
 def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:

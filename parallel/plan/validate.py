@@ -13,7 +13,6 @@ from meshwright.parallel.plan.mistakes import Mistake, contradictions, file_line
 from meshwright.parallel.plan.rules import nearest, split_styles
 from meshwright.parallel.plan.schema import (
     ACTIVATION_CHECKPOINTS,
-    DTYPES,
     REDUCE_GRADIENTS,
     MeshPlan,
     ModelUnits,
@@ -147,6 +146,8 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
     yield from rules.dtype_mistakes("units.reduce_dtype", unit.reduce_dtype)
     if unit.output_dtype != "same":
         yield from rules.dtype_mistakes("units.output_dtype", unit.output_dtype)
+        if len(unit.modules) > 1:
+            yield Mistake("units.output_dtype", f"={unit.output_dtype} is for units of one module: use same")
     yield from _activation_mistakes(plan, unit, model)
     if unit.compiled and model.compiled.isdisjoint(unit.modules):
         yield Mistake("units.compiled", "=true, but this model compiles none of its modules: use false")
@@ -220,33 +221,19 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mista
 
 
 def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
-    """Check that each module computes in the dtype that the previous one returns: there is no cast."""
+    """Check that the second module computes in the dtype that the first returns, and that the last one does
+    not cast the loss. Each module's hidden state is cast, but not what a model makes of its embeddings'
+    dtype for all blocks, such as transformers' RoPE tables: in float32 they would not fit bfloat16 blocks."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    for before, after in itertools.pairwise(plan.modules):
-        unit, following = unit_of[before], unit_of[after]
-        out = unit.param_dtype if unit.output_dtype == "same" or len(unit.modules) > 1 else unit.output_dtype
-        if (
-            unit is not following
-            and out != following.param_dtype
-            and {out, following.param_dtype} <= set(DTYPES)
-        ):
-            cast = (
-                f"set output_dtype={following.param_dtype} on {unit.name}, or "
-                if len(unit.modules) == 1
-                else ""
-            )
-            yield Mistake(
-                "units",
-                f"unit {unit.name} returns {out}, but unit {following.name} computes in "
-                f"{following.param_dtype}: {cast}set the same param_dtype on both",
-            )
-    for unit in plan.units:
-        if unit.output_dtype != "same" and len(unit.modules) > 1:
-            yield Mistake(
-                "units.output_dtype",
-                f"={unit.output_dtype} is for units of one module: use same",
-                (unit.name,),
-            )
+    unit, following = unit_of[plan.modules[0]], unit_of[plan.modules[:2][-1]]
+    out = unit.param_dtype if unit.output_dtype == "same" or len(unit.modules) > 1 else unit.output_dtype
+    if unit is not following and (out, following.param_dtype) == ("float32", "bfloat16"):
+        cast = "set output_dtype=bfloat16 on it, or " if len(unit.modules) == 1 else ""
+        yield Mistake(
+            "units",
+            f"unit {unit.name} returns float32, but unit {following.name} computes in bfloat16: {cast}set "
+            "the same param_dtype on both",
+        )
     last = unit_of[plan.modules[-1]]
     if last.output_dtype not in ("same", "float32"):
         yield Mistake(

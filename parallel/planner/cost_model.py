@@ -13,6 +13,7 @@ from math import gcd
 
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
 from meshwright.parallel.planner.hardware import ALL_TO_ALL, Curve, Hardware, HostCosts, seconds_at, share_at
+from meshwright.parallel.planner.timeline import AXIS_OF_LANE
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation, Phase
 
 
@@ -135,22 +136,19 @@ class Group:
 
 
 def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
-    """Return the group of each axis of collectives; that of dp_shard includes cp. tp is the innermost axis of
-    the rank numbers, which fill the nodes in order."""
+    """Return the group of each axis of collectives, and that of all ranks, "world"; that of dp_shard includes
+    cp. tp is the innermost axis of the rank numbers, which fill the nodes in order."""
     gpus = min(gpus_per_node, mesh.world_size)
     groups = {
         "tp": (mesh.tp, 1),
         "cp": (mesh.cp, mesh.tp),
         "dp_shard": (mesh.shards, mesh.tp),
         "dp_replicate": (mesh.dp_replicate, mesh.tp * mesh.shards),
+        "world": (mesh.world_size, 1),
     }
     return {
         axis: strided_group(size, stride, gpus, mesh.world_size) for axis, (size, stride) in groups.items()
     }
-
-
-def _world_group(mesh: MeshPlan, gpus_per_node: int) -> Group:
-    return strided_group(mesh.world_size, 1, min(gpus_per_node, mesh.world_size), mesh.world_size)
 
 
 def strided_group(size: int, stride: int, gpus: int, world_size: int) -> Group:
@@ -242,15 +240,14 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
         slowdown=_slowdowns(groups, hardware),
         offload_s=copy_times(plan, work, device),
         hook_s=device.host.unit_s,
-        scalars_s=SCALARS * collective_s("all_reduce", 4, _world_group(plan.mesh, gpus_per_node), device),
+        scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device),
     )
 
 
 def _slowdowns(groups: Mapping[str, Group], hardware: Hardware) -> dict[str, float]:
     """Return the slowdown of compute by the lane of the collective."""
     within, between = hardware.slowdown, hardware.network_slowdown
-    axes = {"all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
-    return {lane: between if groups[axis].nodes > 1 else within for lane, axis in axes.items()}
+    return {lane: between if groups[axis].nodes > 1 else within for lane, axis in AXIS_OF_LANE.items()}
 
 
 def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
@@ -344,14 +341,12 @@ def _with_host(times: ModuleTimes, module: ModuleWorkload, compiled: bool, host:
 def _without_weight_casts(module: ModuleWorkload) -> ModuleWorkload:
     """Return the module without casts of weights, which are gathered in float8: the traffic of its
     element-wise operations that does not depend on the micro batch."""
-    forward, backward = (
-        replace(
-            phase,
-            operations=tuple(op for op in phase.operations if op.kind != "memory" or op.bytes.per_sequence),
-        )
-        for phase in (module.forward, module.backward)
-    )
-    return replace(module, forward=forward, backward=backward)
+
+    def without(phase: Phase) -> Phase:
+        kept = (op for op in phase.operations if op.kind != "memory" or op.bytes.per_sequence)
+        return replace(phase, operations=tuple(kept))
+
+    return module.with_phases(without)
 
 
 def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware) -> float:

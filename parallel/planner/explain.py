@@ -43,7 +43,7 @@ def _memory(choice: SearchResult, machines: Devices) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
         f"{tried} plans tried, {len(choice.does_not_fit)} too large for the memory and {len(choice.pruned)} "
-        f"slower whatever they need; this plan needs {_gib(choice.best)} of "
+        f"slower whatever they need; this plan needs {needed_gib(choice.best)} GiB of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator overhead"
     )
 
@@ -142,7 +142,7 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
     available = machines.available_bytes
     if other.timeline is None and other.needed_bytes > available:
         value = _format_value(other.choices[key])
-        return f"{value} does not fit ({_gib(other)} of {available / GIB:.1f} GiB)"
+        return f"{value} does not fit ({needed_gib(other)} GiB of {available / GIB:.1f} GiB)"
     if other.timeline is None:
         return f"{way.words} it could be at most {max(0.0, other.rate() / best.rate() - 1):.1%} faster"
     saves = best.choices[key] == way.value
@@ -208,12 +208,12 @@ def _compare(other: Candidate, key: str, best: Candidate, machines: Devices) -> 
     if other.timeline is None and machines.fits(other.needed_bytes, other.host):
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
-        return f"{value} does not fit ({_gib(other)} of {machines.available_bytes / GIB:.1f} GiB)"
+        return f"{value} does not fit ({needed_gib(other)} GiB of {machines.available_bytes / GIB:.1f} GiB)"
     ratio = other.rate() / best.rate() - 1
     speed = (
         "is as fast" if abs(ratio) < 0.0005 else f"is {abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"
     )
-    return f"{value} {speed} and needs {_gib(other)}"
+    return f"{value} {speed} and needs {needed_gib(other)} GiB"
 
 
 def _has_mixed_blocks(candidate: Candidate) -> bool:
@@ -221,9 +221,9 @@ def _has_mixed_blocks(candidate: Candidate) -> bool:
     return len({unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}) > 1
 
 
-def _gib(candidate: Candidate) -> str:
-    bound = "" if candidate.memory else "at least "
-    return f"{bound}{candidate.needed_bytes / GIB:.1f} GiB"
+def needed_gib(candidate: Candidate) -> str:
+    """Format the memory of a plan in GiB, with "at least" if only a lower bound is known."""
+    return f"{'' if candidate.memory else 'at least '}{candidate.needed_bytes / GIB:.1f}"
 
 
 def _format_value(value: Any) -> str:

@@ -83,16 +83,6 @@ def start_ahead(plan: Plan) -> Ahead:
     return {(name, phase): units for phase, schedule in schedules.items() for name, units in schedule.items()}
 
 
-def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead) -> list[Task]:
-    """Return the tasks that the CPU launches for all micro batches of a step."""
-    launches = _FsdpLaunchOrder(plan, times, ahead, frozenset())
-    for micro_batch, count in micro_batch_kinds(plan):
-        for _ in range(count):
-            launches.launch_forward()
-            launches.launch_backward(micro_batch)
-    return launches.tasks
-
-
 class _FsdpLaunchOrder:
     """The tasks of a step in the order in which the CPU launches them, from the hooks of FSDP2 in torch 2.13
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py).

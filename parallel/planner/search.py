@@ -324,8 +324,7 @@ class _Search:
     def _bounds_of(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
         key = _plan_key(choices)
         if key not in self.bounds:
-            work = self._work(choices, plan)
-            times = step_times(plan, work, self.machines.kind, self.machines.gpus_per_node)
+            work, (_, times) = self._work(choices, plan), self._timed(choices, plan)
             self.bounds[key] = Bounds(
                 times,
                 times.step_lower_bound_s(plan.accumulation),

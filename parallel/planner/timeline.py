@@ -21,6 +21,8 @@ LANES = {
     EXPOSED: "exposed: compute waits",
     **LINKS,
 }
+# of the collectives of FSDP2
+AXIS_OF_LANE = {"all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
 # for Chrome's trace viewer; Perfetto picks colors by name
 TRACE_COLORS = {EXPOSED: "terrible", HOST_BOUND: "terrible", "tp": "bad", "cp": "bad"}
 

@@ -4,7 +4,7 @@
 to bytes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -109,6 +109,10 @@ class ModuleWorkload:
     float8: int = 0
     buffers: tuple[Buffer, ...] = ()
 
+    def with_phases(self, change: Callable[[Phase], Phase]) -> "ModuleWorkload":
+        """Return the module with both phases changed."""
+        return replace(self, forward=change(self.forward), backward=change(self.backward))
+
 
 @dataclass(frozen=True)
 class ModelWorkload:
@@ -154,17 +158,8 @@ def _shortened(work: ModuleWorkload, share: float) -> ModuleWorkload:
     def shorter(size: Linear) -> Linear:
         return replace(size, per_sequence=size.per_sequence * share)
 
-    forward, backward = (
-        replace(phase, live_bytes=tuple(map(shorter, phase.live_bytes)))
-        for phase in (work.forward, work.backward)
-    )
-    return replace(
-        work,
-        forward=forward,
-        backward=backward,
-        saved_bytes=shorter(work.saved_bytes),
-        output=shorter(work.output),
-    )
+    work = work.with_phases(lambda phase: replace(phase, live_bytes=tuple(map(shorter, phase.live_bytes))))
+    return replace(work, saved_bytes=shorter(work.saved_bytes), output=shorter(work.output))
 
 
 def total(sizes: Iterable[Linear]) -> Linear:

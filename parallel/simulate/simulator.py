@@ -63,14 +63,6 @@ class Simulation(StepMemory):
     host_bytes: int
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Axis names of the process groups, and the process group of all data-parallel ranks."""
-
-    axes: Mapping[str, Sequence[str]]
-    data_parallel: dist.ProcessGroup
-
-
 def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
     """Simulate one optimizer step of `rank`.
 
@@ -82,11 +74,11 @@ def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
         # Not under fake tensors: creating meshes reads values of tensors, and a model on the meta device
         # needs no memory.
         data_parallel = data_parallel_group(mesh)
-        groups = _Groups(axes_of_groups(mesh, data_parallel), data_parallel)
+        axes = axes_of_groups(mesh, data_parallel)
         model = code.shard(plan, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
             optimizer = code.fill(model, plan)
-            return _record_step(plan, code, model, optimizer, groups)
+            return _record_step(plan, code, model, optimizer, axes, data_parallel)
 
 
 def eager_plan(plan: Plan) -> Plan:
@@ -100,7 +92,12 @@ def eager_plan(plan: Plan) -> Plan:
 
 
 def _record_step(
-    plan: Plan, code: TrainingCode, model: nn.Module, optimizer: torch.optim.Optimizer, groups: _Groups
+    plan: Plan,
+    code: TrainingCode,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    axes: Mapping[str, Sequence[str]],
+    data_parallel: dist.ProcessGroup,
 ) -> Simulation:
     position = ModuleTracker(model, plan)
     on_host = HOST_KINDS if plan.cpu_offload else frozenset()
@@ -108,9 +105,9 @@ def _record_step(
     storages.mark("params", model.parameters())
     storages.mark("buffers", model.buffers())
     storages.mark("optimizer", _state(optimizer))
-    recorder = StepRecorder(position, groups.axes, storages)
+    recorder = StepRecorder(position, axes, storages)
     with position.following(), recorder:
-        code.step(model, optimizer, plan, groups.data_parallel)
+        code.step(model, optimizer, plan, data_parallel)
     storages.mark("optimizer", _state(optimizer))  # some optimizers create it in their first step
     memory, at_peak = dict(storages.largest), dict(storages.at_peak)
     memory |= {kind: storages.now[kind] for kind in ("params", "optimizer")}

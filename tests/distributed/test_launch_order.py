@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
-from meshwright.parallel.planner.fsdp_schedule import launch_tasks, start_ahead
+from meshwright.parallel.planner.fsdp_schedule import start_ahead
 from meshwright.parallel.planner.stream_simulator import Task
 from meshwright.train.config_parser import parse_config
 from meshwright.train.model.llama import loss_of_llama
@@ -17,7 +17,7 @@ from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
-from tests.support.simulated import TINY
+from tests.support.simulated import TINY, launch_tasks
 from tests.support.worlds import run_ranks
 
 CASES = {

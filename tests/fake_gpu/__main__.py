@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu, FakeGpuError
+from tests.fake_gpu.calls import unimplemented
 from tests.fake_gpu.commands import install_for_tests
 
 DESCRIPTION = (
@@ -53,7 +54,7 @@ def run_on(gpu: FakeGpu, scratch: Path, devices: int, command: Sequence[str]) ->
     code = subprocess.run(command, env=gpu.environment(scratch, devices), cwd=ROOT, check=False).returncode
     for path in sorted(scratch.glob("log.*")):
         calls = log.read_calls(path)
-        missing = ", ".join(log.unimplemented(calls)) or "none"
+        missing = ", ".join(unimplemented(calls)) or "none"
         print(
             f"process {path.suffix[1:]}: {log.count_launches(calls)} launches, {len(log.collectives(calls))} "
             f"collectives, {len(log.host_waits(calls))} host waits; not implemented: {missing}",

@@ -25,7 +25,6 @@ from meshwright.tools.dryrun.program import (
     MEMORY_FILE,
     PLAN_FILE,
     STEPS,
-    function_name,
     grid_blocks,
     steady_step,
     step_command,
@@ -34,6 +33,7 @@ from meshwright.tools.dryrun.program import (
 from meshwright.tools.plan.report import Target
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
+from tests.fake_gpu.calls import function_name, triton_launches
 from tests.fake_gpu.commands import install_for_tests
 from tests.fake_gpu.plans import CASES
 
@@ -80,7 +80,7 @@ def figures_of(scratch: Path) -> dict[str, Any]:
         "blocks": sum(grid_blocks(call) for call in step if call.kind in ("kernel", "triton")),
         "kernels": {
             f"{kernel.name}, {kernel.registers} registers, {kernel.stack_bytes} B of stack": count
-            for kernel, count in sorted(log.triton_launches(step).items())
+            for kernel, count in sorted(triton_launches(step).items())
         },
         "torch_kernels": dict(sorted(_torch_kernels(step).items())),
         "products": dict(sorted(Counter(" ".join(c.words[:3]) for c in step if c.kind == "gemm").items())),

@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import FakeGpu
+from tests.fake_gpu.calls import unimplemented
 from tests.fake_gpu.commands import run
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> No
     assert len(failures) == 2, output
     assert "Tensor-likes are not close" in failures[0]  # the fake GPU computes nothing
     assert "all-reduce of two processes" in failures[1]
-    assert [log.unimplemented(log.read_calls(path)) for path in tmp_path.glob("log.*")] == [[]] * 3
+    assert [unimplemented(log.read_calls(path)) for path in tmp_path.glob("log.*")] == [[]] * 3
 
 
 @pytest.mark.sampled(5, day=1)
@@ -32,7 +33,7 @@ def test_bench_gpu_runs_its_cases(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     code, output = run(fake_gpu, tmp_path, "tools.bench", "gpu", *options, devices=2)
     assert code == 0, output
     assert output.count(" done, ") == len(names), output
-    assert [name for path in tmp_path.glob("log.*") for name in log.unimplemented(log.read_calls(path))] == []
+    assert [name for path in tmp_path.glob("log.*") for name in unimplemented(log.read_calls(path))] == []
 
 
 @pytest.mark.sampled(5, day=0)

@@ -13,6 +13,7 @@ import pytest
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu
 from meshwright.tools.dryrun.log import Call
+from tests.fake_gpu.calls import devices, refused, unimplemented
 from tests.fake_gpu.commands import run, start
 from tests.fake_gpu.controls import NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY, broken_copy
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
@@ -104,13 +105,13 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(
     assert "attention cudnn" in output
     logs = [log.read_calls(path) for path in (tmp_path / "scratch").glob("log.*")]
     for calls in logs:
-        assert log.unimplemented(calls) + log.refused(calls) == []
+        assert unimplemented(calls) + refused(calls) == []
         assert batches_awaited(calls) >= 12
         assert saves_awaited(calls)
         assert sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)) <= 3, (
             "only two saves and the end of the run wait for a flag immediately"
         )
-    assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], (
+    assert sorted(map(sorted, map(devices, logs))) == [[0], [1]], (
         "each rank has a context on its own device only"
     )
     trace = subprocess.run(
@@ -208,7 +209,7 @@ def test_faults_of_loader_guard_and_saver_are_noticed(
         assert code == 0, output
         calls = log.read_log(tmp_path / name)
         results[name] = (
-            log.devices(calls),
+            devices(calls),
             batches_awaited(calls) >= 6,
             saves_awaited(calls),
             sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)),

@@ -15,6 +15,7 @@ from meshwright.tools.dryrun.log import Call, NcclCollective
 from meshwright.tools.dryrun.program import MEMORY_FILE, steady_step
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict
+from tests.fake_gpu.calls import devices, refused, unimplemented
 from tests.fake_gpu.plans import CASES, Case
 from tests.fake_gpu.record import PATH, figures_of, plan_on_h100, run_steps
 from tests.support.simulated import simulated
@@ -69,9 +70,9 @@ def test_a_steady_step_waits_for_nothing_and_allocates_nothing(run: Run) -> None
 
 
 def test_nothing_is_called_that_the_fake_has_not_or_that_a_gpu_refuses(run: Run) -> None:
-    assert log.unimplemented(run.calls) == []
-    assert log.refused(run.calls) == []
-    assert log.devices(run.calls) == {0}
+    assert unimplemented(run.calls) == []
+    assert refused(run.calls) == []
+    assert devices(run.calls) == {0}
 
 
 def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run: Run) -> None:

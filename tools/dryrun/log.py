@@ -34,15 +34,6 @@ class Call:
     words: tuple[str, ...]
 
 
-@dataclass(frozen=True, order=True)
-class Loaded:
-    """A loaded Triton kernel: registers of a thread, and bytes of its stack, which holds spilled ones."""
-
-    name: str
-    registers: int
-    stack_bytes: int
-
-
 @dataclass(frozen=True)
 class NcclCollective:
     """One collective. `bytes`: of the full tensor, as in tools.simulate; `stream` 0: the computing one."""
@@ -92,16 +83,6 @@ def allocations(calls: Sequence[Call]) -> list[Call]:
     return [call for call in calls if call.kind in ALLOCATIONS]
 
 
-def unimplemented(calls: Sequence[Call]) -> list[str]:
-    """Return the called functions that the fake does not implement."""
-    return [call.words[0] for call in calls if call.kind == "unimplemented"]
-
-
-def refused(calls: Sequence[Call]) -> list[Call]:
-    """Return calls on a stream of another device than the thread's, and launches beyond H100 limits."""
-    return [call for call in calls if call.kind in ("wrong_device", "bad_launch")]
-
-
 def stream_waits(calls: Sequence[Call], step: Sequence[Call]) -> Counter[tuple[int, int]]:
     """Return how often in the step one stream waits for another: (waiting stream, awaited stream). `calls`:
     all calls of the process up to the step's end, because an event may have been recorded long before."""
@@ -114,11 +95,6 @@ def stream_waits(calls: Sequence[Call], step: Sequence[Call]) -> Counter[tuple[i
         elif call.kind == "wait" and at >= begin and call.words[0] in recorded:
             waits[call.stream, recorded[call.words[0]]] += 1
     return waits
-
-
-def devices(calls: Sequence[Call]) -> set[int]:
-    """Return the devices on which the process has a context; each context takes half a GiB."""
-    return {int(call.words[0]) for call in calls if call.kind == "context"}
 
 
 def collectives(calls: Sequence[Call]) -> list[NcclCollective]:
@@ -146,9 +122,3 @@ def collective(call: Call) -> NcclCollective:
     if op in POINT_TO_POINT:
         op, size = "all_to_all", ranks * size
     return NcclCollective(op, number, ranks, size, call.stream)
-
-
-def triton_launches(calls: Sequence[Call]) -> Counter[Loaded]:
-    """Return the number of launches of each Triton kernel, the project's and inductor's."""
-    words = (call.words[:3] for call in calls if call.kind == "triton")
-    return Counter(Loaded(name, int(registers), int(stack)) for name, registers, stack in words)

@@ -1,7 +1,6 @@
 """The steps of one rank on the fake GPU: the command that runs them, its files, and the parts of its log."""
 
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -70,14 +69,3 @@ def grid_blocks(launch: Call) -> int:
     """Return the number of blocks in the grid of a torch or Triton kernel."""
     grid = launch.words[1 if launch.kind == "kernel" else 3]
     return math.prod(map(int, grid.split(",")))
-
-
-def function_name(mangled: str) -> str:
-    """Return the innermost function of a mangled C++ name, in which every identifier follows its length
-    (Itanium C++ ABI)."""
-    name, prefix = "", re.match(r"_ZN?", mangled)
-    rest = mangled[prefix.end() :] if prefix else ""
-    while length := re.match(r"(\d+)", rest):
-        start = length.end()
-        name, rest = rest[start : start + int(length[1])], rest[start + int(length[1]) :]
-    return name or mangled

@@ -38,11 +38,18 @@ from meshwright.train.model.choose import source_of
 from meshwright.train.planning.predict import predict_memory, run_workload
 
 EXACT, ABOUT = 0.01, 0.08  # allowed relative differences: of collectives and EXACT_KINDS, and of the peak
-EXACT_KINDS = ("params", "grads", "optimizer")
+EXACT_KINDS = ("params", "grads", "optimizer")  # kinds of memory that can be computed exactly
 SEQUENCE_STYLES = ("sequence", "whole_sequence")  # of norms that receive a rank's share of the tokens
 TINY = 0.001  # share of all bytes sent below which a collective has no limit
 
 Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> count and bytes
+
+
+def relative_error(predicted: float, simulated: float) -> float:
+    """Return predicted / simulated - 1; 0 if both are 0, infinity if only `simulated` is."""
+    if simulated:
+        return predicted / simulated - 1
+    return float("inf") if predicted else 0.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,7 @@ class CheckedQuantity:
     @property
     def difference(self) -> float:
         """The difference relative to the simulated value; infinite if only that one is 0."""
-        if self.simulated:
-            return self.predicted / self.simulated - 1
-        return float("inf") if self.predicted else 0.0
+        return relative_error(self.predicted, self.simulated)
 
     @property
     def agrees(self) -> bool:

@@ -15,7 +15,7 @@ from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.devices import Devices
-from meshwright.parallel.planner.explain import give_reasons
+from meshwright.parallel.planner.explain import give_reasons, needed_gib
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.search import Candidate, SearchResult
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
@@ -218,11 +218,6 @@ def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, 
 def token_rate(job: TrainingJob, candidate: Candidate) -> float:
     """Return tokens per second and GPU."""
     return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
-
-
-def needed_gib(candidate: Candidate) -> str:
-    """Format the memory of a plan in GiB, with "at least" if only a lower bound is known."""
-    return f"{'' if candidate.memory else 'at least '}{candidate.needed_bytes / GIB:.1f}"
 
 
 def distinct(candidates: Sequence[Candidate], shown: Sequence[Mapping[str, Any]] = ()) -> Iterator[Candidate]:

@@ -9,10 +9,11 @@ from typing import Any
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.tools.cli import format_table
-from meshwright.tools.plan.report import Target, needed_gib, seconds, time_to_train
+from meshwright.tools.plan.report import Target, seconds, time_to_train
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import describe_choices

@@ -157,20 +157,14 @@ def _plan(spec: Spec, cell: SweepRun, local: bool) -> PlannedRun:
     config = parse_config(arguments, "tools.sweep")
     refused = ""
     try:
-        _try_plan(config, cell, local)
+        if config.parallel.plan != "auto" and local:  # auto is left to the run
+            rank = _first_rank(cell)
+            plan_on_device(config.job, rank, *choose_device(config.run, rank))
+        elif config.parallel.plan != "auto":
+            plan_run(config.job, cell.processes * cell.nodes, cell.processes)
     except PlanError as error:
         refused = f"PlanError: {error}"
     return PlannedRun(cell, folder, tuple(arguments), config, refused)
-
-
-def _try_plan(config: Config, cell: SweepRun, local: bool) -> Any:
-    """Raise PlanError if the plan is invalid. parallel.plan=auto is left to the run."""
-    if config.parallel.plan == "auto":
-        return None
-    if not local:
-        return plan_run(config.job, cell.processes * cell.nodes, cell.processes)
-    rank = _first_rank(cell)
-    return plan_on_device(config.job, rank, *choose_device(config.run, rank))
 
 
 def _first_rank(cell: SweepRun) -> RankInfo:

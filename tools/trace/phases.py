@@ -3,11 +3,12 @@ collective: FSDP2 or tensor parallelism, and the mesh axis."""
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.planner.timeline import AXIS_OF_LANE
 from meshwright.tools.trace.events import (
     BACKWARD_KINDS,
     FORWARD_KINDS,
@@ -110,11 +111,6 @@ def _segments(labels: Sequence[Label]) -> Iterator[tuple[int, str, str, int]]:
         yield time_ns, inner.kind if inner else "", unit, named_ns
 
 
-AXIS_OF_LANE: Mapping[str, str] = {
-    "all_gather": "dp_shard",
-    "reduce_scatter": "dp_shard",
-    "all_reduce": "dp_replicate",
-}
 # labels in which FSDP2 launches its collectives
 FSDP_LAUNCHES = frozenset({"all_gather", "post_backward_reduce"})
 

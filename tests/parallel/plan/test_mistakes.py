@@ -239,9 +239,8 @@ FILES: list[tuple[str, dict[Any, Any], str]] = [
     ("layers.2", {"backward_prefetch": ["head"]}, "names head ... earlier ... list later units"),
     ("layers.2", {"backward_prefetch": ["layers.0", "layers.1"]}, "use layers.1, layers.0"),
     ("layers.0", {"backward_prefetch": ["embed"]}, "names embed ... unshard_in_backward=false ... remove it"),
-    # the dtype that each module returns, and the compiler
-    ("layers.1", {"output_dtype": "bfloat16"}, "returns bfloat16 ... layers.2 ... param_dtype"),
-    ("head", {"param_dtype": "bfloat16"}, "head computes in bfloat16 ... output_dtype=bfloat16 on layers.3"),
+    # the dtype that the first module returns, and the compiler
+    ("layers.0", {"param_dtype": "bfloat16"}, "layers.0 computes in bfloat16 ... output_dtype=bfloat16"),
     ("compile", {"enabled": False}, "units layers.0 to head (5): compiled=true ... compile.enabled=false"),
     ("compile", {"mode": "fast"}, "compile.mode=fast ... default"),
     ("compile", {"backend": "inducter"}, "compile.backend=inducter ... mean inductor?"),
@@ -335,26 +334,20 @@ def test_a_prefetch_list_names_only_what_is_gathered(tmp_path: Path) -> None:
         check_facts(line, f"unit layers.0: {key} names embed+head ... earlier")
 
 
-def test_units_return_what_the_next_computes_in(tmp_path: Path) -> None:
+def test_blocks_may_compute_in_other_dtypes_than_their_neighbours(tmp_path: Path) -> None:
     def report(plan: Plan, *edits: Edit, model: ModelUnits = MODEL) -> list[str]:
         return mistakes_in(write_edited(tmp_path, plan, *edits), model)
 
-    before, after = report(plan_of(), ("layers.1", {"param_dtype": "bfloat16"}))
-    check_facts(
-        before,
-        "layers.0 returns float32 ... layers.1 computes in bfloat16 ... output_dtype=bfloat16 on layers.0",
-    )
-    check_facts(
-        after,
-        "layers.1 returns bfloat16 ... layers.2 computes in float32 ... output_dtype=float32 on layers.1",
-    )
-    casts = (("layers.0", {"output_dtype": "bfloat16"}), ("layers.1", {"output_dtype": "float32"}))
-    assert report(change(plan_of(), 2, param_dtype="bfloat16"), *casts) == []
+    assert report(plan_of(), ("layers.1", {"param_dtype": "bfloat16"})) == []
+    assert report(plan_of(), ("embed", {"param_dtype": "bfloat16"})) == []
+    assert report(plan_of(), ("layers.0", {"output_dtype": "bfloat16"})) == []
+    cast = ("embed", {"output_dtype": "bfloat16"})
+    assert report(plan_of(), cast, ("layers.0", {"param_dtype": "bfloat16"})) == []
     assert report(plan_of(param_dtype="bfloat16"), ("head", {"output_dtype": "float32"})) == []
     tied = plan_of(model=TIED, param_dtype="bfloat16")
     (line,) = report(tied, ("embed+head", {"output_dtype": "float32"}), model=TIED)
     check_facts(line, "unit embed+head: output_dtype=float32 ... use same")
-    line, _ = report(tied, ("embed+head", {"param_dtype": "float32"}), model=TIED)
+    (line,) = report(tied, ("embed+head", {"param_dtype": "float32"}), model=TIED)
     check_facts(
         line, "embed+head returns float32 ... layers.0 computes in bfloat16 ... same param_dtype on both"
     )

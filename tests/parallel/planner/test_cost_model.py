@@ -121,7 +121,9 @@ def test_an_operation_takes_its_work_by_its_rate(work: Operation, micro_batch: i
 )
 def test_groups_of_a_mesh(mesh: MeshPlan, tp: Group, cp: Group, dp_shard: Group, dp_replicate: Group) -> None:
     expected = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
-    assert axis_groups(mesh, 8) == expected
+    groups = axis_groups(mesh, 8)
+    assert groups.pop("world") == Group(mesh.world_size, min(8, mesh.world_size), 1)
+    assert groups == expected
 
 
 def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:

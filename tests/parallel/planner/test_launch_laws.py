@@ -8,10 +8,11 @@ import pytest
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
-from meshwright.parallel.planner.fsdp_schedule import launch_tasks, simulate_step, start_ahead
+from meshwright.parallel.planner.fsdp_schedule import simulate_step, start_ahead
 from meshwright.parallel.planner.stream_simulator import find_waits, run_tasks
 from meshwright.parallel.planner.timeline import LANES, Timeline
 from tests.support.plans import change, make_model, plan_of
+from tests.support.simulated import launch_tasks
 
 
 @pytest.mark.parametrize("seed", range(25))

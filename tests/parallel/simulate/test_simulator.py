@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.parallel.planner.fsdp_schedule import launch_tasks, start_ahead
+from meshwright.parallel.planner.fsdp_schedule import start_ahead
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import change
-from tests.support.simulated import TINY, describe_collective, simulated
+from tests.support.simulated import TINY, describe_collective, launch_tasks, simulated
 from tests.support.streams import times_of
 
 TP = "--parallel.tp=2"  # its collectives show when a unit computes

@@ -12,13 +12,13 @@ from typing import Any
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys, read_table
 from meshwright.tools.cli import format_table
+from meshwright.tools.plan.check import EXACT_KINDS, relative_error
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
 
 PLANS = Path(__file__).with_name("memory_plans.csv")
-EXACT_KINDS = ("params", "grads", "optimizer")  # kinds of memory that can be computed exactly
 EXACT_ERROR, MEAN_ERROR, WORST_ERROR = 0.01, 0.03, 0.08  # targets: of those kinds; mean and worst of the peak
 GPUS_PER_NODE = 8
 
@@ -66,22 +66,15 @@ class MemoryRow:
         return max((relative_error(*pair) for pair in pairs), key=abs)
 
 
-def relative_error(predicted: float, simulated: float) -> float:
-    """Return predicted / simulated - 1; 0 if both are 0, infinity if only `simulated` is."""
-    if simulated:
-        return predicted / simulated - 1
-    return float("inf") if predicted else 0.0
-
-
-def read_cases(path: Path = PLANS) -> list[PlanCase]:
+def read_cases() -> list[PlanCase]:
     """Return all plans to compare."""
-    return [PlanCase(row["config"], int(row["ranks"]), row["keys"]) for row in read_table(path)]
+    return [PlanCase(row["config"], int(row["ranks"]), row["keys"]) for row in read_table(PLANS)]
 
 
 def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Predict and simulate all plans. Raises ConfigError and PlanError."""
     rows = []
-    for case in read_cases(PLANS):
+    for case in read_cases():
         rows.append(compare_case(case, overrides))
         message = f"{case.config} {case.ranks} {case.name}: {rows[-1].peak_error:+.2%}"
         print(message, file=sys.stderr, flush=True)
