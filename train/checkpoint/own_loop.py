@@ -76,7 +76,9 @@ def load(
         warnings.warn(line, stacklevel=2)
     if start.checkpoint is None or start.manifest is None:
         return None
-    if not optimizer.state:
+    if not any(name.startswith("optim.") for name in start.manifest.tensors):
+        optimizer.state.clear()  # saved before the first step
+    elif not optimizer.state:
         # most optimizers create it in their first step: takes one with gradients of zero and a rate of zero
         get_optimizer_state_dict(sharded.model, optimizer)
     load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer, sharded.mesh)

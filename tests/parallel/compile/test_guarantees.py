@@ -62,7 +62,7 @@ def graphs_of(blocks: int, lengths: int, dynamic: bool | None) -> tuple[int, lis
     """Graphs and warnings of an own loop, or the error's text."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    torch._dynamo.config.recompile_limit = 2
+    torch._dynamo.config.recompile_limit = 1
     model, example = nn.Sequential(*map(Deep, range(blocks))), (torch.zeros(2, 6, 4),)
     config = mw.ParallelConfig(compile=mw.CompileConfig(backend="eager", dynamic=dynamic))
     plan = mw.make_plan(config, mw.describe(model, example), mw.RunShape(1, 1, seq_len=6))
