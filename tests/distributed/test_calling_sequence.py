@@ -151,6 +151,7 @@ class Walk:
             kept.append([(p, p.detach().clone()) for p in parameters])
             torch._foreach_mul_([p.data for p in parameters], 0.5)
         self.rng.choice([self.evaluate, self.forward_without_gradients, self.forward_alone])()
+        self.sharded.settle()
         for parameter, value in itertools.chain(*kept):
             parameter.data.copy_(value)
 
