@@ -23,6 +23,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     offload = getattr(model, "activation_offload", None)
+    offloads = offload is not None and offload.enabled
     if offload is not None:
         offload.enabled = False
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -34,7 +35,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         if offload is not None:
-            offload.enabled = True
+            offload.enabled = offloads
         free_gathered(model)
 
 

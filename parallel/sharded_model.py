@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,14 @@ class ShardedModel:
     def accumulate(self, batches: Sequence[T]) -> Iterator[T]:
         """`micro_batches` without divisors: yield each micro batch of an optimizer step."""
         self.settle()
+        left = any(parameter.grad is not None for parameter in self.model.parameters())
+        if not batches or (left and (self.plan.unsharded or self.gradients == "mean_of_ranks")):
+            raise PlanError(
+                "micro_batches: there are gradients of an earlier step, which would be reduced twice: call "
+                "zero_grad() after each step"
+                if batches
+                else "micro_batches needs at least one micro batch on every rank"
+            )
         for i, batch in enumerate(batches):
             set_last_micro_batch(self.model, self.plan.units, last=i == len(batches) - 1)
             yield batch
@@ -101,6 +109,8 @@ class ShardedModel:
         before, the same scalar on every rank. For any optimizer."""
         self.settle()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if not parameters:
+            raise PlanError("clip_grad_norm: there are no gradients: call it after the backwards of a step")
         norm = gradient_norm(parameters, torch.zeros(()))
         divisor = clip_divisor(norm, max_norm)
         if divisor is not None:
@@ -111,8 +121,16 @@ class ShardedModel:
         """Finish the gradients after the last backward of a step: what FSDP2 has not reduced, the mean of
         ranks, and equal copies on all tp ranks."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for parameter in [parameters[name] for name in self.plan.unsharded]:
-            if isinstance(parameter, DTensor) and isinstance(grad := parameter.grad, DTensor):
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and not isinstance(parameter, DTensor):
+                raise PlanError(
+                    f"the gradient of {name} was not reduced: a backward has failed before, after which "
+                    "FSDP2 reduces none: build the model again, and load the last checkpoint"
+                )
+        for parameter in dict.fromkeys(parameters[name] for name in self.plan.unsharded):
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                # other ranks may have one: each must call what they call
+                grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 grad = grad.redistribute(placements=parameter.placements)  # summed over tp
                 dist.all_reduce(local_part(grad), group=self.data_group)
                 parameter.grad = grad

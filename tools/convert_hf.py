@@ -32,9 +32,11 @@ from meshwright.tools.load_weights import (
 from meshwright.train.checkpoint.commit import write_synced
 from meshwright.train.checkpoint.huggingface import (
     DTYPES,
+    GENERATION,
     INDEX,
     JSON_BYTES,
     ONE_FILE,
+    ORIGIN,
     HfFolder,
     Origin,
     beside_weights,
@@ -56,6 +58,7 @@ from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.tokenizer import FILE
+from meshwright.train.data.tokenizer import FILES as TOKENIZER_FILES
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path
 from meshwright.train.model.own import HF_CONFIG
@@ -174,6 +177,9 @@ def export_checkpoint(
     checkpoint: Path, manifest: CheckpointManifest, partial: Path, dtype: str | None, limit_bytes: int
 ) -> None:
     """Write the model of a verified checkpoint into the folder `partial`, in the format of transformers."""
+    for name in (*TOKENIZER_FILES, ORIGIN, GENERATION, HF_CONFIG):
+        if (checkpoint / name).exists() and name not in manifest.files:
+            raise CheckpointError(f"{checkpoint / name} is not a file that the manifest names: remove it")
     config, origin = checkpoint_config(checkpoint), read_origin(checkpoint)
     files = open_checkpoint(checkpoint, manifest)
     if isinstance(config.model, LlamaConfig):
@@ -189,7 +195,9 @@ def export_checkpoint(
         written = _own_hf_config(checkpoint)
     shapes = {name: tensor.shape for name, (_, tensor) in saved.items()}
     for name, (ours, _) in saved.items():
-        if rows := origin.padded.get(ours.removeprefix(PREFIX)):  # the padding is left out
+        if rows := origin.padded.get(ours.removeprefix(PREFIX)):  # the padding that no token uses is left out
+            used = origin.tokenizer.vocab_size if origin.tokenizer else 0
+            rows = min(max(rows, used), shapes[name][0])
             shapes[name], written["vocab_size"] = (rows, *shapes[name][1:]), rows
     dtypes = {name: getattr(torch, dtype or tensor.dtype) for name, (_, tensor) in saved.items()}
     sizes = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in saved}

@@ -299,7 +299,7 @@ def compare(
         except RuntimeError as refusal:
             raise PlanError(
                 f"the model runs in float32, but not in the plan's param_dtype: {refusal}: cast what its "
-                "forward adds or multiplies in another dtype, such as a buffer"
+                "forward adds or multiplies in another dtype, such as a buffer or an unsharded parameter"
             ) from refusal
     differences, compared, largest = [], 0, 0.0
     expected: dict[str, Tensor] = {}
@@ -482,7 +482,8 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
     """Return whether a loss is the "sum" or "mean" over an example's rows, by unequal parts, or "neither"."""
-    rows = _rows(example)
+    if (rows := _rows(example)) < 2:
+        return ""  # nothing to divide
     parts = [_some_rows(example, 0, rows), _some_rows(example, 0, 1), _some_rows(example, 1, rows)]
     was_training = model.training
     model.eval()  # no dropout

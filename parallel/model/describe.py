@@ -248,7 +248,9 @@ def _unsharded(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise PlanError(f"unsharded={pattern!r} matches no parameter.{nearest(pattern, names)}")
-    whole = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    named_so = {n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)}
+    chosen = {id(named[name]) for name in named_so}  # a shared one by any of its names
+    whole = [name for name in names if id(named[name]) in chosen]
     for name in names:
         if not named[name].dim() and name not in whole:
             raise PlanError(

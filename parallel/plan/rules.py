@@ -206,6 +206,17 @@ def written_mistakes(mesh: MeshPlan, written: Sequence[str]) -> Iterator[Mistake
         )
 
 
+def unsharded_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
+    """Check the parameters that every rank keeps whole."""
+    if set(plan.unsharded) != set(model.unsharded):
+        wanted = f"{list(model.unsharded)}, as describe(unsharded=...) says"
+        yield Mistake("unsharded", f"={list(plan.unsharded)} must be {wanted}")
+    elif plan.unsharded and plan.cpu_offload:
+        yield Mistake(
+            "cpu_offload", f"=true would leave {plan.unsharded[0]}, which is unsharded, on the host"
+        )
+
+
 def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
     """Check context parallelism: the model's cores, the sizes that the degree must divide, and the attention
     kernel. Messages list the valid degrees."""

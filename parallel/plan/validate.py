@@ -39,6 +39,7 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     mistakes += _style_mistakes(plan, model, seq_len)
     mistakes += rules.context_mistakes(plan, model, seq_len)
     mistakes += rules.written_mistakes(plan.mesh, model.written)
+    mistakes += rules.unsharded_mistakes(plan, model)
     mesh_fits = not any(mistake.field.startswith("mesh") for mistake in mistakes)
     mistakes += rules.async_tp_mistakes(plan)
     mistakes += float8_mistakes(plan, model, mesh_fits)

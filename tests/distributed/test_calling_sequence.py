@@ -1,6 +1,7 @@
 """The calls of a training loop of one's own in any order: random walks on a mesh beside one process with
 plain torch. After every call the model is what the plain one is, and nothing but its shards is left."""
 
+import copy
 import io
 import itertools
 import os
@@ -72,6 +73,8 @@ class Walk:
         with pytest.raises(PlanError, match="no values"):
             self.sharded.clip_grad_norm(1.0)
         self.load_weights()
+        with pytest.raises(PlanError, match="no gradients"):
+            self.sharded.clip_grad_norm(1.0)
         self.new_optimizer()
         for block in model.blocks if mesh["tp"].get_local_rank() else ():  # as attention on a GPU rounds
             block.norm.register_forward_hook(_round)
@@ -217,6 +220,41 @@ def walk_each(jobs: list[tuple[Keys, str, str, bool]], folder: Path) -> None:
             raise AssertionError(
                 f"{keys}, {gradients}, seed {seed}, compiled {compiled}: {', '.join(done)}"
             ) from error
+
+
+def tied_and_failed() -> float:
+    """The factor by which the gradient of a tied parameter, which stays whole, is off; a failed backward and
+    a step without its zero_grad are refused afterwards."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[2].weight = plain[0].weight
+    model, x = copy.deepcopy(plain).to("meta"), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    model[2].weight = model[0].weight
+    units = mw.describe(model, (x,), blocks=nn.Linear, unsharded=["2.weight"])
+    config = mw.ParallelConfig(compile=mw.CompileConfig(enabled=False))
+    plan = mw.make_plan(config, units, mw.RunShape(2, 2, seq_len=1))
+    sharded = mw.apply_plan(model, plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
+    mw.load_weights(sharded, dict(plain.named_parameters()))
+    for batch, count in sharded.micro_batches([x.chunk(2)[sharded.data_rank]], len):
+        (model(batch).square().sum() / count).backward()
+    (plain(x).square().sum() / 4).backward()
+    factor = model[0]._parameters["weight"].grad.full_tensor().norm() / plain[0].weight.grad.norm()
+    with pytest.raises(PlanError, match="zero_grad"):
+        next(sharded.micro_batches([x], len))
+    model.zero_grad()
+    with pytest.raises(PlanError, match="at least one"):
+        next(sharded.accumulate([]))
+    with mw.evaluating(model):
+        loss = model(x).sum()
+    with pytest.raises(RuntimeError, match="evaluating"):
+        loss.backward()
+    with pytest.raises(PlanError, match="backward has failed"):  # noqa: PT012
+        for batch, count in sharded.micro_batches([x], len):
+            (model(batch).sum() / count).backward()
+    return factor.item()
+
+
+def test_a_tied_parameter_may_stay_whole_and_what_would_train_wrongly_is_refused() -> None:
+    assert run_ranks(2, tied_and_failed) == [pytest.approx(1.0, rel=1e-5)] * 2
 
 
 def walk(ranks: int, compiled: bool, draws: int) -> None:

@@ -67,10 +67,14 @@ def find_files(source: str, key: str = "data.source") -> list[tuple[str, Path]]:
 
 
 def find_unread(source: str) -> dict[str, int]:
-    """Return the files of a folder whose suffix is not read, with their bytes; the largest is the first."""
+    """Return what is not read of a folder, with its bytes, the largest first: files of other suffixes, and
+    without bytes linked folders, links to nothing, and what is no file."""
     root = user_path(source, "data.source")
-    unread = _named((path for path in _walk(root) if not path.name.endswith(READ_SUFFIXES)), root)
-    sizes = [(-path.stat().st_size, name) for name, path in unread]
+    sizes = []
+    for path in _walk(root):
+        size = path.stat().st_size if path.is_file() else 0
+        if not path.is_file() or (size and not path.name.endswith(READ_SUFFIXES)):
+            sizes.append((-size, path.relative_to(root).as_posix()))
     return {name: -size for size, name in sorted(sizes)}
 
 
@@ -78,7 +82,7 @@ def describe_unread(unread: dict[str, int]) -> str:
     """Return the files of find_unread as one line."""
     files = [f"{one_line(name)} ({size:,} bytes)" for name, size in unread.items()]
     total = f"{len(files):,} file{'s' if len(files) > 1 else ''}, {sum(unread.values()):,} bytes"
-    return f"not read, because of the suffix: {total}: {first_of(files, most=10)}"
+    return f"not read, because of the suffix, or as a link or no file: {total}: {first_of(files, most=10)}"
 
 
 def file_kind(path: Path) -> str:
@@ -99,13 +103,14 @@ def fingerprint_file(path: Path) -> str:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file below `root`, except hidden files and folders (.git, .ipynb_checkpoints, ._NAME of macOS,
-    unfinished data), installed packages (not part of the standard library), prepared data, and the metadata
-    of saved datasets."""
+    """Every file and linked folder below `root`, except hidden ones (.git, .ipynb_checkpoints, ._NAME of
+    macOS, unfinished data), installed packages (not part of the standard library), prepared data, and the
+    metadata of saved datasets."""
     for folder, subfolders, names in os.walk(root):
         names_of_packages = ("site-packages", "dist-packages")
         subfolders[:] = [f for f in subfolders if not (f.startswith(".") or f in names_of_packages)]
-        names = [name for name in names if not name.startswith(".")]
+        linked = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        names = [name for name in (*names, *linked) if not name.startswith(".")]
         of_dataset = any(name.endswith(".arrow") for name in names)
         if not (MANIFEST in names and any(name.endswith(".ends") for name in names)):
             yield from (Path(folder, name) for name in names if not (of_dataset and name in _HF_FILES))

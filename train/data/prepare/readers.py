@@ -112,7 +112,7 @@ def _read_stream(part: Part, text_field: str) -> Iterator[Document]:
             records = (
                 (offset, number, *_json_text(content, text_field, offset))
                 for number, (offset, content) in enumerate(contents, 1)
-                if content.strip()
+                if content.strip() or form == "json"
             )
         for index, number, text, wrong in records:
             done = min(part.size_bytes, raw.tell() - part.first)
@@ -139,7 +139,7 @@ def _list_items(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     Each is decoded like a line of JSON lines. ijson would replace half surrogates, and would end at the first
     item with NaN or a large integer.
     """
-    buffer, base, at, begin, depth = b"", 0, 0, 0, 0
+    buffer, base, at, begin, depth, filled = b"", 0, 0, 0, 0, False
     while block := file.read(max(CHUNK_BYTES, len(buffer))):
         buffer += block
         for match in _STRUCTURE.finditer(buffer, at):
@@ -149,7 +149,9 @@ def _list_items(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             at = match.end()
             depth += (symbol in (b"[", b"{")) - (symbol in (b"]", b"}"))
             if depth == 0 or (depth == 1 and symbol == b","):
-                yield base + begin, buffer[begin : match.start()]
+                item = buffer[begin : match.start()]
+                if filled := filled or symbol == b"," or bool(item.strip()):  # [] has none
+                    yield base + begin, item
             if depth == 1 and symbol in (b",", b"["):
                 begin = at
             if depth == 0:
