@@ -3,7 +3,8 @@
 The mesh has one axis for dp_shard x cp, under the name dp_shard: FSDP shards parameters over both together.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.plan.schema import MeshPlan
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # of the DeviceMesh
-DATA_GROUP = "meshwright_data_parallel"  # attribute of a mesh that keeps this group
+# by id of a mesh, with the mesh itself: not an attribute of it, because compiling copies a mesh
+_DATA_GROUPS: dict[int, tuple[Callable[[], DeviceMesh | None], dist.ProcessGroup | None]] = {}
 CONTEXT_GROUP = "mesh_cp"  # description of the groups of cp, which are not an axis of the DeviceMesh
 
 
@@ -116,13 +118,14 @@ def data_parallel_group(mesh: DeviceMesh, timeout: timedelta | None = None) -> d
     together process the global batch. Every rank calls it.
 
     The group of an axis or of all ranks where that has these ranks, and on GPUs its communicator; only HSDP
-    with tp needs one more, which the first call makes and the mesh keeps. `timeout`: as in build_mesh.
+    with tp needs one more, which the first call makes. `timeout`: as in build_mesh.
     """
     for axis, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
         if mesh[other].size() == 1:
             return mesh.get_group(axis)
-    made: dict[str, dist.ProcessGroup] = vars(mesh)
-    if DATA_GROUP not in made:
+    of_mesh, group = _DATA_GROUPS.get(id(mesh), (lambda: None, None))
+    if group is None or of_mesh() is not mesh:
         ranks = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
-        made[DATA_GROUP] = _own_group(ranks, "data_parallel", mesh.device_type, timeout)
-    return made[DATA_GROUP]
+        group = _own_group(ranks, "data_parallel", mesh.device_type, timeout)
+        _DATA_GROUPS[id(mesh)] = (weakref.ref(mesh), group)
+    return group

@@ -82,8 +82,8 @@ def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type]) ->
             # tests/distributed/test_torch_faults.py
             raise PlanError(
                 f"{name}: on a CPU, torch 2.13 cannot recompute random operators, such as its own attention, "
-                "in a compiled block with weights split over tp: use activation_checkpoint=none, "
-                "compile.enabled=false, or a GPU"
+                "in a compiled block with weights split over tp, or unsharded: use "
+                "activation_checkpoint=none, compile.enabled=false, or a GPU"
             ) from error
         if made := count_compiled_graphs() - before:
             graphs[kind] += made

@@ -390,7 +390,7 @@ def with_random_ids(model: nn.Module, example: Example) -> Example:
     sizes: dict[int, int] = {}  # by address of the ids
 
     def note(module: Any, args: Any) -> None:
-        sizes.update({ids.data_ptr(): module.num_embeddings for ids in args})
+        sizes.update({ids.data_ptr(): module.num_embeddings for ids in args if isinstance(ids, Tensor)})
 
     for module in model.modules():
         if isinstance(module, nn.Embedding):

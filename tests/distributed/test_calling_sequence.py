@@ -65,7 +65,10 @@ class Walk:
         self.gradients = gradients
         self.count = rng.choice([int, torch.tensor])
         ranks, ids = dist.get_world_size(), make_tokens(VOCABULARY, 2, TOKENS)
-        units = mw.describe(model, (ids,), styles=SPLIT, unsharded=rng.choice(UNSHARDED[gradients]))
+        whole = rng.choice(UNSHARDED[gradients])
+        if compiled and "activation_checkpoint" in keys:
+            whole = []  # torch cannot recompute attention in such compiled blocks on a CPU
+        units = mw.describe(model, (ids,), styles=SPLIT, unsharded=whole)
         config = mw.ParallelConfig(compile=mw.CompileConfig(compiled, "aot_eager"), **keys)
         plan = mw.make_plan(config, units, mw.RunShape(ranks, ranks, seq_len=TOKENS))
         mesh = mw.build_mesh(plan.mesh, "cpu")
@@ -274,6 +277,7 @@ def test_calls_in_any_order_train_what_one_process_does(ranks: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("compiled", "draws"), [(False, 10), (True, 1)])
 @pytest.mark.parametrize("ranks", MESHES)
 def test_many_more_orders_and_compiled_ones(ranks: int, compiled: bool, draws: int) -> None:
