@@ -46,7 +46,11 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(saved.parent) in done.stdout
     assert load_plan(folder / "plan.yaml").mesh.world_size == 2
-    assert figures(folder) == pytest.approx(figures(whole), abs=1e-4)
+    expected, got = figures(whole), figures(folder)
+    assert expected.keys() - got.keys() <= {"loss 4", "norm 4"}, (
+        "a row after a save may be lost with the ranks"
+    )
+    assert got == pytest.approx({key: expected[key] for key in got}, abs=1e-4)
 
     convert(["export", str(folder), str(tmp_path / "hf")])
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
