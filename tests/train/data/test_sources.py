@@ -55,7 +55,10 @@ def test_a_folder_gives_texts_and_records_sorted_by_name_and_nothing_else(tmp_pa
         ("sub/a.parquet", "parquet"),
         ("sub/z.txt", "text"),
     ]
-    assert find_unread(str(tmp_path)) == {"g.png": 2, "h.gz": 1}, "neither hidden nor empty files"
+    (tmp_path / "linked").symlink_to(tmp_path / "sub")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    unread = {"g.png": 2, "h.gz": 1, "linked": 0, "gone.txt": 0}
+    assert find_unread(str(tmp_path)) == unread, "neither hidden nor empty files"
     assert find_unread(str(tmp_path / "b.md")) == {} == find_unread("hf:some/set")
 
 

@@ -130,6 +130,7 @@ def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None
     [
         ("a.json", b'[{"text": "x"}, {"text"', "item .* byte 15 does not end"),
         ("a.json", b'[{"text": "x"}]\n[{"text": "y"}]', "text after the end"),
+        ("a.json", b'[{"text": "x"},]', "item 2: not JSON"),
         ("a.json", b"[{'text': 'a'}, {'text': 'b'}]", "item 1: not JSON"),
         ("a.json", b'{\n "text": "x"\n}\n', "line 1: not JSON"),
         ("a.csv", b'text\nx\n"y\nz\n', "line 3 .*unexpected end"),
