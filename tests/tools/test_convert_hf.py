@@ -193,17 +193,23 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
     assert (tmp_path / "again" / "tokenizer.json").exists()
 
 
-def test_the_padding_of_a_vocabulary_is_cut(hf_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ids", "rows"), [(200, 250), (252, 252)])
+def test_the_padding_of_a_vocabulary_is_cut_but_for_rows_of_the_runs_tokens(
+    hf_dir: Path, tmp_path: Path, ids: int, rows: int
+) -> None:
     main(["import", str(hf_dir), str(tmp_path / "ours")])
-    origin = {"padded": {"tok_embeddings.weight": 250, "head.output.weight": 250}}
-    (tmp_path / "ours" / "origin.json").write_text(json.dumps(origin))
+    tokenizer = {"name": "bytes", "sha256": "", "vocab_size": ids, "bos": None, "eos": 1}
+    padded = {"tok_embeddings.weight": 250, "head.output.weight": 250}
+    (tmp_path / "ours" / "origin.json").write_text(json.dumps({"tokenizer": tokenizer, "padded": padded}))
+    with pytest.raises(CheckpointError, match=r"origin.json is not a file that the manifest names"):
+        main(["export", str(tmp_path / "ours"), str(tmp_path / "back")])
     commit_again(tmp_path / "ours")
     main(["export", str(tmp_path / "ours"), str(tmp_path / "back")])
     expected = read_all(hf_dir)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        expected[name] = expected[name][:250]
+        expected[name] = expected[name][:rows]
     check_same(read_all(tmp_path / "back"), expected)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 250
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == rows
 
 
 GENERATIONS: list[tuple[dict[str, Any], int | None, dict[str, Any]]] = [
