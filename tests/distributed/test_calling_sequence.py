@@ -277,8 +277,12 @@ def test_calls_in_any_order_train_what_one_process_does(ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("compiled", "draws"), [(False, 10), (True, 1)])
-@pytest.mark.parametrize("ranks", MESHES)
+@pytest.mark.parametrize(
+    ("ranks", "compiled", "draws"),
+    [
+        pytest.param(*case, marks=pytest.mark.sampled(8, day=2 * day))
+        for day, case in enumerate([(2, False, 4), (2, True, 1), (4, False, 3), (4, True, 1)])
+    ],
+)
 def test_many_more_orders_and_compiled_ones(ranks: int, compiled: bool, draws: int) -> None:
     walk(ranks, compiled, draws)
