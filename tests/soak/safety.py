@@ -4,16 +4,17 @@
 import argparse
 import json
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import check_disk_space, spread
-from meshwright.tools.bench.train_run import config_to_record
+from benchmarks.harness import spread
+from benchmarks.train import config_to_record
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.processes import make_environment, python_command, run_to_end
+from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 from meshwright.train.config_parser import parse_config
 from tests.soak.program import Measured, make_parser, run_program
 
@@ -56,6 +57,17 @@ def add_safety_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the temporary folder is made: a disk, not memory (default %(default)s)",
     )
+
+
+def check_disk_space(folder: Path, gb: float) -> None:
+    """Raise BenchError if the folder does not exist or its disk has less than 1.1 x `gb` free."""
+    if not folder.is_dir():
+        raise BenchError(f"--folder {folder}: no such folder: create it, or use another")
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if free_gb < 1.1 * gb:
+        raise BenchError(
+            f"--folder {folder} has {free_gb:.3g} GB free but needs {1.1 * gb:.3g}: use another disk"
+        )
 
 
 def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
