@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train import Setup, measure_run, spread
-from meshwright.tools.processes import BenchError, cache_environment, make_environment, run_to_end
+from benchmarks.train import Setup, cache_environment, measure_run, spread
+from meshwright.tools.processes import BenchError, make_environment, run_to_end
 
 OURS = "meshwright"
 PEER_HELP = "a shell command line, such as titan='TT_COMPILE=1 bash run.sh'; may be given several times"

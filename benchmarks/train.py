@@ -14,21 +14,14 @@ from typing import Any
 
 from benchmarks.harness import BenchResult, Measurement, config_keys, run_benchmark
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.processes import (
-    CACHE_MODES,
-    BenchError,
-    cache_environment,
-    make_environment,
-    named_device,
-    python_command,
-    run_to_end,
-)
+from meshwright.tools.processes import BenchError, make_environment, named_device, python_command, run_to_end
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import load_corpus
 from meshwright.train.planning.resolve import plan_run
 
 WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first steps
+CACHE_MODES = ("keep", "cold", "warm")
 MFUS = ("mfu", "mfu_causal")  # as metrics.jsonl names them
 ONLY_TRAINING = "data.source=stdlib checkpoint.every=0 train.eval_every=0"  # only training steps
 STANDARD_SHAPE = config_keys(
@@ -96,6 +89,20 @@ def resolve(setup: Setup) -> Config:
 def config_to_record(config: Config) -> dict[str, Any]:
     """Return the resolved config as plain data, without the name of the temporary folder."""
     return dataclasses.asdict(dataclasses.replace(config, run=dataclasses.replace(config.run, dir="RUN_DIR")))
+
+
+def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str, str]:
+    """Return the environment variables that place a run's compile cache.
+
+    `keep`: the user's cache; `cold`: a new folder for this turn; `warm`: one folder for all turns of `name`.
+    """
+    if mode == "keep":
+        return {}
+    cache_folder = folder / (f"{name}-{turn}" if mode == "cold" else name)
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder / "inductor"),
+        "TRITON_CACHE_DIR": str(cache_folder / "triton"),
+    }
 
 
 def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:

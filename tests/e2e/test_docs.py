@@ -302,7 +302,9 @@ def test_the_index_lists_every_page() -> None:
 def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
     for page in (*PAGES, CONTRIBUTING):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for module in re.findall(r"python -m (?:meshwright\.)?((?:tools|train|tests)(?:\.\w+)+)", text):
+        for module in re.findall(
+            r"python -m (?:meshwright\.)?((?:tools|train|tests|benchmarks)(?:\.\w+)+)", text
+        ):
             path = ROOT / module.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: {module}"
         for path in re.findall(r"`((?:tests|configs|docs|tools|train|parallel|models)/[\w/.-]+\.\w+)`", text):
