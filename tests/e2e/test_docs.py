@@ -303,9 +303,11 @@ def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
     for page in (*PAGES, CONTRIBUTING):
         text = (ROOT / page).read_text(encoding="utf-8")
         for module in re.findall(
-            r"python -m (?:meshwright\.)?((?:tools|train|tests|benchmarks)(?:\.\w+)+)", text
+            r"python -m (?:meshwright\.)?((?:tools|train|tests|benchmarks)(?:\.[a-z]\w*)+)", text
         ):
             path = ROOT / module.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: {module}"
-        for path in re.findall(r"`((?:tests|configs|docs|tools|train|parallel|models)/[\w/.-]+\.\w+)`", text):
+        for path in re.findall(
+            r"`((?:tests|configs|docs|tools|train|parallel|models|benchmarks)/[\w/.-]+\.\w+)`", text
+        ):
             assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), f"{page}: {path}"
