@@ -12,7 +12,6 @@ import platform
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -221,8 +220,3 @@ def _version(module: str) -> str | None:
         return str(importlib.import_module(module).__version__)
     except ImportError:
         return None
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, minimum and maximum."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}

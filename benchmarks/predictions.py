@@ -62,14 +62,9 @@ BATCH = {"small": 8, "large": 4}  # sequences of a step
 def cpu_cases() -> list[PredictionCase]:
     """Return the cases: two models on 1 to 4 ranks. The small model on 2 ranks has every combination of
     degrees, without and with full activation checkpointing."""
-    sweep = [
-        _case("small", degrees, mode)
-        for degrees in ((2, 1, 1), (1, 2, 1), (1, 1, 2))
-        for mode in ("none", "full")
-    ]
     return [
         _case("small", (1, 1, 1), "none"),
-        *sweep,
+        *(_case("small", d, mode) for d in ((2, 1, 1), (1, 2, 1), (1, 1, 2)) for mode in ("none", "full")),
         _case("small", (1, 2, 1), "selective"),
         _case("small", (1, 2, 1), "none", compiled=False),
         _case("small", (2, 2, 1), "none"),
@@ -84,24 +79,13 @@ def cpu_cases() -> list[PredictionCase]:
 def choice_cases() -> list[PredictionCase]:
     """Return 12 plans of the small model on 2 ranks and 12 on 4 ranks: all degrees, without and with full
     activation checkpointing, on 2 ranks with one or two micro batches per step."""
-    on_two, on_four = (
-        ((2, 1, 1), (1, 2, 1), (1, 1, 2)),
-        [
-            (replicate, shard, 4 // (replicate * shard))
-            for replicate in (1, 2, 4)
-            for shard in (1, 2, 4)
-            if replicate * shard <= 4
-        ],
-    )
-    modes = ("none", "full")
     return [
-        *(
-            _case("small", degrees, mode, parts=parts)
-            for degrees in on_two
-            for mode in modes
-            for parts in (1, 2)
-        ),
-        *(_case("small", degrees, mode) for degrees in on_four for mode in modes),
+        _case("small", (replicate, shard, ranks // (replicate * shard)), mode, parts=parts)
+        for ranks, micro_batches in ((2, (1, 2)), (4, (1,)))
+        for replicate, shard in itertools.product((1, 2, 4), repeat=2)
+        if replicate * shard <= ranks
+        for mode in ("none", "full")
+        for parts in micro_batches
     ]
 
 
@@ -230,7 +214,7 @@ def predict_run(job: TrainingJob, processes: int, threads: int, hardware: Hardwa
 def run_in_turn(
     cases: Mapping[PredictionCase, Setup],
     rounds: int,
-    before: Callable[[PredictionCase], None] = lambda case: None,
+    before: Callable[[PredictionCase], None],
 ) -> dict[PredictionCase, list[RunFigures]]:
     """Run all cases in turn, `rounds` times, so that a drift of the machine's speed affects all equally.
     `before` is called before each run."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import spread
 from benchmarks.train import config_to_record
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
@@ -112,7 +111,10 @@ def summarise(disk: dict[str, Any], stall: dict[str, Any]) -> dict[str, Any]:
     return {
         "size_gb": disk["size_gb"],
         "hash_gb_s": disk["hash_gb_s"],
-        "save_s": {way: spread(seconds) for way, seconds in saves.items()},
+        "save_s": {
+            way: {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+            for way, seconds in saves.items()
+        },
         "save_ratio_to": save,
         "load_s": loads,
         "asynchronous_s": {
