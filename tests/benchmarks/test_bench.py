@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks import cpu, fit, gpu, memory, train
 from benchmarks.harness import measure, write_record
-from benchmarks.train import Setup, make_figures, read_rows, resolve
+from benchmarks.train import make_figures, read_rows
 from meshwright.tools.processes import BenchError
-from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.nested import run_nested
 
@@ -58,8 +57,6 @@ def test_mistakes_are_found_before_anything_starts(capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit, match="2"):
             measure(benchmark.MEASUREMENT, arguments)
         assert named in capsys.readouterr().err
-    with pytest.raises(ConfigError):
-        resolve(Setup(1, 1, ["--data.verify=none"]))
 
 
 @pytest.mark.slow
