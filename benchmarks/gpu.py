@@ -45,8 +45,6 @@ COMMON = (
     "model.n_layers=8 train.micro_batch_size=1 parallel.param_dtype=bfloat16 parallel.storage_dtype=bfloat16 "
     f"optim.state_dtype=bfloat16 parallel.activation_checkpoint=none train.steps={STEPS}"
 )
-
-
 # Config keys of train.main by name of the case, without dashes, in addition to those of the shape; the most
 # important cases first.
 ONE_GPU = {

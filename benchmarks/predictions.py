@@ -223,11 +223,8 @@ def run_in_turn(
         for case, setup in cases.items():
             before(case)
             runs[case].append(measure_run(setup, {}))
-            print(
-                f"round {turn + 1} {case.name}: {1e3 * step_seconds(runs[case][-1:]):,.0f} ms",
-                file=sys.stderr,
-                flush=True,
-            )
+            step_ms = 1e3 * step_seconds(runs[case][-1:])
+            print(f"round {turn + 1} {case.name}: {step_ms:,.0f} ms", file=sys.stderr, flush=True)
     return runs
 
 
