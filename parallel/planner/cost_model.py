@@ -224,26 +224,19 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     """Return the seconds of each part of a step, each alone. `cpu_offload` has no time model."""
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
-    hidden = ASYNC_TP_HIDDEN if plan.async_tp else 0.0
     compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
-    phases: dict[tuple[int, str], PhaseTimes] = {}  # by identity: all blocks share one workload
-
-    def times_of(name: str, phase: str) -> PhaseTimes:
-        module = work.modules[name]
-        if (id(module), phase) not in phases:
-            operations = getattr(module, phase).operations
-            if plan.float8.all_gather and module.float8:
-                operations = _without_weight_casts(operations)
-            phases[id(module), phase] = _phase_times(
-                operations, plan.micro_batch_size, device, groups, hidden, compiled[name]
+    times: dict[int, ModuleTimes] = {}  # by identity: all blocks share one workload
+    for name in plan.modules:
+        if id(module := work.modules[name]) not in times:
+            phases = (
+                _phase_times(phase.operations, module.float8, compiled[name], plan, device, groups)
+                for phase in (module.forward, module.backward)
             )
-        return phases[id(module), phase]
-
+            times[id(module)] = ModuleTimes(*phases)
+    modules = {name: times[id(work.modules[name])] for name in plan.modules}
     modules = {
-        name: ModuleTimes(
-            times_of(name, "forward"), times_of(name, "backward") if work.has_backward((name,)) else None
-        )
-        for name in plan.modules
+        name: module if work.has_backward((name,)) else replace(module, backward=None)
+        for name, module in modules.items()
     }
     units: dict[tuple[object, ...], UnitTimes] = {}  # identical units share their times too
     kinds = {unit.name: _unit_kind(unit, work) for unit in plan.units}
@@ -322,37 +315,33 @@ def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> floa
 
 def _phase_times(
     operations: Sequence[Operation],
-    micro_batch_size: int,
+    float8: int,
+    compiled: bool,
+    plan: Plan,
     hardware: Hardware,
     groups: Mapping[str, Group],
-    hidden: float,
-    compiled: bool,
 ) -> PhaseTimes:
-    """Return the times of a phase. A compiled module is one graph in each.
+    """Return the times of a phase of a module.
 
-    `hidden`: share of tp's collectives that async tp hides.
+    Args:
+        float8: number of parameters in float8. If they are gathered in float8, they are not cast: the traffic
+            of element-wise operations that does not depend on the micro batch is left out
+        compiled: as one graph
     """
-    seconds = dict.fromkeys(("", "tp", "cp"), 0.0)  # by axis of the collective
+    if plan.float8.all_gather and float8:
+        operations = [op for op in operations if op.kind != "memory" or op.bytes.per_sequence]
+    seconds = {"": 0.0, "tp": 0.0, "cp": 0.0}  # by axis of the collective
     for operation in operations:
         if operation.kind == "collective":
-            moved = operation.bytes.at(micro_batch_size)
+            moved = operation.bytes.at(plan.micro_batch_size)
             taken = collective_s(operation.name, moved, groups[operation.axis], hardware)
         else:
-            taken = operation_s(operation, micro_batch_size, hardware)
+            taken = operation_s(operation, plan.micro_batch_size, hardware)
         seconds[operation.axis] += taken
+    shown = 1 - ASYNC_TP_HIDDEN * plan.async_tp
     host, kernels = hardware.host, len(operations)
-    return PhaseTimes(
-        seconds[""],
-        seconds["tp"] * (1 - hidden),
-        seconds["cp"],
-        host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels,
-    )
-
-
-def _without_weight_casts(operations: Sequence[Operation]) -> Sequence[Operation]:
-    """Return the operations without casts of weights, which are gathered in float8: the traffic of
-    element-wise operations that does not depend on the micro batch."""
-    return [op for op in operations if op.kind != "memory" or op.bytes.per_sequence]
+    host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
+    return PhaseTimes(seconds[""], seconds["tp"] * shown, seconds["cp"], host_s)
 
 
 def _unit_kind(unit: UnitPlan, work: ModelWorkload) -> tuple[object, ...]:

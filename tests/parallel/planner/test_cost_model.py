@@ -10,6 +10,8 @@ from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.planner.cost_model import (
     ASYNC_TP_HIDDEN,
     Group,
+    ModuleTimes,
+    PhaseTimes,
     axis_groups,
     collective_s,
     operation_s,
@@ -345,9 +347,8 @@ def test_the_host_launches_graphs_kernels_and_operators() -> None:
     assert (compiled.forward.host_s, compiled.backward.host_s) == pytest.approx((103e-6, 106e-6))
     assert times.hook_s == 2e-4
     busy = sum(m.forward.host_s + m.backward.host_s for m in times.modules.values())
-    slow_host = dataclasses.replace(
-        times, modules={name: dataclasses.replace(m, forward_host_s=1.0) for name, m in times.modules.items()}
-    )
+    slow = ModuleTimes(PhaseTimes(host_s=1.0), PhaseTimes())
+    slow_host = dataclasses.replace(times, modules=dict.fromkeys(times.modules, slow))
     assert slow_host.step_lower_bound_s(1) >= len(times.modules), "a step is bound by whichever is later"
     serial = dataclasses.replace(times, overlaps=False)
     assert serial.step_lower_bound_s(1) == pytest.approx(times.step_lower_bound_s(1) + busy)
