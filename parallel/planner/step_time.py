@@ -88,17 +88,14 @@ def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[S
 
     At the end of every backward FSDP2 waits for all collectives in flight, and the next forward's first
     all-gather starts after that. Micro batches therefore share nothing but the parameters that stay gathered,
-    and one of each kind is simulated, once if they have the same tasks.
+    and one of each kind is simulated.
     """
     walk = StepWalk(plan, TaskSink(plan, times), times.has_backward)
-    simulated: list[tuple[list[Task], list[Span]]] = []
     for micro_batch, count in micro_batch_kinds(plan):
         walk.sink = sink = TaskSink(plan, times)
         walk.forward(micro_batch)
         walk.backward(micro_batch)
-        spans = next((spans for tasks, spans in simulated if tasks == sink.tasks), None)
-        simulated.append((sink.tasks, spans or run_tasks(sink.tasks, times.slowdown)))
-        yield *simulated[-1], count
+        yield sink.tasks, run_tasks(sink.tasks, times.slowdown), count
 
 
 class TaskSink:
