@@ -25,7 +25,7 @@ from meshwright.parallel.planner.timeline import (
     Timeline,
     TimelineEvent,
 )
-from meshwright.parallel.planner.walk import StepWalk
+from meshwright.parallel.planner.walk import StepSink, StepWalk
 
 STREAMS = {  # lane -> stream
     HOST: HOST,
@@ -98,7 +98,7 @@ def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[S
         yield sink.tasks, run_tasks(sink.tasks, times.slowdown), count
 
 
-class TaskSink:
+class TaskSink(StepSink):
     """The tasks of a walk through a step, in the order in which the host launches them.
 
     - The host runs ahead of the device: a task starts after its launch.
@@ -170,9 +170,6 @@ class TaskSink:
             self._on_compute(axis, unit, module, phase, seconds, lane=axis)
         if phase == "forward":
             self._send(module)
-
-    def reshard(self, unit: UnitPlan, phase: str) -> None:
-        """Freeing parameters takes no time."""
 
     def leave(self, unit: UnitPlan) -> None:
         """Let the host run FSDP2's hook."""
