@@ -43,14 +43,12 @@ SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatt
 
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     """Simulate one optimizer step of one rank under FSDP2."""
-    parts = [(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)]
-    return _join([*parts, (_optimizer(times), 1)])
+    return _join([(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)])
 
 
 def step_seconds(plan: Plan, times: StepTimes) -> float:
     """Return the seconds of a simulated step, without its timeline."""
-    seconds = sum(_seconds(spans) * count for _, spans, count in _simulate(plan, times))
-    return seconds + times.scalars_s + times.optimizer_s
+    return sum(_seconds(spans) * count for _, spans, count in _simulate(plan, times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,8 @@ class Span:
 
 
 def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[Span], int]]:
-    """Yield the tasks of one micro batch of each kind, their spans from second 0, and its count.
+    """Yield the tasks of one micro batch of each kind, their spans from second 0, and its count; then those of
+    the optimizer step, after the all-reduces of single numbers, which nothing hides.
 
     At the end of every backward FSDP2 waits for all collectives in flight, and the next forward's first
     all-gather starts after that. Micro batches therefore share nothing but the parameters that stay gathered,
@@ -96,6 +95,9 @@ def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[S
         walk.forward(micro_batch)
         walk.backward(micro_batch)
         yield sink.tasks, run_tasks(sink.tasks, times.slowdown), count
+    scalars = Task("all_reduce", "all_reduce", "", "", "optimizer", times.scalars_s, ())
+    optimizer = Task(COMPUTE, "optimizer", "", "", "optimizer", times.optimizer_s, (0,))
+    yield [scalars, optimizer], run_tasks([scalars, optimizer], times.slowdown), 1
 
 
 class TaskSink(StepSink):
@@ -367,17 +369,6 @@ def _timeline(tasks: Sequence[Task], spans: Sequence[Span]) -> MicroBatchTimelin
 
 def _event(task: Task, lane: str, work: str, start_s: float, end_s: float) -> TimelineEvent:
     return TimelineEvent(lane, work, task.unit, task.module, task.phase, 0, start_s, end_s)
-
-
-def _optimizer(times: StepTimes) -> MicroBatchTimeline:
-    """Return the optimizer step, after the all-reduces of single numbers, which nothing hides."""
-    scalars_s, end_s = times.scalars_s, times.scalars_s + times.optimizer_s
-    events = (
-        TimelineEvent("all_reduce", "all_reduce", "", "", "optimizer", 0, 0.0, scalars_s),
-        TimelineEvent(EXPOSED, "all_reduce", "", "", "optimizer", 0, 0.0, scalars_s),
-        TimelineEvent(COMPUTE, "optimizer", "", "", "optimizer", 0, scalars_s, end_s),
-    )
-    return MicroBatchTimeline(0.0, end_s, tuple(event for event in events if event.end_s > event.start_s))
 
 
 def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
