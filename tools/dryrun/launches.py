@@ -14,7 +14,7 @@ from meshwright.tools.dryrun.log import Call
 from meshwright.tools.dryrun.operators import moved_bytes, read_operators
 from meshwright.tools.dryrun.program import AXES_FILE, OPERATORS_FILE, STEPS, TRACE_FILE, grid_blocks
 from meshwright.tools.trace.events import DEVICE_WORK, parse_label
-from meshwright.tools.trace.kernel_stats import COMPILED, short_name
+from meshwright.tools.trace.kernels import COMPILED, short_name
 
 Event = Mapping[str, Any]
 

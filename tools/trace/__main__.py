@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.parallel.planner.hardware import find_hardware
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.timeline_plot import draw_timeline, picture_bytes
 from meshwright.tools.cli import format_table, natural, run_tool
 from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.tools.trace.advice import ms
 from meshwright.tools.trace.analysis import ProfileAnalysis, analyze_profile
-from meshwright.tools.trace.kernel_stats import KernelRow
-from meshwright.tools.trace.kernels import KernelTable
+from meshwright.tools.trace.kernels import KernelRow, KernelTable
 from meshwright.tools.trace.plan_comparison import (
     LaneRow,
     compare_lanes,
@@ -25,7 +25,6 @@ from meshwright.tools.trace.plan_comparison import (
 )
 from meshwright.tools.trace.reader import find_traces
 from meshwright.tools.trace.report import describe, make_document
-from meshwright.tools.trace.roofline import find_roof
 from meshwright.train.errors import DataError
 from meshwright.train.model.factory import name_factory
 
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         traces, next(iter(traces)) if options.rank is None else options.rank, table.add
     )
     measured = to_timeline(analysis.step)
-    kernels = table.rows(len(analysis.steps), find_roof(str(analysis.facts.get("device_name", ""))))
+    kernels = table.rows(len(analysis.steps), find_hardware(str(analysis.facts.get("device_name", ""))))
     plan = compare_with_plan(analysis, measured)
     if picture is not None:
         draw(picture, analysis, measured, plan.predicted)

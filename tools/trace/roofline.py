@@ -1,20 +1,19 @@
 """The work of an operator in a trace (operations and bytes), by the shapes that the profiler recorded
-(record_shapes), and the peak rates of a device.
+(record_shapes), and the least time that a device needs for it.
 
 Only work that follows from the arguments is counted; everything else is None.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import compress, zip_longest
+from itertools import compress, repeat, zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.parallel.planner.hardware import find_hardware
+from meshwright.parallel.planner.hardware import Hardware
 
 # "Input type" of an operator and "dtype" of an NCCL kernel, in lower case and without "c10::" and " int" ->
 # name as in configs/hardware, bytes per element
@@ -34,28 +33,23 @@ _DTYPES = {
     "int": ("int32", 4),
     "long": ("int64", 8),
 }
-PRODUCTS = {  # operator -> positions of its two factors
-    "aten::mm": (0, 1),
-    "aten::bmm": (0, 1),
-    "aten::_scaled_mm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::addmm_": (1, 2),
-    "aten::baddbmm": (1, 2),
-    "aten::baddbmm_": (1, 2),
+_RULES = {
+    "product": re.compile(r"aten::(_scaled_mm|b?mm|(addmm|baddbmm)_?)"),
+    "attention": re.compile(
+        r"aten::_(scaled_dot_product_(flash|cudnn|efficient)|flash|cudnn|efficient)_attention\w*"
+    ),
+    "copy": re.compile(r"aten::(copy|fill|zero)_"),
+    "pointwise": re.compile(
+        r"aten::(add|sub|mul|div|silu|silu_backward|sigmoid|tanh|exp|exp2|neg|sqrt|rsqrt|abs|relu|gelu)_?"
+    ),
 }
-ATTENTION = re.compile(
-    r"aten::(_(?:scaled_dot_product_(?:flash|cudnn|efficient)|flash|cudnn|efficient)_attention\w*)"
-)
-TOKENS_FIRST = ("_flash_attention", "_efficient_attention")  # q[B, T, N, H]; the others q[B, N, T, H]
+_TOKENS_FIRST = ("_flash_attention", "_efficient_attention")  # q[B, T, N, H]; the others q[B, N, T, H]
 # T x T products per head; the backward recomputes the scores (arXiv 2205.14135)
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 # custom_mask_type of _efficient_attention_forward (ATen/native/transformers/cuda/sdp_utils.h)
 CAUSAL_MASKS = ("1", "2")
-POINTWISE = re.compile(  # one result, in the shape to which the arguments broadcast
-    r"aten::(add|sub|mul|div|silu|silu_backward|sigmoid|tanh|exp|exp2|neg|sqrt|rsqrt|abs|relu|gelu)(_?)"
-)
 # In the name of a fused kernel: operations that read or write only part of an argument.
-PARTLY = re.compile(r"embedding|gather|scatter|index|slice|select|split|narrow|cat|unbind|pad|triton_tem")
+_PARTLY = re.compile(r"embedding|gather|scatter|index|slice|select|split|narrow|cat|unbind|pad|triton_tem")
 
 
 class OperatorWork(NamedTuple):
@@ -90,52 +84,50 @@ def dtype_of(kind: str) -> tuple[str, int] | None:
 
 def work_of(event: Mapping[str, Any]) -> OperatorWork | None:
     """Return the work of an operator's event; None if its arguments do not determine it."""
-    name, args = event["name"], event.get("args") or {}
-    if args.get("kernel_backend") == "triton":
-        return _fused(name, args)
-    if "Input Dims" not in args:
+    args = event.get("args") or {}
+    rule = "fused" if args.get("kernel_backend") == "triton" else _rule(event["name"])
+    if not rule or (rule == "fused" and _PARTLY.search(event["name"])):
         return None
-    if name in PRODUCTS:
-        return _product(name, args)
-    if match := ATTENTION.fullmatch(name):
-        return _attention(match[1], args)
-    if name in ("aten::copy_", "aten::fill_", "aten::zero_"):
-        tensors = _tensors(args)
-        return OperatorWork(None, float(sum(tensor.bytes for tensor in tensors))) if tensors else None
-    if match := POINTWISE.fullmatch(name):
-        return _pointwise(_tensors(args), in_place=bool(match[2]))
-    return None
+    arguments = _arguments(args)
+    tensors = [tensor for tensor in arguments if tensor and (tensor.dims or rule == "copy")]
+    if rule == "attention":
+        return _attention(event["name"].removeprefix("aten::"), arguments, args.get("Concrete Inputs") or [])
+    if rule == "product":
+        return _product(event["name"], tensors)
+    moved = sum(tensor.bytes for tensor in tensors)
+    if rule == "pointwise":  # with several dtypes the result's is not recorded
+        sizes = zip_longest(*(reversed(tensor.dims) for tensor in tensors), fillvalue=1)
+        same = len({tensor.dtype for tensor in tensors}) == 1
+        moved = moved + prod(map(max, sizes)) * tensors[0].width if same else 0
+    return OperatorWork(None, float(moved)) if moved else None
 
 
-def _tensor(args: Mapping[str, Any], place: int) -> _Tensor | None:
-    """Return the tensor argument at a position; None for a list, number, none, or an unknown dtype."""
-    dims, kinds, strides = args["Input Dims"], args.get("Input type") or [], args.get("Input Strides") or []
-    dtype = dtype_of(kinds[place]) if place < min(len(dims), len(kinds)) else None
-    if dtype is None:
-        return None
-    sizes, steps = dims[place], strides[place] if place < len(strides) else ()
-    stored = compress(sizes, steps) if len(steps) == len(sizes) else sizes
-    return _Tensor(tuple(sizes), prod(stored), *dtype)
+@cache
+def _rule(name: str) -> str | None:
+    return next((rule for rule, pattern in _RULES.items() if pattern.fullmatch(name)), None)
 
 
-def _tensors(args: Mapping[str, Any]) -> list[_Tensor]:
-    return [tensor for place in range(len(args["Input Dims"])) if (tensor := _tensor(args, place))]
+def _arguments(args: Mapping[str, Any]) -> list[_Tensor | None]:
+    """Return the tensor arguments by position; None for a list, number, none, or an unknown dtype."""
+    found = list[_Tensor | None]()
+    kinds, strides = args.get("Input type") or [], args.get("Input Strides") or repeat(())
+    for dims, kind, steps in zip(args.get("Input Dims", []), kinds, strides, strict=False):
+        stored = compress(dims, steps) if len(steps) == len(dims) else dims
+        dtype = dtype_of(kind)
+        found.append(_Tensor(tuple(dims), prod(stored), *dtype) if dtype else None)
+    return found
 
 
-def _product(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
+def _product(name: str, tensors: Sequence[_Tensor]) -> OperatorWork | None:
     """x[..., M, K] · y[..., K, N]: a multiplication and an addition per element of the contraction. An
-    added term is read too; the result dtype of a scaled product is not recorded."""
-    x, y = (_tensor(args, place) for place in PRODUCTS[name])
-    if not x or not y or len(x.dims) < 2 or x.dims[-1] != y.dims[-2]:
+    added term, the first argument, is read too; the result dtype of a scaled product is not recorded."""
+    added, factors = (tensors[:1], tensors[1:3]) if "add" in name else ([], tensors[:2])
+    if len(factors) < 2 or len(factors[0].dims) < 2 or factors[0].dims[-1] != factors[1].dims[-2]:
         return None
+    x, y = factors
     result = prod(x.dims[:-1]) * y.dims[-1]
-    added = _tensor(args, 0) if PRODUCTS[name][0] else None
-    moved = (
-        None
-        if name == "aten::_scaled_mm"
-        else float(x.bytes + y.bytes + result * x.width + (added.bytes if added else 0))
-    )
-    return OperatorWork(2.0 * result * x.dims[-1], moved, x.dtype)
+    moved = sum(tensor.bytes for tensor in (*added, x, y)) + result * x.width
+    return OperatorWork(2.0 * result * x.dims[-1], None if "scaled" in name else float(moved), x.dtype)
 
 
 @cache
@@ -146,76 +138,30 @@ def _places(operator: str) -> dict[str, int]:
     return {argument.name: i for i, argument in enumerate(packet.default._schema.arguments)} if packet else {}
 
 
-def _attention(operator: str, args: Mapping[str, Any]) -> OperatorWork | None:
-    """q · k^T and its product with v, or the products of their backward; half of them if causal. The
-    lengths of packed sequences (three axes) are not recorded."""
+def _attention(
+    operator: str, arguments: Sequence[_Tensor | None], concrete: Sequence[str]
+) -> OperatorWork | None:
+    """q · k^T and its product with v, or the products of their backward; half of them if causal. None for
+    packed sequences (three axes), whose lengths are not recorded, and without the recorded values. An omitted
+    argument has its default, which is not causal."""
     places = _places(operator)
-    q, k = (_tensor(args, places[name]) if name in places else None for name in ("query", "key"))
-    if not q or not k or len(q.dims) != 4:
+    q, k = (arguments[places[name]] if name in places else None for name in ("query", "key"))
+    place = places.get("is_causal", places.get("custom_mask_type"))
+    if not q or not k or len(q.dims) != 4 or place is None or not concrete:
         return None
-    causal = _is_causal(places, args.get("Concrete Inputs") or [])
-    if causal is None:
-        return None
-    tokens = 1 if operator.startswith(TOKENS_FIRST) else 2
+    causal = place < len(concrete) and concrete[place] in ("True", *CAUSAL_MASKS)
+    tokens = 1 if operator.startswith(_TOKENS_FIRST) else 2
     products = BACKWARD_PRODUCTS if operator.endswith("_backward") else FORWARD_PRODUCTS
     flops = 2.0 * products * prod(q.dims) * k.dims[tokens]
     return OperatorWork(flops / 2 if causal else flops, None, q.dtype, causal)
 
 
-def _is_causal(places: Mapping[str, int], concrete: Sequence[str]) -> bool | None:
-    """Whether attention is causal; None if the trace does not show it. An omitted argument has its
-    default, which is not causal."""
-    place = places.get("is_causal", places.get("custom_mask_type"))
-    if place is None or not concrete:
+def least_s(work: OperatorWork, device: Hardware) -> float | None:
+    """Return the least time for the work by the device's data sheet (configs/hardware): that of its
+    operations or of its bytes, whichever is longer. None if neither is known, if the dtype of the operations
+    has no peak, and for a link."""
+    peak_tflops = device.peak_tflops.get(work.dtype)
+    if work.on_link or (work.flops is not None and not peak_tflops):
         return None
-    return place < len(concrete) and concrete[place] in ("True", *CAUSAL_MASKS)
-
-
-def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> OperatorWork | None:
-    """An operator that reads its arguments and writes one result. With several dtypes the result's is not
-    recorded. Scalars do not count."""
-    large = [tensor for tensor in tensors if tensor.dims]
-    if not large or len({tensor.dtype for tensor in large}) > 1:
-        return None
-    sizes = zip_longest(*(reversed(tensor.dims) for tensor in large), fillvalue=1)
-    result = large[0].stored if in_place else prod(map(max, sizes))
-    return OperatorWork(None, float(sum(tensor.bytes for tensor in large) + result * large[0].width))
-
-
-def _fused(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
-    """A Triton kernel of torch.compile: the work that it records (with inductor's
-    config.benchmark_kernel), otherwise each of its tensors once. A tensor that it both reads and writes
-    moves twice that."""
-    flops, gb = args.get("kernel_flop"), args.get("kernel_num_gb")
-    moved = float(gb) * 1e9 if gb else None
-    if moved is None and "Input Dims" in args and not PARTLY.search(name):
-        moved = float(sum(tensor.bytes for tensor in _tensors(args) if tensor.dims)) or None
-    return OperatorWork(float(flops) if flops else None, moved) if flops or moved else None
-
-
-@dataclass(frozen=True)
-class Roof:
-    """The peak rates of one device by its data sheet (configs/hardware): memory bandwidth in 10^9 bytes
-    per second, and dense matrix products by dtype in 10^12 operations per second."""
-
-    memory_gb_s: float
-    peak_tflops: Mapping[str, float]
-
-    def least_s(self, work: OperatorWork) -> float | None:
-        """Return the least time for the work: that of its operations or of its bytes, whichever is longer.
-        None if neither is known, if the dtype of the operations has no peak, and for a link."""
-        if work.on_link or (work.flops is not None and not self.peak_tflops.get(work.dtype)):
-            return None
-        parts = []
-        if work.flops is not None:
-            parts.append(work.flops / (self.peak_tflops[work.dtype] * 1e12))
-        if work.bytes is not None:
-            parts.append(work.bytes / (self.memory_gb_s * 1e9))
-        return max(parts, default=None)
-
-
-def find_roof(device_name: str) -> Roof | None:
-    """Return the peak rates of a device by torch's name for it; None if no file in configs/hardware
-    describes it, such as for a CPU."""
-    hardware = find_hardware(device_name)
-    return Roof(hardware.memory_gb_s, hardware.peak_tflops) if hardware else None
+    by_flops = work.flops / (peak_tflops * 1e12) if work.flops and peak_tflops else 0.0
+    return max(by_flops, (work.bytes or 0.0) / (device.memory_gb_s * 1e9)) or None

@@ -59,12 +59,12 @@ def find_slow_units(steps: Sequence[ProfiledStep]) -> list[SlowUnit]:
     times = defaultdict[tuple[str, str], dict[str, list[int]]](dict)
     for step in steps:
         for (unit, phase), ns in _own_work(step).items():
-            times[_family(unit), phase].setdefault(unit, []).append(ns)
+            times[family_of(unit), phase].setdefault(unit, []).append(ns)
     slow = [row for (_, phase), units in times.items() for row in _slow_of(steps[0].rank, phase, units)]
     return sorted(slow, key=lambda row: row.equals_ns - row.ns)
 
 
-def _family(unit: str) -> str:
+def family_of(unit: str) -> str:
     """Return the unit's name without numbers: units that differ only in numbers are peers."""
     return re.sub(r"\d+", "*", unit)
 
