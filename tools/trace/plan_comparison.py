@@ -34,6 +34,7 @@ from meshwright.parallel.planner.timeline_plot import (
     middle_units,
     phases,
 )
+from meshwright.tools.trace.analysis import ProfileAnalysis
 from meshwright.tools.trace.steps import ComputeSpan, ProfiledStep, Transfer, total
 from meshwright.train.calibration.measure import kept_path, read_kept
 from meshwright.train.config import Config
@@ -60,6 +61,29 @@ class LaneRow:
     predicted_s: float
     measured_s: float
     ratio: float | None
+
+
+@dataclass(frozen=True)
+class AgainstPlan:
+    """The step that the plan predicted; None if it cannot be predicted, for the reason in `why_not`."""
+
+    predicted: Timeline | None
+    why_not: str
+    lanes: Sequence[LaneRow]
+
+
+def compare_with_plan(analysis: ProfileAnalysis, measured: Timeline) -> AgainstPlan:
+    """Compare the measured step with the predicted one, lane by lane. Without a prediction (a trace outside
+    its run's folder, or a step that cannot be predicted) the result contains the reason."""
+    if analysis.run is None:
+        return AgainstPlan(None, "the trace is not in the folder of its run", ())
+    facts = analysis.facts
+    try:
+        per_node = int(facts.get("local_world_size", facts.get("world_size", 1)))
+        predicted = predict_run(analysis.run, str(facts.get("device_name", "")), per_node)
+    except DataError as error:
+        return AgainstPlan(None, str(error), ())
+    return AgainstPlan(predicted, "", compare_lanes(predicted, measured))
 
 
 def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timeline:

@@ -34,7 +34,7 @@ _DTYPES = {
     "long": ("int64", 8),
 }
 _RULES = {
-    "product": re.compile(r"aten::(_scaled_mm|b?mm|(addmm|baddbmm)_?)"),
+    "product": re.compile(r"aten::_scaled_mm|aten::(b?mm|(addmm|baddbmm)_?)"),
     "attention": re.compile(
         r"aten::_(scaled_dot_product_(flash|cudnn|efficient)|flash|cudnn|efficient)_attention\w*"
     ),

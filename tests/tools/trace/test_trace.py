@@ -163,7 +163,7 @@ def test_the_text_begins_with_the_step_in_plain_words(tmp_path: Path, capsys: Ou
     )
     assert lines[1] == "rank 0 of 2, CPU"
     assert lines[4] == "What to do"
-    assert re.match(r"  1\. 3\.30 ms .*host-bound", lines[5])
+    assert re.match(r"  1\. 33\.0%: 3\.30 ms .*host-bound", lines[5])
     assert (
         "layers.1  forward  1.65    1.70     2.70      1.60    1.10    0      late by 1.10 ms (depth 1 "
         "hides it)" in lines
