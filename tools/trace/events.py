@@ -22,19 +22,6 @@ from meshwright.tools.trace.roofline import dtype_of
 from meshwright.train.errors import DataError
 
 ROOT_END = "root_post_backward_callback"
-FORWARD_KINDS = frozenset({"forward", "pre_forward", "post_forward", "forward_prefetch", "root_pre_forward"})
-BACKWARD_KINDS = frozenset(
-    {
-        "backward",
-        "pre_backward",
-        "backward_prefetch",
-        "post_backward_accumulate",
-        "post_backward_reshard",
-        "post_backward_rs_wait",
-        "post_backward_reduce",
-        ROOT_END,
-    }
-)
 WORK_OF = {  # kind of label -> work of the compute lane in it
     "forward": "forward",
     "backward": "backward",
@@ -60,23 +47,11 @@ _WRAPPERS = (
     "_c10d_functional::",
     "symm_mem::",
 )
-COLLECTIVES = {  # part of a c10d, gloo or NCCL name -> collective; the first match counts
-    "reduce_scatter": "reduce_scatter",
-    "reducescatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "allgather": "all_gather",
-    "all_reduce": "all_reduce",
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce": "reduce",
-}
+# in names of c10d, gloo and NCCL, with or without underscores; the first match counts
+COLLECTIVES = (
+    *("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier"),
+    *("send", "recv", "gather", "scatter", "reduce"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +78,12 @@ def parse_label(name: str) -> tuple[str, str] | None:
 
 
 @cache
+def family_of(unit: str) -> str:
+    """Return the unit's name without numbers: units that differ only in numbers are peers."""
+    return re.sub(r"\d+", "*", unit)
+
+
+@cache
 def counts_as_compute(name: str) -> bool:
     """Whether a CPU operator counts as compute: an operator with a kernel or a compiled graph, but not a
     wrapper of other operators."""
@@ -121,10 +102,11 @@ def launched_collective(name: str) -> str | None:
     return find_collective(name[6:]) if name.startswith("c10d::") else None
 
 
+@cache
 def find_collective(name: str) -> str | None:
     """Return the collective that a name contains; None if it contains none."""
-    lowered = name.lower()
-    return next((collective for part, collective in COLLECTIVES.items() if part in lowered), None)
+    plain = name.lower().replace("_", "")
+    return next((each for each in COLLECTIVES if each.replace("_", "") in plain), None)
 
 
 MESH = "mesh_"  # DeviceMesh describes the process group of an axis as mesh_AXIS

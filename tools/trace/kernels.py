@@ -21,13 +21,13 @@ from meshwright.tools.trace.events import (
     bytes_sent,
     collective_of,
     counts_as_compute,
+    family_of,
     find_collective,
     is_wait,
     parse_label,
     span_of,
 )
 from meshwright.tools.trace.roofline import OperatorWork, least_s, work_of
-from meshwright.tools.trace.stragglers import family_of
 
 MOST_ROWS = 12  # compute kernels, and as many collectives
 MAX_NAME = 64  # characters

@@ -9,15 +9,7 @@ from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.planner.timeline import AXIS_OF_LANE
-from meshwright.tools.trace.events import (
-    BACKWARD_KINDS,
-    FORWARD_KINDS,
-    MESH,
-    ROOT_END,
-    WORK_OF,
-    Label,
-    TraceEvents,
-)
+from meshwright.tools.trace.events import MESH, ROOT_END, WORK_OF, Label, TraceEvents
 
 
 class StepPhase(NamedTuple):
@@ -80,12 +72,12 @@ def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Itera
     for label in labels:
         if not start_ns <= label.start_ns < end_ns:
             continue
-        if phase == "forward" and label.kind in BACKWARD_KINDS:
+        if phase == "forward" and "backward" in label.kind:
             phase = "backward"
             yield label.start_ns, phase, micro_batch
         elif phase == "backward" and label.kind == ROOT_END:
             phase, over_ns = "between", label.end_ns
-        elif phase == "between" and label.kind in FORWARD_KINDS:
+        elif phase == "between" and "forward" in label.kind:
             phase, micro_batch = "forward", micro_batch + 1
             yield over_ns, phase, micro_batch
     if phase == "between":

@@ -1,21 +1,21 @@
 """Compare the measured step with the one that the plan predicted, in a picture and in figures. A profiled
 step is converted to a planner Timeline, so that the same code draws and compares both."""
 
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from meshwright.parallel.planner.timeline import (
+    COMPUTE,
     EXPOSED,
     HOST_BOUND,
+    LINKS,
     MicroBatchTimeline,
     Timeline,
     TimelineEvent,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COMPUTE_KINDS = ("forward", "backward", "copies", "sum", "optimizer")
-LINK_LANES = ("tp", "cp", "all_gather", "reduce_scatter", "all_reduce", "offload")
 SIDES = ("predicted", "measured")
 
 
@@ -94,27 +93,20 @@ def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timelin
 
     Raises DataError with the reason if the step cannot be predicted.
     """
-    config, plan = _read_run(run)
-    try:
-        hardware = _hardware_of(device_name, config, processes_per_node, run)
-        return predict(config.job, plan, hardware, processes_per_node).timeline
-    except ValueError as error:
-        raise DataError(f"{run}: its step cannot be predicted: {error}") from None
-
-
-def _read_run(run: Path) -> tuple[Config, Plan]:
     for name in ("config.yaml", "plan.yaml"):
         if not (run / name).is_file():
             raise DataError(
                 f"{run} has no {name}, so its step cannot be predicted: give the folder of a run (run.dir)"
             )
     try:
-        return load_config(run / "config.yaml"), load_plan(run / "plan.yaml")
+        config, plan = load_config(run / "config.yaml"), load_plan(run / "plan.yaml")
+        hardware = _hardware_of(device_name, config, processes_per_node)
+        return predict(config.job, plan, hardware, processes_per_node).timeline
     except ValueError as error:
         raise DataError(f"{run}: its step cannot be predicted: {error}") from None
 
 
-def _hardware_of(device_name: str, config: Config, processes: int, run: Path) -> Hardware:
+def _hardware_of(device_name: str, config: Config, processes: int) -> Hardware:
     """Return the hardware that the run used. A CPU: as it measured itself for such a run, otherwise cpu.yaml;
     only the cores of the run's threads.
 
@@ -125,42 +117,36 @@ def _hardware_of(device_name: str, config: Config, processes: int, run: Path) ->
         return hardware
     if not device_name.startswith("CPU"):
         raise DataError(
-            f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}: "
-            "measure it (python -m tools.calibrate -h)"
+            f"no file in configs/hardware describes {device_name!r}: measure it: python -m tools.calibrate -h"
         )
     threads = config.run.threads or max(1, usable_cores() // processes)
     kept = read_kept(kept_path(config.job, processes, threads, torch.device("cpu")))
     hardware = kept or load_hardware()["cpu"]
-    return dataclasses.replace(hardware, cores=min(hardware.cores, threads * processes))
+    return replace(hardware, cores=min(hardware.cores, threads * processes))
 
 
 def compare_lanes(predicted: Timeline, measured: Timeline) -> list[LaneRow]:
     """Return a row for each lane that either timeline has."""
     rows = []
+    lanes = ("step", COMPUTE, *COMPUTE_KINDS, EXPOSED, *LINKS, HOST_BOUND)
     expected, actual = (_lane_seconds(timeline) for timeline in (predicted, measured))
-    for lane in ("step", "compute", *COMPUTE_KINDS, EXPOSED, *LINK_LANES, HOST_BOUND):
-        if expected[lane] or actual[lane]:
-            rows.append(
-                LaneRow(
-                    lane,
-                    expected[lane],
-                    actual[lane],
-                    actual[lane] / expected[lane] if expected[lane] else None,
-                )
-            )
+    for lane, predicted_s, measured_s in ((lane, expected[lane], actual[lane]) for lane in lanes):
+        if predicted_s or measured_s:
+            ratio = measured_s / predicted_s if predicted_s else None
+            rows.append(LaneRow(lane, predicted_s, measured_s, ratio))
     return rows
 
 
 def _lane_seconds(timeline: Timeline) -> Mapping[str, float]:
     seconds = Counter[str]()
     for event in timeline.events:
-        if event.lane == "compute":
+        if event.lane == COMPUTE:
             seconds[color_key(event)] += event.seconds  # type: ignore[assignment]
-    for lane in LINK_LANES:
+    for lane in LINKS:
         seconds[lane] = _covered(event for event in timeline.events if event.lane == lane)  # type: ignore[assignment]
     totals = {
         "step": timeline.step_s,
-        "compute": timeline.compute_s,
+        COMPUTE: timeline.compute_s,
         EXPOSED: timeline.exposed_s,
         HOST_BOUND: timeline.host_s,
     }
@@ -241,9 +227,6 @@ def _with_change(seconds: float, predicted_s: float, side: str) -> str:
     return in_ms(seconds) + (f" ({round(100 * (seconds / predicted_s - 1)):+,d}%)" if changed else "")
 
 
-COMPUTE = "compute"
-
-
 def to_timeline(step: ProfiledStep) -> Timeline:
     """Convert a measured step to a Timeline that starts at 0, with a round per micro batch; the last round
     is the optimizer. Besides `compute_s` and `exposed_s`, a measured `step_s` contains idle time."""
@@ -289,20 +272,13 @@ def _exposed(step: ProfiledStep) -> Iterator[TimelineEvent]:
     for start_ns, end_ns in step.exposed.tolist():
         while first < len(step.transfers) and step.transfers[first].end_ns <= start_ns:
             first += 1
-        for t, piece in _by_transfer(step.transfers, first, start_ns, end_ns):
-            yield _event(step, EXPOSED, t.lane, t, *piece)
-
-
-def _by_transfer(
-    transfers: Sequence[Transfer], first: int, start_ns: int, end_ns: int
-) -> Iterator[tuple[Transfer, tuple[int, int]]]:
-    for t in transfers[first:]:
-        if start_ns >= end_ns or t.start_ns >= end_ns:
-            return
-        if t.end_ns > start_ns:
-            until_ns = min(t.end_ns, end_ns)
-            yield t, (start_ns, until_ns)
-            start_ns = until_ns
+        for t in step.transfers[first:]:
+            if start_ns >= end_ns or t.start_ns >= end_ns:
+                break
+            if t.end_ns > start_ns:
+                until_ns = min(t.end_ns, end_ns)
+                yield _event(step, EXPOSED, t.lane, t, start_ns, until_ns)
+                start_ns = until_ns
 
 
 def _rounds(events: Sequence[TimelineEvent], step_s: float) -> Iterator[MicroBatchTimeline]:
@@ -315,9 +291,6 @@ def _rounds(events: Sequence[TimelineEvent], step_s: float) -> Iterator[MicroBat
     starts = [0.0, *(part[0].start_s for part in ordered[1:])]
     for part, start_s, end_s in zip(ordered, starts, [*starts[1:], step_s], strict=True):
         moved = (
-            TimelineEvent(
-                e.lane, e.work, e.unit, e.module, e.phase, 0, e.start_s - start_s, e.end_s - start_s
-            )
-            for e in part
+            replace(e, micro_batch=0, start_s=e.start_s - start_s, end_s=e.end_s - start_s) for e in part
         )
         yield MicroBatchTimeline(start_s, max(end_s - start_s, 0.0), tuple(moved))

@@ -1,12 +1,13 @@
 """Units that are slower than their peers, and ranks that the others wait for."""
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
+from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import AXES, MeshPlan
+from meshwright.tools.trace.events import family_of
 from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, intersect, spans_of, total, union
 
 MIN_PEERS = 3  # units of one shape; with fewer, a slow one cannot be identified
@@ -46,8 +47,7 @@ class Straggler:
     waited_ns: int
 
 
-@dataclass(frozen=True)
-class TraceClock:
+class TraceClock(NamedTuple):
     """The clock of a rank's trace: its base and its host."""
 
     base_ns: int
@@ -62,11 +62,6 @@ def find_slow_units(steps: Sequence[ProfiledStep]) -> list[SlowUnit]:
             times[family_of(unit), phase].setdefault(unit, []).append(ns)
     slow = [row for (_, phase), units in times.items() for row in _slow_of(steps[0].rank, phase, units)]
     return sorted(slow, key=lambda row: row.equals_ns - row.ns)
-
-
-def family_of(unit: str) -> str:
-    """Return the unit's name without numbers: units that differ only in numbers are peers."""
-    return re.sub(r"\d+", "*", unit)
 
 
 def _own_work(step: ProfiledStep) -> dict[tuple[str, str], int]:
@@ -141,56 +136,44 @@ def _group(rank: int, axis: str, mesh: MeshPlan | None) -> tuple[int, ...]:
     return tuple(place for name, place in places.items() if name not in meeting)
 
 
-def _numbered(steps: Iterable[ProfiledStep]) -> Iterable[tuple[Key, Transfer]]:
+def _numbered(steps: Iterable[ProfiledStep]) -> Iterator[tuple[Key, Transfer]]:
+    seen = Counter[tuple[int, str, str, str, str, int]]()
     for step in steps:
-        seen = defaultdict[tuple[str, str, str, str, int], int](int)
         for t in sorted(step.transfers, key=lambda t: t.issued_ns):
             if t.lane != "offload":
-                same = t.axis, t.lane, t.unit, t.phase, t.micro_batch
-                yield (step.number, *same, seen[same]), t
+                same = step.number, t.axis, t.lane, t.unit, t.phase, t.micro_batch
+                yield (*same, seen[same]), t
                 seen[same] += 1
 
 
 def _shifts(
     clocks: Mapping[int, TraceClock], sent: Mapping[int, Mapping[Key, Transfer]]
 ) -> tuple[dict[int, int], str]:
-    """Return the offsets that bring all ranks' times to one clock, and a description of it. If the
-    traces do not all name the same host, the ends of collectives are aligned, because they are nearly
-    simultaneous on all ranks."""
-    hosts = {clock.host for clock in clocks.values()}
+    """Return the offsets that bring all ranks' times to one clock, and a description of it. If the traces do
+    not all name the same host (torch 2.11 names none), the ends of collectives are aligned, because they are
+    nearly simultaneous on all ranks."""
     first = min(clocks)
-    if len(hosts) == 1 and hosts != {""}:
+    if clocks[first].host and len({clock.host for clock in clocks.values()}) == 1:
         shifts = {rank: clock.base_ns - clocks[first].base_ns for rank, clock in clocks.items()}
         return shifts, "one host's clock"
-    shifts = {}
-    for rank, transfers in sent.items():
-        differences = [
-            sent[first][key].end_ns - t.end_ns for key, t in transfers.items() if key in sent[first]
-        ]
-        shifts[rank] = round(median(differences)) if differences else 0
-    # torch 2.11 does not write the host's name into a trace
-    source = "clocks of several hosts" if "" not in hosts else "clocks of unnamed hosts"
-    return shifts, f"{source}, aligned on the ends of the collectives"
+    ends = {key: t.end_ns for key, t in sent[first].items()}
+    shifts = {
+        rank: round(median([ends[key] - t.end_ns for key, t in transfers.items() if key in ends] or [0]))
+        for rank, transfers in sent.items()
+    }
+    return shifts, "several clocks, aligned on the ends of the collectives"
 
 
 def _straggler(rank: int, by_step: Sequence[Sequence[Mapping[int, int]]]) -> Straggler | None:
     """Return the row of a rank; None if it meets no other rank. `by_step`: by step and collective, when
     each rank arrived."""
     shared = [[times for times in arrivals if rank in times] for arrivals in by_step]
-    count = sum(map(len, shared))
+    count, last, others_waited, waited = sum(map(len, shared)), 0, list[float](), list[int]()
+    for arrivals in shared:
+        where_last = [t for t in arrivals if t[rank] == max(t.values()) > min(t.values())]
+        last += len(where_last)
+        others_waited.append(sum((len(t) * t[rank] - sum(t.values())) / (len(t) - 1) for t in where_last))
+        waited.append(sum(max(t.values()) - t[rank] for t in arrivals))
     if not count:
         return None
-    last, others_waited, waited = 0, list[float](), list[int]()
-    for arrivals in shared:
-        last_arrivals = [
-            times for times in arrivals if times[rank] == max(times.values()) > min(times.values())
-        ]
-        last += len(last_arrivals)
-        others_waited.append(
-            sum(
-                mean(times[rank] - time for other, time in times.items() if other != rank)
-                for times in last_arrivals
-            )
-        )
-        waited.append(sum(max(times.values()) - times[rank] for times in arrivals))
     return Straggler(rank, count, last / count, round(median(others_waited)), round(median(waited)))
