@@ -19,13 +19,7 @@ from meshwright.tools.trace.prefetch import (
 )
 from meshwright.tools.trace.reader import find_difference, find_mesh, run_of
 from meshwright.tools.trace.steps import ProfiledStep
-from meshwright.tools.trace.stragglers import (
-    SlowUnit,
-    Straggler,
-    TraceClock,
-    find_slow_units,
-    find_stragglers,
-)
+from meshwright.tools.trace.stragglers import SlowUnit, Straggler, find_slow_units, find_stragglers
 from meshwright.train.errors import DataError
 
 
@@ -76,14 +70,14 @@ def analyze_profile(
     store = load_store(path, on_event)
     own, facts, device_type = find_steps(store), store.facts, store.device_type
     rank = store.rank if len(traces) == 1 else shown
-    steps, clocks, slow, left_out = {shown: own}, {shown: _clock(store)}, find_slow_units(own), list[str]()
+    steps, clocks, slow, left_out = {shown: own}, {shown: store.clock}, find_slow_units(own), list[str]()
     for other_rank in sorted(traces.keys() - {shown}):
         store = load_store(traces[other_rank])  # replaces the one before, to keep one large trace in memory
         if difference := find_difference(store.facts, other_rank, facts):
             left_out.append(f"{traces[other_rank].name} ({difference})")
             continue
         other_steps = find_steps(store)
-        clocks[other_rank] = _clock(store)
+        clocks[other_rank] = store.clock
         slow += find_slow_units(other_steps)
         # keep what ranks are compared by; the rest may be large
         steps[other_rank] = [replace(step, works=(), runs=(), needs=()) for step in other_steps]
@@ -122,7 +116,3 @@ def find_steps(store: TraceEvents) -> list[ProfiledStep]:
                 "profile again"
             )
     return steps
-
-
-def _clock(store: TraceEvents) -> TraceClock:
-    return TraceClock(int(store.header.get("baseTimeNanoseconds", 0)), str(store.header.get("host_name", "")))

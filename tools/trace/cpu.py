@@ -70,8 +70,8 @@ def _works(store: TraceEvents, places: Places) -> Iterator[ComputeSpan]:
     a collective is launched."""
     for thread in (places.threads | store.step_threads) & set(store.operators):
         launching = spans_of(launch for launch in store.launches if launch.thread == thread)
-        waits = union(np.concatenate([store.waits[thread].spans, launching]))
-        spans = store.operators[thread].spans
+        waits = union(np.concatenate([store.waits[thread].rows, launching]))
+        spans = store.operators[thread].rows
         spans = spans[np.lexsort((spans[:, 1], spans[:, 0]))]
         done_ns = np.maximum.accumulate(spans[:, 1])
         spans[1:, 0] = np.maximum(spans[1:, 0], done_ns[:-1])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.events import KERNEL, NcclKernelInfo, TraceEvents
+from meshwright.tools.trace.events import NcclKernelInfo, TraceEvents
 from meshwright.tools.trace.phases import Places, StepPhase, find_axis, find_lane, group_axes
 from meshwright.tools.trace.steps import (
     ComputeSpan,
@@ -64,12 +64,12 @@ def _kernels(store: TraceEvents, places: Places) -> list[_LaunchedKernel]:
     """Return the kernels in the order of their starts."""
     calls = {correlation: call for *call, correlation in store.calls.rows.tolist()}
     kernels = []
-    for i, (start_ns, end_ns, stream, correlation, kind) in enumerate(store.kernels.rows.tolist()):
+    for i, (start_ns, end_ns, stream, correlation, computes) in enumerate(store.kernels.rows.tolist()):
         issued_ns, launched_ns, thread = calls.get(correlation, (start_ns, start_ns, -1))
         place, sent = places.at(thread, issued_ns), store.sent.get(i)
         kernels.append(
             _LaunchedKernel(
-                start_ns, end_ns, stream, kind == KERNEL, sent, issued_ns, launched_ns, thread, place
+                start_ns, end_ns, stream, bool(computes), sent, issued_ns, launched_ns, thread, place
             )
         )
     return sorted(kernels, key=lambda kernel: kernel.start_ns)

@@ -113,7 +113,6 @@ MESH = "mesh_"  # DeviceMesh describes the process group of an axis as mesh_AXIS
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHING = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
 LAUNCHES = ("Launch", "Memcpy", "Memset")  # parts of the names of calls that put work on a stream
-KERNEL, COLLECTIVE, HOST_COPY = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +138,11 @@ class NcclKernelInfo:
 class Table:
     """Rows of integers that start with a start and an end; numpy reads them without a copy."""
 
-    def __init__(self, *names: str) -> None:
-        self._names = ("start_ns", "end_ns", *names)
-        self._numbers = array("q")
+    def __init__(self, columns: int = 2) -> None:
+        self._columns, self._numbers = columns, array("q")
 
     def __len__(self) -> int:
-        return len(self._numbers) // len(self._names)
+        return len(self._numbers) // self._columns
 
     def add(self, *row: int) -> None:
         """Append a row."""
@@ -152,18 +150,13 @@ class Table:
 
     def covers(self, start_ns: int, end_ns: int) -> bool:
         """Whether the last row contains the span: then it is the parent and already counted."""
-        last = self._numbers[-len(self._names) :]
+        last = self._numbers[-self._columns :]
         return bool(last) and last[0] <= start_ns and end_ns <= last[1]
 
     @property
     def rows(self) -> np.ndarray[Any, Any]:
-        """The rows as a structured array. No row can be added while it is in use."""
-        return np.frombuffer(self._numbers, [(name, np.int64) for name in self._names])
-
-    @property
-    def spans(self) -> np.ndarray[Any, Any]:
-        """Start and end of each row."""
-        return np.frombuffer(self._numbers, np.int64).reshape(-1, len(self._names))[:, :2]
+        """The rows, of shape [n, columns]. No row can be added while it is in use."""
+        return np.frombuffer(self._numbers, np.int64).reshape(-1, self._columns)
 
 
 @dataclass
@@ -175,10 +168,10 @@ class TraceEvents:
         operators, waits: by CPU thread, the operators that compute and those that wait
         step_threads: CPU threads with step annotations: they train, with or without labels
         carried: collectives executed by gloo
-        kernels: work on a GPU, with its `stream`, the `correlation` id of its launch, and `kind`: KERNEL,
-            COLLECTIVE or HOST_COPY
+        kernels: work on a GPU: start, end, stream, correlation id of its launch, and whether it computes,
+            which collectives and copies to or from the host do not
         sent: the NcclKernelInfo of each collective, by its index in `kernels`
-        calls: calls that launch GPU work, with `thread` and `correlation` id
+        calls: calls that launch GPU work: start, end, thread and correlation id
     """
 
     path: Path
@@ -190,9 +183,9 @@ class TraceEvents:
     step_threads: set[int] = field(default_factory=set)
     launches: list[Launch] = field(default_factory=list)
     carried: list[Launch] = field(default_factory=list)
-    kernels: Table = field(default_factory=lambda: Table("stream", "correlation", "kind"))
+    kernels: Table = field(default_factory=lambda: Table(5))
     sent: dict[int, NcclKernelInfo] = field(default_factory=dict)
-    calls: Table = field(default_factory=lambda: Table("thread", "correlation"))
+    calls: Table = field(default_factory=lambda: Table(4))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -204,6 +197,11 @@ class TraceEvents:
     def rank(self) -> int:
         """The rank of the trace, 0 if not recorded."""
         return int((self.facts or self.header.get("distributedInfo") or {}).get("rank", 0))
+
+    @property
+    def clock(self) -> tuple[int, str]:
+        """The base of the trace's times in ns, and the host whose clock it is; "" if not recorded."""
+        return int(self.header.get("baseTimeNanoseconds", 0)), str(self.header.get("host_name", ""))
 
     @property
     def device_type(self) -> str:
@@ -281,16 +279,16 @@ def _add_annotation(store: TraceEvents, event: dict[str, Any], name: str) -> Non
 
 
 def _add_kernel(store: TraceEvents, event: dict[str, Any], name: str) -> None:
-    args, kind = event.get("args") or {}, KERNEL
-    if name.startswith("nccl"):
-        kind = COLLECTIVE
+    args, is_collective = event.get("args") or {}, name.startswith("nccl")
+    if is_collective:
         collective = collective_of(name, args) or "all_reduce"
         info = NcclKernelInfo(collective, str(args.get("Process Group Name", "")), bytes_sent(args))
         store.sent[len(store.kernels)] = info
-    elif event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
-        kind = HOST_COPY
+    is_host_copy = event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name)
     stream = int(args.get("stream", event.get("tid", 0)))
-    store.kernels.add(*span_of(event), stream, int(args.get("correlation", 0)), kind)
+    store.kernels.add(
+        *span_of(event), stream, int(args.get("correlation", 0)), not (is_collective or is_host_copy)
+    )
 
 
 def collective_of(kernel: str, args: dict[str, Any]) -> str | None:

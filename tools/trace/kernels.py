@@ -5,8 +5,8 @@ each without the operators that it called. For a compiled graph that leaves its 
 and attention have their own rows. Events are read in the order in which the profiler writes them: by thread,
 by start, callers before callees.
 
-torch's `key_averages` cannot replace this table: it has no dtypes, no bytes and no operations of attention, and
-costs the profiled run 0.1 ms per event.
+torch's `key_averages` cannot replace this table: it has no dtypes, no bytes and no operations of attention,
+and costs the profiled run 0.1 ms per event.
 """
 
 import math

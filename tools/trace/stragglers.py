@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import AXES, MeshPlan
 from meshwright.tools.trace.events import family_of
@@ -47,13 +46,6 @@ class Straggler:
     waited_ns: int
 
 
-class TraceClock(NamedTuple):
-    """The clock of a rank's trace: its base and its host."""
-
-    base_ns: int
-    host: str
-
-
 def find_slow_units(steps: Sequence[ProfiledStep]) -> list[SlowUnit]:
     """Return the slow units of one rank's steps, the largest excess over the peers first."""
     times = defaultdict[tuple[str, str], dict[str, list[int]]](dict)
@@ -93,13 +85,14 @@ def _slow_of(rank: int, phase: str, units: Mapping[str, Sequence[int]]) -> list[
 
 def find_stragglers(
     ranks: Mapping[int, Sequence[ProfiledStep]],
-    clocks: Mapping[int, TraceClock],
+    clocks: Mapping[int, tuple[int, str]],
     on_device: bool,
     mesh: MeshPlan | None,
 ) -> tuple[list[Straggler], str]:
     """Return a row per rank, the one most waited for first, and a description of the clock.
 
     Args:
+        clocks: base in ns and host of each rank's clock
         on_device: a rank arrives at a collective when its kernel starts; otherwise when it launches the
             collective
         mesh: determines the ranks of each collective; None: all ranks are in all of them
@@ -147,14 +140,15 @@ def _numbered(steps: Iterable[ProfiledStep]) -> Iterator[tuple[Key, Transfer]]:
 
 
 def _shifts(
-    clocks: Mapping[int, TraceClock], sent: Mapping[int, Mapping[Key, Transfer]]
+    clocks: Mapping[int, tuple[int, str]], sent: Mapping[int, Mapping[Key, Transfer]]
 ) -> tuple[dict[int, int], str]:
     """Return the offsets that bring all ranks' times to one clock, and a description of it. If the traces do
     not all name the same host (torch 2.11 names none), the ends of collectives are aligned, because they are
     nearly simultaneous on all ranks."""
     first = min(clocks)
-    if clocks[first].host and len({clock.host for clock in clocks.values()}) == 1:
-        shifts = {rank: clock.base_ns - clocks[first].base_ns for rank, clock in clocks.items()}
+    first_ns, first_host = clocks[first]
+    if first_host and all(host == first_host for _, host in clocks.values()):
+        shifts = {rank: base_ns - first_ns for rank, (base_ns, _) in clocks.items()}
         return shifts, "one host's clock"
     ends = {key: t.end_ns for key, t in sent[first].items()}
     shifts = {

@@ -30,7 +30,7 @@ from meshwright.tools.trace.steps import (
     total,
     union,
 )
-from meshwright.tools.trace.stragglers import TraceClock, find_slow_units, find_stragglers
+from meshwright.tools.trace.stragglers import find_slow_units, find_stragglers
 
 ORIGIN_US = 4478494128299.831  # from a real trace
 MAIN, BACKWARD, GLOO, GPU_MAIN, GPU_NCCL = 11, 12, 21, 7, 20
@@ -324,11 +324,11 @@ def test_the_rank_that_comes_last_is_charged_with_the_others_waits() -> None:
         0: [a_step((), [sent(10, 50), sent(60, 90, "layers.1")])],
         1: [a_step((), [sent(100, 120, "layers.0"), sent(135, 160, "layers.1")], 1)],
     }
-    clocks = {0: TraceClock(1000, "a"), 1: TraceClock(930, "a")}
+    clocks = {0: (1000, "a"), 1: (930, "a")}
     rows, clock = find_stragglers(ranks, clocks, on_device=False, mesh=None)
     assert shares_of(rows) == [(1, 1.0, 25, 0), (0, 0.0, 0, 25)]
     assert clock == "one host's clock"
-    apart = {0: TraceClock(0, "a"), 1: TraceClock(5, "b")}
+    apart = {0: (0, "a"), 1: (5, "b")}
     aligned, clock = find_stragglers(ranks, apart, on_device=False, mesh=None)
     assert [(row.rank, row.others_waited_ns) for row in aligned] == [(1, 25), (0, 0)]
     assert "aligned on the ends" in clock
@@ -344,7 +344,7 @@ def test_ranks_are_compared_with_those_they_meet_and_one_odd_step_counts_for_not
         ]
         for rank in range(4)
     }
-    clocks = dict.fromkeys(ranks, TraceClock(0, "a"))
+    clocks = dict.fromkeys(ranks, (0, "a"))
     rows, _ = find_stragglers(ranks, clocks, on_device=False, mesh=MeshPlan(1, 2, 2))
     assert shares_of(rows) == [(1, 1.0, 30, 0), (0, 0.0, 0, 0), (2, 0.0, 0, 0), (3, 0.0, 0, 30)]
 
