@@ -122,32 +122,25 @@ def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path)
     ]
 
 
-def test_runs_are_rows_that_compare_and_a_chart_that_they_share_is_shown_once(tmp_path: Path) -> None:
-    for name, lr in (("a", 0.5), ("b", 0.25)):
-        board_of(tmp_path / name, with_lr(lr), range(3), loss=lr)
+def test_runs_are_rows_that_compare_and_a_resumed_run_is_one(tmp_path: Path) -> None:
+    """With all its steps, and a chart that runs share is shown once."""
+    for name, lr, steps in (("a", 0.5, range(3)), ("b", 0.25, range(3)), ("a", 0.5, range(2, 4))):
+        board_of(tmp_path / name, with_lr(lr), steps, loss=lr)
     page = Page(tmp_path)
     columns, rows = page.hparams()
-    assert {name: dict(row.hparams)["optim.lr"].number_value for name, row in rows.items()} == {
-        "a/tb": 0.5,
-        "b/tb": 0.25,
+    assert {
+        name: (row.hparams["optim.lr"].number_value, len(row.sessions)) for name, row in rows.items()
+    } == {
+        "a/tb": (0.5, 1),
+        "b/tb": (0.25, 1),
     }
     assert rows["a/tb"].hparams["parallel.plan"].string_value == "manual"
     assert rows["a/tb"].hparams["data.packing"].bool_value
-    assert {name: row.metric_values[0].value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}, (
-        "the loss, eval"
-    )
+    assert {name: row.metric_values[0].value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}
     assert [metric.name.tag for metric in columns.metric_infos] == list(COMPARED)
     assert columns.hparam_infos[0].name == "optim.lr", "the requested key comes first"
     assert len(page.layout()["category"][0]["chart"]) == len(CHARTS["Overview"])
-
-
-def test_a_resumed_run_is_one_row_with_all_its_steps(tmp_path: Path) -> None:
-    for steps in (range(3), range(2, 4), range(4, 6)):
-        board_of(tmp_path / "run", with_lr(0.5), steps)
-    _, rows = Page(tmp_path).hparams()
-    (row,) = rows.values()
-    assert len(row.sessions) == 1
-    assert [event.step for event in Page(tmp_path).runs.Tensors("run/tb", "loss/eval")] == list(range(6))
+    assert [event.step for event in page.runs.Tensors("a/tb", "loss/eval")] == list(range(4))
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ import csv
 import gzip
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 import tokenizers
 
 from meshwright.train.data.prepare import readers, worker
-from meshwright.train.data.prepare import worker as worker_module
 from meshwright.train.data.prepare.partition import cut_source, unit_hash
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.readers import read_part
@@ -23,7 +20,6 @@ from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.errors import DataError
 from tests.support.forks import environment, fork
-from tests.support.launch import ROOT
 from tests.support.texts import (
     documents_of,
     files_of,
@@ -114,12 +110,12 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
     filler = " the quick\n\nbrown fox \n\n\n 12345 \nthe"
     text = "".join(text + filler for text in odd_texts(4000, seed=30, mean_bits=6)).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "PART_BYTES", 5000)
-        parts = list(worker_module.cut_text(encode, text))
+        patch.setattr(worker, "PART_BYTES", 5000)
+        parts = list(worker.cut_text(encode, text))
         assert b"".join(parts) == text
         assert (len(parts) > 20) == cut
         reported: list[tuple[int, int]] = []
-        arrays = worker_module.encode_in_parts(
+        arrays = worker.encode_in_parts(
             encode, text, np.dtype(np.uint16), lambda *counts: reported.append(counts)
         )
         assert np.array_equal(np.concatenate(arrays), encode([text])[0])
@@ -193,18 +189,16 @@ def test_every_type_of_text_column_is_read_and_null_is_no_text(
 ) -> None:
     """Next to a file with a column of nulls, which has no type of its own."""
     column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(kind)
+    forms = ("arrow",) if str(kind).endswith("_view") else ("arrow", "parquet")  # which has no views
     for name, values in (("a", column), ("b", pyarrow.nulls(3))):
-        with pyarrow.ipc.new_file(
-            tmp_path / f"{name}.arrow", pyarrow.schema([("text", values.type)])
-        ) as file:
-            file.write_table(pyarrow.table({"text": values}))
-    if not str(kind).endswith("_view"):  # which parquet does not have
-        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
-        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(3)}), tmp_path / "d.parquet")
-    files = 1 if str(kind).endswith("_view") else 2
+        table = pyarrow.table({"text": values})
+        with pyarrow.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
+            file.write_table(table)
+        if "parquet" in forms:
+            pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
     manifest = prepare_bytes(tmp_path, tmp_path / "out", held_out=0.0)
-    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"] * files
-    assert manifest.settings["empty_documents"] == 5 * files
+    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"] * len(forms)
+    assert manifest.settings["empty_documents"] == 5 * len(forms)
 
 
 @pytest.mark.slow
@@ -381,13 +375,11 @@ def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_pat
 def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str], tmp_path: Path) -> None:
     """The only record is cut in two, or one record is moved to the other split; two workers do the same."""
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    for share in (0.0001, 0.9999):
+    for share, workers in ((0.0001, (1, 2) if len(texts) == 1 else (1,)), (0.9999, (1,))):
         every = []
-        for workers in (1, 2) if texts in (["one two three"], ["a"] * 30) else (1,):
-            folder = tmp_path / f"{workers}-{share}"
-            found = texts_of(
-                folder, prepare_bytes(source, folder, held_out=share, shard_bytes=50, workers=workers)
-            )
+        for count in workers:
+            folder, settings = tmp_path / f"{count}-{share}", {"held_out": share, "workers": count}
+            found = texts_of(folder, prepare_bytes(source, folder, shard_bytes=50, **settings))
             assert found["held_out"]
             assert found["train"] or (share > 0.5 and len(list(filter(None, texts))) == 1)
             assert sorted("".join(found["train"] + found["held_out"])) == sorted("".join(texts))
@@ -416,66 +408,26 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_progress_goes_from_nothing_to_all_of_the_source(workers: int, tmp_path: Path) -> None:
-    source, seen = write_jsonl(tmp_path / "a.jsonl", odd_texts(800, seed=4, mean_bits=100)), []
+    source, seen = write_jsonl(tmp_path / "a.jsonl", odd_texts(800, seed=4, mean_bits=100)), list[Progress]()
     settings = PrepareSettings(shard_bytes=10**5, workers=workers)
     manifest = prepare(str(source), "bytes", "auto", "auto", tmp_path / "out", settings, seen.append)
-    size = source.stat().st_size
-    assert all(isinstance(progress, Progress) and progress.total_bytes == size for progress in seen)
-    done = [progress.done_bytes for progress in seen]
+    assert_from_nothing_to_all(seen, source)
+    assert seen[-1].tokens == sum(shard.tokens for split in SPLITS for shard in manifest.splits[split])
+
+
+def assert_from_nothing_to_all(seen: list[Progress], source: Path) -> None:
+    done, size = [progress.done_bytes for progress in seen], source.stat().st_size
     assert (done[0], done[-1]) == (0, size)
     assert done == sorted(done)
-    assert seen[-1].tokens == sum(shard.tokens for split in SPLITS for shard in manifest.splits[split])
+    assert {progress.total_bytes for progress in seen} == {size}
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
 def test_progress_goes_on_within_a_long_text(name: str, tmp_path: Path) -> None:
-    text, seen = "the quick brown fox\n" * 350_000, []
-    source = tmp_path / name
-    if name == "a.txt":
-        source.write_text(text)
-    else:
-        write_jsonl(source, [text])
-    manifest = prepare(
-        str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append
-    )
-    done = [progress.done_bytes for progress in seen]
-    assert done == sorted(done)
-    assert (done[0], done[-1]) == (0, source.stat().st_size)
+    text, source, seen = "the quick brown fox\n" * 350_000, tmp_path / name, list[Progress]()
+    source.write_text(text) if name == "a.txt" else write_jsonl(source, [text])
+    prepare(str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append)
+    assert_from_nothing_to_all(seen, source)
     assert len({progress.tokens for progress in seen}) >= 6, "each MiB of 7 MB"
-    assert seen[-1].tokens == manifest.splits["train"][0].tokens == 7_000_001
-    assert [progress.documents for progress in seen if progress.tokens < 7_000_001] == [0] * (len(done) - 2)
-
-
-PROGRAM = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from meshwright.train.data.prepare.prepare import *
-from tests.support.texts import spawned_workers
-
-def look(_):
-    for pid in spawned_workers(os.getpid()):
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        print("worker", "numpy" in maps, "libtorch" in maps, flush=True)
-
-print("program", __name__, flush=True)
-settings = PrepareSettings(0.0, "text", 5000, workers=2)
-prepare("a.jsonl", "bytes", "auto", "auto", Path("out"), settings, look)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-def test_workers_import_neither_the_program_nor_torch_and_have_its_path(tmp_path: Path) -> None:
-    """The program has no guard: a worker that imported it would start it again."""
-    write_jsonl(tmp_path / "a.jsonl", odd_texts(200, seed=5))
-    (tmp_path / "numpy.py").write_text("raise ImportError('from the folder one stands in')")
-    program = tmp_path / "elsewhere" / "program.py"
-    program.parent.mkdir()
-    program.write_text(PROGRAM)
-    command = [sys.executable, str(program), str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines.count("program __main__") == 1
-    assert set(lines) - {"worker False False"} == {"program __main__", "worker True False"}
+    assert seen[-1].tokens == 7_000_001
+    assert {progress.documents for progress in seen if progress.tokens < 7_000_001} == {0}

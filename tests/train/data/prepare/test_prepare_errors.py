@@ -55,17 +55,15 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("bad", "pattern"), BAD_LINES)
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "list", "pieces"])
+@pytest.mark.parametrize("form", ["jsonl", "list", "pieces"])
 def test_a_bad_line_is_named_by_its_number(bad: bytes, pattern: str, form: str, tmp_path: Path) -> None:
-    path = tmp_path / ("a.jsonl.gz" if form == "jsonl.gz" else "a.jsonl")
-    content = lines_with(bad)
-    path.write_bytes(gzip.compress(content) if form == "jsonl.gz" else content)
+    path, content = tmp_path / "a.jsonl", lines_with(bad)
+    path.write_bytes(content)
     if form == "list":
         path, pattern = path.with_suffix(".json"), pattern.replace("line", "item")
         path.write_bytes(b" [ " + b", ".join(content.splitlines()) + b" ]\n")
         if not bad.endswith((b"}", b"]")):
             pattern = r"a\.json cannot be read; .*(item 300: not JSON|item .* byte 40,\d+ does not end)"
-    pattern = pattern.replace(r"a\.jsonl", path.name)
     if form == "pieces":  # lines before the piece are not read, but counted for the message
         piece = next(p for p in cut_source(str(path), 0.1, 5000)[1] if p.parts[0].last > content.index(bad))
         assert piece.parts[0].first > 0
