@@ -3,7 +3,6 @@ are found."""
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -97,34 +96,6 @@ def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
     assert found == [[2, 3], [2, 5, 7, 4, 6, 3, 5, 7, 4, 6], [5, 7]]
     with pytest.raises(DataError, match=r"id of BOS or EOS \(4\).*data\.bos and data\.eos"):
         load_tokenizer(str(tmp_path), eos="s").encode([b"ass"])
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] .*token"),
-        ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} .*token"),
-        ('{"eos_token": 7}', r"eos_token=7 .*token"),
-        ('{"add_bos_token": "no"}', r"add_bos_token=no .*true or false"),
-        ('"text"', r"not a mapping"),
-        ("[" * 10**5, r"nested too deeply"),
-    ],
-)
-def test_what_is_said_beside_must_have_its_types(
-    config: str, message: str, bpe: Path, tmp_path: Path
-) -> None:
-    shutil.copy(bpe, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(DataError, match=rf"tokenizer_config\.json cannot be read \(.*{message}"):
-        load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "\0", ""])
-def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
-    with pytest.raises(
-        DataError, match=r"^data\.tokenizer(=.{1,110} is no usable path \(.+\): name another| is empty.*)$"
-    ):
-        load_tokenizer(name)
 
 
 def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tmp_path: Path) -> None:

@@ -5,41 +5,24 @@ import errno
 import json
 import os
 import random
-import resource
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import meshwright.train.main
-from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.metrics import log_file, writer
 from meshwright.train.metrics.collector import Metrics
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
-from tests.support.forks import fork
-from tests.support.launch import EAGER, LIMIT_S, TINY, Launch, read_metrics, write_text
+from tests.support.launch import LIMIT_S
+from tests.support.limited import full_at
 from tests.support.metrics import board_steps, log_losses, open_metrics, read_board, steps_in
 
 FLUSH_LIMIT_S = 30.0
 ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
-
-
-@contextmanager
-def full_at(size_bytes: int) -> Iterator[None]:
-    """Limit the file size of this process: a write beyond it is cut short, as on a full disk, and the next
-    one fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def open_log(path: Path, head: bytes = b"") -> tuple[LogFile, list[str]]:
@@ -224,32 +207,6 @@ def test_of_the_rows_for_a_disk_that_hangs_a_limit_is_kept_and_the_missing_are_c
     repaired.set()
     join_writers()
     assert steps_in(tmp_path) == list(range(19)), "with the first write, which creates the file, 20 writes"
-
-
-def train_with_a_hanging_log(arguments: list[str], checkpoints: Path) -> None:
-    """Run train.main; no log file can be written before there is a checkpoint."""
-
-    def wait() -> None:
-        while not list_checkpoints(checkpoints):
-            time.sleep(0.01)
-
-    hang_until(wait)
-    writer.HANGS_S = 0.1
-    meshwright.train.main.main(arguments)
-
-
-def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_in_the_end(tmp_path: Path) -> None:
-    folder, output = tmp_path / "run", tmp_path / "out"
-    keys = ["--train.steps=20", "--checkpoint.every=4", f"--run.dir={folder}"]
-    arguments = [*TINY, *EAGER, *write_text(tmp_path), *keys]
-    process = fork(train_with_a_hanging_log, arguments, folder / "checkpoints", output=output)
-    training = Launch([process], output)
-    try:
-        assert training.wait(LIMIT_S) == 0, training.output()
-    finally:
-        process.kill()
-    assert_hang(training.output(), folder)
-    assert sorted(read_metrics(folder)) == list(range(1, 21))
 
 
 def test_an_image_that_cannot_be_drawn_is_a_warning_and_ends_nothing(tmp_path: Path) -> None:

@@ -183,23 +183,19 @@ def test_the_row_says_what_the_plan_is_where_the_config_leaves_it_open(config: C
 
 WRITE = """
 from pathlib import Path
-from meshwright.train.metrics.log_file import WriteErrors
-from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
-shown = RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5})
-board = TensorBoardWriter(Path("tb"), WriteErrors(print), shown, 0)
-board.add(0, {"loss": 1.0}, {"note": "so"})
-board.add_image(0, "picture", bytes(30))
-board.close()
+from meshwright.train.metrics.tensorboard import RunSummary
+from meshwright.train.metrics.writer import MetricsWriter
+writer = MetricsWriter(Path(), True, RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5}), print)
+writer.write({"step": 0, "loss": 1.0}, {"note": "so"})
+writer.close()
 """
 
 
 def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> None:
     """Importing it takes seconds and GPU memory."""
     (tmp_path / "tensorflow.py").write_text("print('TensorFlow is imported')")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    env = environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     command = [sys.executable, "-c", WRITE]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(PYTHONPATH=path), capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert len(list((tmp_path / "tb").iterdir())) == 1

@@ -142,7 +142,7 @@ def write_as(form: str, folder: Path, texts: list[str]) -> Path:
                 stream.write(path.read_bytes())
             path.with_name(path.name + ".new").rename(path)
     elif form == "parquet":
-        pyarrow.parquet.write_table(table, path, row_group_size=37)
+        pyarrow.parquet.write_table(table, path, row_group_size=37, write_page_checksum=True)
     elif form == "stream.arrow":
         with pyarrow.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=37)
@@ -245,25 +245,6 @@ def save_datasets(folder: Path) -> None:
     )
     (folder / "loose").mkdir()
     write_jsonl(folder / "loose" / "train.jsonl", TEXTS, "body")
-
-
-def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    source, tokenizer = tmp_path / "source", train_bpe(tmp_path / "bpe")
-    source.mkdir()
-    write_as("parquet", source, odd_texts(500, seed=5))
-    for i in range(20):
-        (source / f"{i}.txt").write_text(f"text {i}\n" * 20)
-    found = []
-    for workers in (1, 3):
-        folder = tmp_path / f"out{workers}"
-        prepare(
-            str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(0.1, "text", 5000, workers)
-        )
-        found.append(files_of(folder))
-    assert found[0] == found[1]
-    assert len(found[0]) > 20
-    assert found[0]["tokenizer.json"] == tokenizer.read_bytes()
-    assert not list(tmp_path.glob(".*")), "nothing partial is left behind"
 
 
 def write_bad_records(folder: Path) -> list[str]:

@@ -4,7 +4,6 @@ the same."""
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.worker import OnBatch
-from meshwright.train.data.token_store import TokenStoreManifest
 from meshwright.train.errors import DataError
 from tests.support.forks import Fork, fork
 from tests.support.texts import (
@@ -202,22 +200,6 @@ def test_what_was_begun_with_other_settings_is_not_used(change: str, tokenizer: 
     attempt(out, **second)
     attempt(tmp_path / "afresh", **second)
     assert files_of(out) == files_of(tmp_path / "afresh")
-
-
-def test_four_at_once_all_get_the_same_folder(tmp_path: Path) -> None:
-    source, found = write_jsonl(tmp_path / "a.jsonl", odd_texts(2000, seed=9)), []
-
-    def run() -> None:
-        found.append(prepare_bytes(source, tmp_path / "cache" / "out", shard_bytes=10_000))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(isinstance(manifest, TokenStoreManifest) and manifest == found[0] for manifest in found)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["out"]
 
 
 def test_prepared_data_below_the_source_is_no_text(tmp_path: Path) -> None:
