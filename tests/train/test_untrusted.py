@@ -38,13 +38,12 @@ from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import CONFIG_FOLDER, known_keys, load_config
 from meshwright.train.data.corpus import find_tokenizer, load_corpus
-from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape, read_batch
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.errors import CheckpointError, ConfigError, DataError
 from tests.support.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
-from tests.support.texts import odd_texts, train_bpe, write_jsonl
+from tests.support.texts import odd_texts, prepare_texts, train_bpe, write_jsonl
 
 MEMORY_BYTES = 2 * 2**30  # that reading may allocate in addition to the process's memory
 
@@ -55,7 +54,7 @@ MEMORY_BYTES = 2 * 2**30  # that reading may allocate in addition to the process
 def prepared(folder: Path, tokenizer: str = "bytes") -> DataConfig:
     """60 texts, prepared in the folder "data"."""
     source = write_jsonl(folder / "texts.jsonl", odd_texts(60, seed=1))
-    prepare(str(source), tokenizer, "auto", "auto", folder / "data", PrepareSettings(held_out=0.2))
+    prepare_texts(source, folder / "data", tokenizer, held_out=0.2)
     return DataConfig(source=str(folder / "data"), cache_dir=str(folder / "cache"), verify="size")
 
 

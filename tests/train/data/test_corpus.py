@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from meshwright.train.config import DataConfig
 from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus, load_on_all_ranks
-from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.token_store import MANIFEST, TokenStream
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
-from tests.support.texts import train_bpe, write_jsonl
+from tests.support.texts import prepare_texts, train_bpe, write_jsonl
 from tests.support.worlds import run_ranks
 
 
@@ -45,10 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "many").mkdir()
     for i in range(60):
         (folder / "many" / f"{i:02d}.txt").write_text(f"document {i} é\n" * (i + 1))
-    bpe = train_bpe(folder / "bpe")
-    prepare(
-        str(folder / "many"), str(bpe), "auto", "auto", folder / "prepared", PrepareSettings(held_out=0.25)
-    )
+    prepare_texts(folder / "many", folder / "prepared", train_bpe(folder / "bpe"), held_out=0.25)
     return folder
 
 
@@ -257,7 +253,7 @@ def another_store(prepared: Path) -> str:
     """Another prepared folder with the same tokenizer."""
     folder = prepared.parent
     source = write_jsonl(folder / "raw.jsonl", [f"raw {i}" for i in range(50)])
-    prepare(str(source), str(folder / "bpe"), "auto", "auto", folder / "raw", PrepareSettings())
+    prepare_texts(source, folder / "raw", folder / "bpe")
     return str(folder / "raw")
 
 

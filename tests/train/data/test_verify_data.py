@@ -55,7 +55,9 @@ def test_all_ranks_read_every_file_once_and_later_starts_none(tmp_path: Path) ->
     assert "18 files" in first[0]["lines"][0]
     assert [rank["hashed"] for rank in second] == [[]] * RANKS
     for ranks in (first, second):
-        assert [rank["listed"] for rank in ranks] == [1, 0] * 2, "by one rank of each node"
+        assert [rank["listed"] > 0 for rank in ranks] == [True, False] * 2, (
+            "one rank of each node asks the disk"
+        )
         assert [rank["error"] for rank in ranks] == [""] * RANKS
     (error,) = {rank["error"] for rank in changed}
     assert "has changed since it was prepared" in error
