@@ -115,7 +115,9 @@ def bare_names(root: Path) -> Iterator[str]:
     """Yield files that import or start modules of the project without the package's name."""
     for path in (*sources(root), *sorted((root / "tests").rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
-        if BARE_IMPORT.search(text) or ("tests" not in path.parts and BARE_COMMAND.search(text)):
+        if BARE_IMPORT.search(text) or (
+            path.relative_to(root).parts[0] != "tests" and BARE_COMMAND.search(text)
+        ):
             yield str(path.relative_to(root))
 
 

@@ -99,7 +99,7 @@ def write_jsonl(
 
 
 def prepare_texts(
-    source: Path, folder: Path, tokenizer: object = "bytes", **settings: object
+    source: Path | str, folder: Path, tokenizer: object = "bytes", **settings: object
 ) -> TokenStoreManifest:
     """Prepare with the byte tokenizer or another."""
     return prepare(str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(**settings))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The message of a hang, made from the reports of all ranks, and the position of a thread."""
 
 import math
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshwright.train.fault_tolerance.stack_traces import TORCH, find_where
 
 # The message
 
+DRAW = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"])
 STEP_70, NEXT_61 = "train/step.py:70 train_step", "train/data/loader.py:61 next"
 FIRED = TimedOut(0, 4, "step", 120, 600.4, "step_s", 600.0)
 WAITS = RankReport(0, "step", 120, 600.0, place=STEP_70, waits_in="all_reduce", path=("a", "b"))
@@ -52,7 +54,7 @@ def diagnosed(*reports: RankReport) -> tuple[str, list[str]]:
     """The headline and the other lines of the message, which is the same in any order of the reports."""
     of_ranks = [replace(report, rank=rank) for rank, report in enumerate(reports)]
     message = diagnose(of_ranks, FIRED)
-    assert diagnose(random.sample(of_ranks, len(of_ranks)), FIRED) == message
+    assert diagnose(DRAW.sample(of_ranks, len(of_ranks)), FIRED) == message
     assert message.startswith("STUCK: ")
     headline, *lines = message.splitlines()
     return headline, lines
@@ -61,8 +63,8 @@ def diagnosed(*reports: RankReport) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("odd", ODD_RANK)
 def test_one_odd_rank_is_named_among_any_number(odd: str) -> None:
     usual, report, said = ODD_RANK[odd]
-    for world_size in (3, 8, random.randrange(3, 1000)):
-        rank = random.randrange(world_size)
+    for world_size in (3, 8, DRAW.randrange(3, 1000)):
+        rank = DRAW.randrange(world_size)
         headline, lines = diagnosed(*(report if other == rank else usual for other in range(world_size)))
         assert f"rank {rank} {said}".strip() in headline
         assert lines[0].startswith(f"  rank {rank}: ")

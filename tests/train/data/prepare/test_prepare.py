@@ -71,24 +71,20 @@ def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_pat
 BYTE_LEVEL = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 # similar to Llama 3's
 DIGITS = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|[^\s]+"), "isolated")
+OF_DIGITS = [DIGITS, tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
+PREPEND = tokenizers.normalizers.Prepend("_")
 
 
 @pytest.mark.parametrize(
     ("cut", "pre_tokenizer", "normalizer"),
     [
         (True, BYTE_LEVEL, None),
-        (
-            True,
-            tokenizers.pre_tokenizers.Sequence(
-                [DIGITS, tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
-            ),
-            None,
-        ),
-        (False, None, tokenizers.normalizers.Prepend("_")),
+        (True, tokenizers.pre_tokenizers.Sequence(OF_DIGITS), None),
+        (False, None, PREPEND),
     ],
 )
 def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
-    cut: bool, pre_tokenizer: object, normalizer: object, tmp_path: Path
+    cut: bool, pre_tokenizer: object, normalizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(train_bpe(tmp_path)))
     tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizer, normalizer
@@ -96,17 +92,13 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
     encode = load_tokenizer(str(tmp_path)).encode
     filler = " the quick\n\nbrown fox \n\n\n 12345 \nthe"
     text = "".join(text + filler for text in odd_texts(4000, seed=30, mean_bits=6)).encode()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "PART_BYTES", 5000)
-        parts = list(worker.cut_text(encode, text))
-        assert b"".join(parts) == text
-        assert (len(parts) > 20) == cut
-        reported: list[tuple[int, int]] = []
-        arrays = worker.encode_in_parts(
-            encode, text, np.dtype(np.uint16), lambda *counts: reported.append(counts)
-        )
-        assert np.array_equal(np.concatenate(arrays), encode([text])[0])
-        assert reported == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
+    monkeypatch.setattr(worker, "PART_BYTES", 5000)
+    parts, reported = list(worker.cut_text(encode, text)), list[tuple[int, ...]]()
+    assert b"".join(parts) == text
+    assert (len(parts) > 20) == cut
+    arrays = worker.encode_in_parts(encode, text, np.dtype(np.uint16), lambda *n: reported.append(n))
+    assert np.array_equal(np.concatenate(arrays), encode([text])[0])
+    assert reported == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
 
 
 def write_as(form: str, folder: Path, texts: list[str]) -> Path:
@@ -125,16 +117,12 @@ def write_as(form: str, folder: Path, texts: list[str]) -> Path:
     elif "json" in form:
         write_jsonl(path, texts)
         if form.endswith("zst"):
-            with pyarrow.CompressedOutputStream(str(path) + ".new", "zstd") as stream:
-                stream.write(path.read_bytes())
-            path.with_name(path.name + ".new").rename(path)
+            path.write_bytes(pyarrow.compress(path.read_bytes(), "zstd", asbytes=True))
     elif form == "parquet":
         pyarrow.parquet.write_table(table, path, row_group_size=37, write_page_checksum=True)
-    elif form == "stream.arrow":
-        with pyarrow.ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=37)
-    elif form == "arrow":
-        with pyarrow.ipc.new_file(path, table.schema) as writer:
+    else:
+        new = pyarrow.ipc.new_stream if form == "stream.arrow" else pyarrow.ipc.new_file
+        with new(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=37)
     return path
 
@@ -214,10 +202,9 @@ def prepare_datasets(names: list[str], folder: Path) -> None:
     if not (folder / "plain").exists():
         save_datasets(folder)
     for name in names:
-        settings = (
-            PrepareSettings(0.1, "body", 4000, workers=2) if name == "plain" else PrepareSettings(0.1, "body")
-        )
-        prepare(f"hf:{folder / name}", "bytes", "auto", "auto", folder / f"out-{name[:5]}", settings)
+        settings = {"shard_bytes": 4000, "workers": 2} if name == "plain" else {}
+        settings |= {"held_out": 0.1, "text_field": "body"}
+        prepare_texts(f"hf:{folder / name}", folder / f"out-{name[:5]}", **settings)
 
 
 def save_datasets(folder: Path) -> None:
