@@ -3,6 +3,7 @@ are found."""
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,23 @@ def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
     assert found == [[2, 3], [2, 5, 7, 4, 6, 3, 5, 7, 4, 6], [5, 7]]
     with pytest.raises(DataError, match=r"id of BOS or EOS \(4\).*data\.bos and data\.eos"):
         load_tokenizer(str(tmp_path), eos="s").encode([b"ass"])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] .*token"),
+        ('{"eos_token": {"content": 7}}', r"eos_token=\{'content': 7\} .*token"),
+        ('{"add_bos_token": "no"}', r"add_bos_token=no .*true or false"),
+    ],
+)
+def test_what_is_said_beside_must_have_its_types(
+    config: str, message: str, bpe: Path, tmp_path: Path
+) -> None:
+    shutil.copy(bpe, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(DataError, match=rf"tokenizer_config\.json cannot be read \(.*{message}"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tmp_path: Path) -> None:
