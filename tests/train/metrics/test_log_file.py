@@ -234,10 +234,9 @@ def test_an_image_that_takes_long_to_draw_is_not_a_disk_that_hangs(
         monkeypatch.undo()
         return bytes(24)  # as much of a PNG as is read
 
-    shown = RunSummary(images={"predicted_step": draw})
-    rows = MetricsWriter(tmp_path, tensorboard=True, shown=shown, warn=warnings.append)
-    rows.write({"step": 1, "loss": 1.0}, {})
+    metrics = open_metrics(tmp_path, warnings.append, shown=RunSummary(images={"predicted_step": draw}))
+    log_losses(metrics, {1: 1.0})
     assert begun.wait(LIMIT_S)
     threading.Timer(0.1, goes_on.set).start()
-    rows.close()
+    metrics.close()
     assert not warnings
