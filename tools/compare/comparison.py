@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.parallel.plan.diff import describe_difference, diff_plans
-from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, figures_of, series
-from meshwright.tools.sweep.preflight import describe_changes
+from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, describe_changes, figures_of, series
 from meshwright.train.errors import ConfigError
 
 CURVES = ("loss", "grad_norm", "eval_loss")  # as named in a row

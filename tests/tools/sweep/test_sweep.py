@@ -14,7 +14,10 @@ import yaml
 
 from meshwright.tools.processes import children
 from meshwright.tools.sweep.__main__ import main
+from meshwright.tools.sweep.runner import interruptible
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
+from meshwright.train.errors import LockError
+from meshwright.train.fault_tolerance.run_lock import lock_folder
 from tests.support.launch import (
     EAGER,
     LIMIT_S,
@@ -66,6 +69,7 @@ def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, 
     folder, done = swept
     study = folder / "study"
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "[2/3] broken: failed, step 0/6: DataError" in done.stdout
     assert read_status(study / "good")["state"] == "finished"
     assert len(read_metrics(study / "good")) == 6
     assert "2 processes" in (study / "good" / "output.txt").read_text()
@@ -75,30 +79,45 @@ def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, 
     assert broken["reason"].startswith("DataError: data.source=nowhere"), broken
     assert impossible["reason"].startswith("PlanError: parallel"), impossible
     assert good["device"] == "CPU (no GPU)"
-    assert good["predicted"].keys() == {"step_time_s", "peak_memory_gib"}
-    assert abs(good["predicted"]["peak_memory_gib"]["error"]) < 0.5
     page = Page((study / "report.html").read_text())
     assert [cells[0] for cells in page.rows] == ["run", "good", "broken", "impossible"]
 
 
 @pytest.mark.usefixtures("forked_commands")
-def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_if_asked(
-    swept: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_starts_only_what_has_not_finished(swept: tuple[Path, Any], capsys: Any) -> None:
     folder, _ = swept
-    study = folder / "study"
-    before = {name: (study / name / "output.txt").read_bytes() for name in ("good", "broken")}
+    outputs = [folder / "study" / name / "output.txt" for name in ("good", "broken")]
+    before = [path.stat().st_mtime_ns for path in outputs]
     with pytest.raises(SystemExit, match="1"):
-        main([str(folder / "study.yaml")])
-    assert {name: (study / name / "output.txt").read_bytes() for name in before} == before
-    assert "--retry-failed" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="1"):
-        main([str(folder / "study.yaml"), "--retry-failed", "--json"])
-    assert (study / "good" / "output.txt").read_bytes() == before["good"]
-    assert (study / "broken" / "output.txt").read_bytes() == 2 * before["broken"]
+        main([str(folder / "study.yaml"), "--json"])
+    good, broken = (path.stat().st_mtime_ns > time for path, time in zip(outputs, before, strict=True))
+    assert (good, broken) == (False, True)
     printed = capsys.readouterr()
-    assert [each["state"] for each in json.loads(printed.out)["runs"]][1:] == ["failed", "refused"]
+    assert [each["state"] for each in json.loads(printed.out)["runs"]] == ["finished", "failed", "refused"]
     assert "[2/3] broken: failed" in printed.err
+
+
+def test_a_run_that_trains_on_without_its_sweep_is_not_started_again(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "study" / "run").mkdir(parents=True)
+    lock = lock_folder(tmp_path / "study" / "run")
+    try:
+        with pytest.raises(LockError, match=rf"study/run is in use by process {os.getpid()} .*end that run"):
+            main([str(path)])
+    finally:
+        lock.release()
+
+
+def test_what_nohup_ignores_stays_ignored_and_the_rest_interrupts() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager
@@ -119,7 +138,7 @@ def was_asked_to_end(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.sampled(3)
-def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(
+def test_interrupted_then_killed_a_sweep_continues_from_checkpoints_to_its_end(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:
     """First Ctrl-C: the run saves and both stop. Then SIGKILL to the entire sweep. Then the same command
@@ -150,4 +169,3 @@ def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_status(folder)["resumed_from"] >= stopped["step"]
     assert sorted(read_metrics(folder)) == list(range(1, STEPS + 1))
-    assert (folder / "output.txt").read_text().count("+ ") == 3
