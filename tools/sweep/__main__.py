@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = read_spec(path, changes, read_overrides(options.override))
     runs = make_runs(spec)
     if options.dry_run:
-        print("\n".join(shlex.join(run_command(run)) for run in runs if not is_finished(run)))
+        for run in runs:
+            if not is_finished(run):
+                print(shlex.join(run_command(run)))
         return
     show = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     interrupted = not options.report and run_all(path.stem, spec, runs, show)

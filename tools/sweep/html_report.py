@@ -18,6 +18,7 @@ th, td { padding: 0.4rem 0.5rem; text-align: left; vertical-align: top; border-b
 tbody th { position: sticky; left: 0; background: white; min-width: 8rem; overflow-wrap: anywhere; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
 figure { margin: 0; } svg { width: 100%; height: auto; max-width: 640px; } td { white-space: nowrap; }
+li { white-space: pre-line; }
 .failed, .refused { color: #a63a00; } .finished { color: #00664b; }
 {% for sign, color in signs %}
 .run{{ loop.index }}::before { content: "{{ sign }}\\a0"; color: {{ color }}; }

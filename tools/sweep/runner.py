@@ -46,9 +46,10 @@ def run_command(run: SweepRun) -> list[str]:
     return [*python_command("meshwright.train.main", run.processes), *run.arguments]
 
 
-def run_once(run: SweepRun) -> Status:
-    """Start the run, which resumes from its checkpoint if it has one, wait for its end, and return how it
-    ended. On an interrupt it saves and stops, on a second one it is killed; then the interrupt is raised.
+def run_once(run: SweepRun) -> None:
+    """Start the run, which resumes from its checkpoint if it has one, and wait until its status.json tells
+    how it ended. On an interrupt it saves and stops, on a second one it is killed; then the interrupt is
+    raised.
 
     Raises LockError, with the process to end, if the run is still training, such as after a sweep was killed;
     ConfigError if the folder cannot be used.
@@ -77,20 +78,16 @@ def run_once(run: SweepRun) -> Status:
         finally:
             if process.poll() is None:
                 end(process)
-            status = _record_end(run.folder, before, process.returncode)
-    return status
+            _record_failure(run.folder, before, process.returncode)
 
 
-def _record_end(folder: Path, before: Status | None, exit_code: int) -> Status:
-    """Return the status of a run that has ended. One that wrote no final status, because it was killed or
-    failed before its first step, is recorded as failed. `before`: its status before it was started."""
+def _record_failure(folder: Path, before: Status | None, exit_code: int) -> None:
+    """Record a run that has ended as failed if it has not recorded its end, because it was killed or failed
+    before its first step. `before`: its status before it was started."""
     status = read_status(folder)
     possible = ("stopped", "failed") if exit_code else ("stopped", "finished")
     if status is not None and status.state in possible and (status != before or exit_code == 0):
-        return status
+        return
     printed = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace").partition("\n")[2]
-    reason = find_reason(printed, REASON_LETTERS) or "no output"
-    reason = f"{reason} (exit code {exit_code})"
-    failed = replace(status or Status("failed"), state="failed", reason=reason)
-    write_status(folder, failed, saved=True)
-    return failed
+    reason = f"{find_reason(printed, REASON_LETTERS) or 'no output'} (exit code {exit_code})"
+    write_status(folder, replace(status or Status("failed"), state="failed", reason=reason), saved=True)

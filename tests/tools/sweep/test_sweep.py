@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,10 @@ import pytest
 import yaml
 
 from meshwright.tools.processes import children
+from meshwright.tools.sweep import runner
 from meshwright.tools.sweep.__main__ import main
-from meshwright.tools.sweep.runner import interruptible
+from meshwright.tools.sweep.runs import make_runs
+from meshwright.tools.sweep.spec import read_spec
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.errors import LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder
@@ -22,7 +22,6 @@ from tests.support.launch import (
     EAGER,
     LIMIT_S,
     TINY,
-    Launch,
     family,
     kill,
     read_metrics,
@@ -31,7 +30,8 @@ from tests.support.launch import (
     write_text,
 )
 from tests.support.nested import NESTED, run_nested
-from tests.support.sweeps import Page
+from tests.support.sweeps import Page, write_run
+from tests.support.tables import try_each
 
 STEPS = 100
 SPEC = {"config": "llama_debug.yaml", "processes": 1}
@@ -108,26 +108,41 @@ def test_a_run_that_trains_on_without_its_sweep_is_not_started_again(tmp_path: P
         lock.release()
 
 
+def test_a_run_that_has_not_recorded_its_end_is_recorded_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`before` it started, its folder had a status; the script is the run."""
+    (run,) = make_runs(read_spec(write(tmp_path), {}, {}))
+
+    def check(before: str, script: str, state: str, reason: str = "") -> None:
+        write_run(run.folder, [], before)
+        monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", f"cd {run.folder}; {script}"])
+        runner.run_once(run)
+        status = read_status(run.folder)
+        assert (status["state"], status["reason"]) == (state, reason)
+
+    finish = "sed -i s/running/finished/ status.json"
+    rows = [
+        ("running", finish, "finished"),
+        ("running", f"{finish}; exit 1", "failed", "no output (exit code 1)"),
+        ("stopped", "true", "stopped"),
+        ("stopped", "echo PlanError: no; exit 2", "failed", "PlanError: no (exit code 2)"),
+        ("running", "echo last words; kill -9 $$", "failed", "last words (exit code -9)"),
+        ("running", "sed -i s/running/failed/ status.json; exit 1", "failed"),
+    ]
+    try_each(rows, check)
+
+
 def test_what_nohup_ignores_stays_ignored_and_the_rest_interrupts() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interruptible():
+        with runner.interruptible():
             os.kill(os.getpid(), signal.SIGHUP)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@contextmanager
-def sweeping(path: Path, output: Path) -> Iterator[Launch]:
-    """A running sweep; at the end all its processes are killed."""
-    with started(1, "tools.sweep", str(path), output=output, module=NESTED) as sweep:
-        try:
-            yield sweep
-        finally:
-            kill(family(sweep.ranks[0].pid))
 
 
 def was_asked_to_end(pid: int) -> bool:
@@ -138,33 +153,26 @@ def was_asked_to_end(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.sampled(3)
-def test_interrupted_then_killed_a_sweep_continues_from_checkpoints_to_its_end(
-    keys: dict[str, Any], tmp_path: Path
-) -> None:
-    """First Ctrl-C: the run saves and both stop. Then SIGKILL to the entire sweep. Then the same command
-    finishes."""
+def test_an_interrupted_sweep_saves_and_continues_from_there(keys: dict[str, Any], tmp_path: Path) -> None:
     overrides = {**keys, "train.steps": STEPS, "train.global_batch_size": 2, "checkpoint.every": 10}
     path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
-    with sweeping(path, tmp_path / "first") as sweep:
-        assert sweep.wait_until(lambda: list_checkpoints(folder / "checkpoints")), sweep.output()
-        (trainer,) = children(sweep.ranks[0].pid)
-        os.kill(trainer, signal.SIGSTOP)  # otherwise it may finish before the signal arrives
-        sweep.send_signal(signal.SIGINT)
-        assert sweep.wait_until(lambda: was_asked_to_end(trainer)), sweep.output()
-        os.kill(trainer, signal.SIGCONT)
-        assert sweep.wait(LIMIT_S) == 130, sweep.output()
+    with started(1, "tools.sweep", str(path), output=tmp_path / "first", module=NESTED) as sweep:
+        try:
+            assert sweep.wait_until(lambda: list_checkpoints(folder / "checkpoints")), sweep.output()
+            (trainer,) = children(sweep.ranks[0].pid)
+            os.kill(trainer, signal.SIGSTOP)  # otherwise it may finish before the signal arrives
+            sweep.send_signal(signal.SIGINT)
+            assert sweep.wait_until(lambda: was_asked_to_end(trainer)), sweep.output()
+            os.kill(trainer, signal.SIGCONT)
+            assert sweep.wait(LIMIT_S) == 130, sweep.output()
+        finally:
+            kill(family(sweep.ranks[0].pid))
     assert re.search("interrupted.*same command", sweep.output())
     stopped = read_status(folder)
     assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
     assert (
         max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
     )
-    with sweeping(path, tmp_path / "second") as sweep:
-        assert sweep.wait_until(
-            lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"]
-        ), sweep.output()
-        kill(family(sweep.ranks[0].pid))
-    assert read_status(folder)["state"] == "running", "no process was left to write another status"
     done = run_nested("tools.sweep", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_status(folder)["resumed_from"] >= stopped["step"]
