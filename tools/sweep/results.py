@@ -136,8 +136,10 @@ def find_winner(results: Sequence[RunResult], best: str) -> tuple[str | None, st
     if len(values) < 2:
         return None, f"No winner: fewer than two variants have {label} of all their runs."
     first, second, *_ = sorted(values, key=lambda variant: sign * statistics.median(values[variant]))
-    lead = f"{label} of {first} {_range(values[first], form)}, of the next, {second}, "
-    lead += _range(values[second], form)
+    lead = (
+        f"{first} with {label} {_range(values[first], form)}, ahead of {second} with "
+        f"{_range(values[second], form)}"
+    )
     others = [sign * value for variant, runs in values.items() if variant != first for value in runs]
     if max(sign * value for value in values[first]) >= min(others):
         return None, f"No winner: {lead}. Runs of different variants overlap: the difference may be noise."

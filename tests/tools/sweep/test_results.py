@@ -93,10 +93,18 @@ def test_a_variant_wins_only_if_chance_and_the_spread_do_not_explain_its_lead(tm
 
     speed, nan = "tokens_per_s", math.nan
     rows = [
-        (speed, [5.0, 6.0, 7.0], [8.0, 9.0, 8.0], "b", "Winner", "b 8 (8 to 9 in 3 runs)", "10%"),
-        (speed, [5.0, 6.0, 7.0], [7.0, 9.0, 8.0], None, "No winner: ", "b 8", "overlap"),
+        (
+            speed,
+            [5.0, 6.0, 7.0],
+            [8.0, 9.0, 8.0],
+            "b",
+            "Winner",
+            "b with tokens/s 8 (8 to 9 in 3 runs)",
+            "10%",
+        ),
+        (speed, [5.0, 6.0, 7.0], [7.0, 9.0, 8.0], None, "No winner: ", "b with tokens/s 8", "overlap"),
         (speed, [5.0, 6.0], [8.0, 9.0], None, "No winner yet", "33%", "--repeat"),
-        (speed, [5.0], [8.0], None, "No winner yet", "b 8 (one run)", "100%"),
+        (speed, [5.0], [8.0], None, "No winner yet", "8 (one run), ahead of a", "100%"),
         ("loss", [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], "a", "1.1000 (1.0000 to 1.2000"),
         ("loss", [1.0, nan, 1.2], [2.0, 2.1, 2.2], None, "fewer than two"),
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.tools.processes import children
+from meshwright.tools import processes
 from meshwright.tools.sweep import runner
 from meshwright.tools.sweep.__main__ import main
 from meshwright.tools.sweep.runs import make_runs
@@ -33,7 +33,6 @@ from tests.support.nested import NESTED, run_nested
 from tests.support.sweeps import Page, write_run
 from tests.support.tables import try_each
 
-STEPS = 100
 SPEC = {"config": "llama_debug.yaml", "processes": 1}
 
 
@@ -133,6 +132,22 @@ def test_a_run_that_has_not_recorded_its_end_is_recorded_as_failed(
     try_each(rows, check)
 
 
+def test_a_second_interrupt_kills_a_run_that_does_not_stop(tmp_path: Path, monkeypatch: Any) -> None:
+    (run,) = make_runs(read_spec(write(tmp_path), {}, {}))
+    twice = "sleep 0.5; kill -USR1 $PPID; sleep 1; kill -USR1 $PPID; sleep 20"
+    script = f"trap '' TERM; echo $$ > {run.folder}/pid; {twice}"
+    monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", script])
+    monkeypatch.setattr(processes, "GRACE_S", 0.0)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runner.run_once(run)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not processes.find_running([int((run.folder / "pid").read_text())])
+    assert read_status(run.folder)["state"] == "failed"
+
+
 def test_what_nohup_ignores_stays_ignored_and_the_rest_interrupts() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -145,35 +160,28 @@ def test_what_nohup_ignores_stays_ignored_and_the_rest_interrupts() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def was_asked_to_end(pid: int) -> bool:
-    """Whether SIGTERM is pending for a stopped process."""
-    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
+def saved_steps(folder: Path) -> list[int]:
+    return [0, *map(step_of, list_checkpoints(folder / "checkpoints"))]
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(3)
-def test_an_interrupted_sweep_saves_and_continues_from_there(keys: dict[str, Any], tmp_path: Path) -> None:
-    overrides = {**keys, "train.steps": STEPS, "train.global_batch_size": 2, "checkpoint.every": 10}
+def test_an_interrupted_sweep_saves_and_the_same_command_resumes_its_run(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    overrides = {**keys, "train.steps": 10**6, "train.global_batch_size": 2, "checkpoint.every": 10}
     path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
-    with started(1, "tools.sweep", str(path), output=tmp_path / "first", module=NESTED) as sweep:
-        try:
-            assert sweep.wait_until(lambda: list_checkpoints(folder / "checkpoints")), sweep.output()
-            (trainer,) = children(sweep.ranks[0].pid)
-            os.kill(trainer, signal.SIGSTOP)  # otherwise it may finish before the signal arrives
-            sweep.send_signal(signal.SIGINT)
-            assert sweep.wait_until(lambda: was_asked_to_end(trainer)), sweep.output()
-            os.kill(trainer, signal.SIGCONT)
-            assert sweep.wait(LIMIT_S) == 130, sweep.output()
-        finally:
-            kill(family(sweep.ranks[0].pid))
-    assert re.search("interrupted.*same command", sweep.output())
-    stopped = read_status(folder)
-    assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
-    assert (
-        max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
-    )
-    done = run_nested("tools.sweep", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert read_status(folder)["resumed_from"] >= stopped["step"]
-    assert sorted(read_metrics(folder)) == list(range(1, STEPS + 1))
+    ends = [{"step": 0}]
+    for turn in range(2):
+        with started(1, "tools.sweep", str(path), output=tmp_path / f"{turn}", module=NESTED) as sweep:
+            try:
+                assert sweep.wait_until(lambda: saved_steps(folder)[-1] > ends[-1]["step"]), sweep.output()
+                sweep.send_signal(signal.SIGINT)
+                assert sweep.wait(LIMIT_S) == 130, sweep.output()
+            finally:
+                kill(family(sweep.ranks[0].pid))
+        assert re.search("interrupted.*same command", sweep.output())
+        ends.append(read_status(folder))
+        assert (ends[-1]["state"], ends[-1]["reason"]) == ("stopped", "signal SIGTERM")
+        assert saved_steps(folder)[-1] == ends[-1]["step"]
+    assert ends[2]["resumed_from"] == ends[1]["step"]
