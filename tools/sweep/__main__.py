@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = {key: getattr(options, key) for key in ("config", "processes", "repeat", "folder")}
     changes = {key: value for key, value in given.items() if value is not None}
     spec = read_spec(path, changes, read_overrides(options.override))
-    runs = make_runs(spec)
+    runs = make_runs(path, spec)
     if options.dry_run:
         for run in runs:
             if not is_finished(run):

@@ -46,14 +46,14 @@ class SweepRun:
         return {"processes": self.processes, **dict(leaves(dataclasses.asdict(self.config)))}
 
 
-def make_runs(spec: Spec) -> list[SweepRun]:
+def make_runs(path: Path, spec: Spec) -> list[SweepRun]:
     """Return every run of the sweep: the variants in the order of the file, then again for each seed and
     each repeat, so that what changes slowly on the machine affects all variants. Raises ConfigError with the
-    errors of all runs; for more than MAX_RUNS, before any is made."""
+    errors of all runs of the spec in `path`; for more than MAX_RUNS, before any is made."""
     count = math.prod([len(spec.runs) or 1, *map(len, spec.grid.values()), len(spec.seeds) or 1, spec.repeat])
     if count > MAX_RUNS:
         raise ConfigError(
-            f"the sweep has {count} runs, more than {MAX_RUNS}: remove values from grid, or lower repeat"
+            f"{path}: {count} runs, more than {MAX_RUNS}: remove values from grid, or lower repeat"
         )
     runs, mistakes, variants = list[SweepRun](), dict[str, list[str]](), list(_variants(spec))
     for turn, seed, (variant, keys) in itertools.product(range(spec.repeat), spec.seeds or [None], variants):
@@ -69,7 +69,7 @@ def make_runs(spec: Spec) -> list[SweepRun]:
             f"  {'all runs' if len(names) == count > 1 else first_of(names)}: {error}"
             for error, names in mistakes.items()
         ]
-        raise ConfigError("\n".join(["no run was started:", *lines]))
+        raise ConfigError("\n".join([f"{path}: no run was started:", *lines]))
     return runs
 
 

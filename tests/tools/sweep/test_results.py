@@ -87,7 +87,7 @@ def test_a_variant_wins_only_if_chance_and_the_spread_do_not_explain_its_lead(tm
                 place = folder / "study" / (name if turn == 1 else f"{name}_turn={turn}")
                 write_run(place, [row(20, **{best: figure})])
         spec = read_spec(path, {}, {})
-        results = read_sweep("study", spec, make_runs(spec))
+        results = read_sweep("study", spec, make_runs(path, spec))
         assert results.winner == winner, results.verdict
         assert not [part for part in parts if part not in results.verdict], results.verdict
 

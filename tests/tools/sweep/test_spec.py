@@ -18,7 +18,7 @@ from tests.support.tables import try_each
 
 
 def runs_of(path: Path, *overrides: str, **changes: Any) -> list[SweepRun]:
-    return make_runs(read_spec(path, changes, read_overrides(overrides)))
+    return make_runs(path, read_spec(path, changes, read_overrides(overrides)))
 
 
 def test_a_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_wrong_file_is_one_message(tmp_path: Path) -> None:
         ("grid: {optim.lr: []}", r"grid\.optim\.lr=\[\] must be a list of length >= 1"),
         ("folder: ~nosuchuser/x", "folder='~nosuchuser/x' is no usable path .*: name another"),
         ("best: speed", "best='speed' must be one of tokens_per_s, loss"),
-        ("repeat: 1000000000000000", " 1000000000000000 runs, more than 1000.*grid.*repeat"),
+        ("repeat: 1000000000000000", r"wrong\.yaml: 1000000000000000 runs, more than 1000.*grid.*repeat"),
         ("grid: {model.arg.width: [32]}", r"unknown key model\.arg\.width"),
     ]
     try_each(rows, check)
@@ -97,6 +97,7 @@ def test_wrong_values_of_all_runs_are_in_one_report_and_nothing_is_started(tmp_p
     path = write_spec(tmp_path, runs={"a": {"optim.lr": "fast"}, "b": {"train.seq_len": 100000}, "c": {}})
     with pytest.raises(ConfigError) as raised:
         main([str(path)])
+    assert f"{path}: no run was started" in str(raised.value)
     assert "a: optim.lr: must be a number, not fast" in str(raised.value)
     assert "b: train.seq_len=100000 must not exceed" in str(raised.value)
     assert not (tmp_path / "study").exists()

@@ -1,4 +1,4 @@
-"""tools.sweep with the real trainer: runs that finish, fail, are refused, interrupted or killed."""
+"""tools.sweep with the real trainer: runs that finish, fail, are refused or interrupted."""
 
 import json
 import os
@@ -111,7 +111,8 @@ def test_a_run_that_has_not_recorded_its_end_is_recorded_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`before` it started, its folder had a status; the script is the run."""
-    (run,) = make_runs(read_spec(write(tmp_path), {}, {}))
+    path = write(tmp_path)
+    (run,) = make_runs(path, read_spec(path, {}, {}))
 
     def check(before: str, script: str, state: str, reason: str = "") -> None:
         write_run(run.folder, [], before)
@@ -133,7 +134,8 @@ def test_a_run_that_has_not_recorded_its_end_is_recorded_as_failed(
 
 
 def test_a_second_interrupt_kills_a_run_that_does_not_stop(tmp_path: Path, monkeypatch: Any) -> None:
-    (run,) = make_runs(read_spec(write(tmp_path), {}, {}))
+    path = write(tmp_path)
+    (run,) = make_runs(path, read_spec(path, {}, {}))
     twice = "sleep 0.5; kill -USR1 $PPID; sleep 1; kill -USR1 $PPID; sleep 20"
     script = f"trap '' TERM; echo $$ > {run.folder}/pid; {twice}"
     monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", script])
