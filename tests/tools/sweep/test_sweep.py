@@ -154,10 +154,10 @@ def test_what_nohup_ignores_stays_ignored_and_the_rest_interrupts() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with runner.interruptible():
-            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGTERM)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) != signal.default_int_handler
     finally:
         signal.signal(signal.SIGHUP, before)
 
