@@ -32,8 +32,8 @@ they have some. Ctrl-C: the current run saves and stops. Keys of the spec: docs/
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the sweep, print its commands, or make its report, as the options request. Raises ConfigError,
-    PlanError, DataError and LockError."""
+    """Run the sweep, print its commands, or make its report, as the options request. Raises ConfigError and
+    LockError."""
     options = make_parser().parse_args(arguments)
     path = find_spec(options.spec)
     given = {key: getattr(options, key) for key in ("config", "processes", "repeat", "folder")}
