@@ -88,12 +88,13 @@ def imports_of(path: Path, root: Path) -> list[str]:
 
 
 def wrong_directions(root: Path) -> Iterator[str]:
-    """Yield imports of the project's folders that the direction rule forbids, and all imports of tests."""
+    """Yield imports of the project's folders that the direction rule forbids, and all imports of tests and
+    benchmarks."""
     for path in sources(root):
         allowed = MAY_IMPORT[path.relative_to(root).parts[0]]
         for name in imports_of(path, root):
             folder = name.removeprefix(f"{PACKAGE}.").split(".")[0]
-            if folder in {*MAY_IMPORT, "tests"} - allowed:
+            if folder in {*MAY_IMPORT, "tests", "benchmarks"} - allowed:
                 yield f"{path.relative_to(root)} imports {name}"
 
 
@@ -113,11 +114,10 @@ def above_ground(root: Path) -> Iterator[str]:
 
 def bare_names(root: Path) -> Iterator[str]:
     """Yield files that import or start modules of the project without the package's name."""
-    for path in (*sources(root), *sorted((root / "tests").rglob("*.py"))):
+    others = [path for folder in ("tests", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]
+    for path in (*sources(root), *others):
         text = path.read_text(encoding="utf-8")
-        if BARE_IMPORT.search(text) or (
-            path.relative_to(root).parts[0] != "tests" and BARE_COMMAND.search(text)
-        ):
+        if BARE_IMPORT.search(text) or (path not in others and BARE_COMMAND.search(text)):
             yield str(path.relative_to(root))
 
 
@@ -202,7 +202,7 @@ WRONG = {name: "" for name in GROUND if name.endswith(".py")} | {  # a tree that
     "parallel/config.py": "import meshwright.parallel.fsdp",
     "train/a.py": "def f():\n    from meshwright.train import b\n    from train import c",
     "train/b.py": "if TYPE_CHECKING:\n    from .a import A\n" + "def f():\n" + "    x = 1\n" * 60,
-    "tools/a.py": 'import meshwright.train.b\nrun([python, "-m", "train.main"])',
+    "tools/a.py": 'import benchmarks.a\nimport meshwright.train.b\nrun([python, "-m", "train.main"])',
 }
 
 
@@ -210,7 +210,10 @@ def test_violations_are_found(tmp_path: Path) -> None:
     for name, text in WRONG.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert list(wrong_directions(tmp_path)) == ["models/a.py imports meshwright.parallel"]
+    assert list(wrong_directions(tmp_path)) == [
+        "models/a.py imports meshwright.parallel",
+        "tools/a.py imports benchmarks.a",
+    ]
     assert list(above_ground(tmp_path)) == ["parallel/config.py imports meshwright.parallel.fsdp"]
     assert list(bare_names(tmp_path)) == ["train/a.py", "tools/a.py"]
     assert list(import_circles(tmp_path)) == [
