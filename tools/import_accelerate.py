@@ -23,10 +23,11 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
 
-EPILOG = """example:
+DESCRIPTION = """example:
   python -m tools.import_accelerate FSDP.yaml > my.yaml            FSDP.yaml: the file of `accelerate config`
 
-Such files have no model and no data: put a config that has them before this one, as in
+It prints the config of this trainer for an accelerate FSDP config and, on stderr, what becomes of each key;
+what this trainer lacks is refused. Such files have no model and no data: put a config with them first, as in
   torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
 """
 # A row has keys, how their value is read, and what becomes of it. Read as: bool, an integer from N on, one of
@@ -136,10 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the config, and on stderr what becomes of every key. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.import_accelerate",
-        description="Print the config of this trainer for an accelerate FSDP config and, on stderr, what becomes "
-        "of each key. What this trainer lacks is refused.",
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="accelerate's YAML")

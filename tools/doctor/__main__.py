@@ -13,10 +13,11 @@ from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
 EXIT_WILL_FAIL = 1
-EPILOG = """examples:
+DESCRIPTION = """examples:
   python -m tools.doctor                                   on each machine, before the first run
   python -m tools.doctor --json --run_dir=/shared/runs     one JSON document; writes to the disk of your runs
 
+Will a run fail or be slow on this machine? It prints the verdict, the problems with their fixes, the facts.
 It compiles a matrix product and all-reduces over two processes: some seconds, more on a busy machine.
 Exit code 0 if nothing will fail, else 1.
 """
@@ -27,10 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.doctor",
         allow_abbrev=False,
-        description="Will a run fail or be slow on this machine? Print the verdict, the problems with their "
-        "fixes, and the facts.",
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
     )
     parser.add_argument(
         "--run_dir", default="runs", metavar="FOLDER", help="folder of your runs (default runs)"
