@@ -32,8 +32,9 @@ what this trainer lacks is refused. Such files have no model and no data: put a 
 """
 # A row has keys, how their value is read, and what becomes of it. Read as: bool, an integer from N on, one of
 # names (#: or its number; ,: or several), word (nothing for a shell), any, or off: else it is refused. A row
-# "sets" a key of ours (bools in given forms), "decides" some with others, or has the reason why it changes
-# nothing or is refused. Rows below "section.prefix" are of that section; a file may omit the prefix.
+# "sets" a key of ours (to the form at the place of true|false or of the name), "decides" some with others, or
+# has the reason why it changes nothing or is refused. Rows below "section.prefix" are of that section; a file
+# may omit the prefix.
 TABLE = """
 distributed_type  FSDP|MULTI_GPU|MULTI_CPU|NO  decides parallel.strategy (MULTI_GPU: ddp), or one process (NO)
 num_processes  1  decides --nproc-per-node
@@ -72,10 +73,10 @@ fsdp_config.fsdp_
   auto_wrap_policy  TRANSFORMER_BASED_WRAP|SIZE_BASED_WRAP|NO_WRAP  decides parallel.unit_min_params
   min_num_params  0  decides parallel.unit_min_params with SIZE_BASED_WRAP
   transformer_layer_cls_to_wrap  ,LlamaDecoderLayer  every block is an FSDP unit by default
-  backward_prefetch  #BACKWARD_PRE|BACKWARD_POST|NO_PREFETCH  decides parallel.backward_prefetch
+  backward_prefetch  #BACKWARD_PRE|BACKWARD_POST|NO_PREFETCH  sets parallel.backward_prefetch 1|0|0
   backward_prefetch_policy  any  accelerate ignores this spelling: the key is fsdp_backward_prefetch
-  forward_prefetch  bool  sets parallel.forward_prefetch 0|1
-  activation_checkpointing  bool  sets parallel.activation_checkpoint none|full
+  forward_prefetch  bool  sets parallel.forward_prefetch 1|0
+  activation_checkpointing  bool  sets parallel.activation_checkpoint full|none
   activation_checkpointing_offload  off  set it to false, and see parallel.activation_checkpoint=offload
   offload_params  bool  sets parallel.cpu_offload
   ignored_modules  off  every parameter belongs to an FSDP unit: remove the key, or see train.freeze
@@ -161,8 +162,8 @@ def convert(file: Path) -> dict[str, Any]:
     ConfigError, also for a plan that is impossible with any model."""
     given, items, settings = read_file(file)
     notes = list[str]()
-    for decide in (decide_batch, decide_numbers, decide_units, decide_strategy):
-        settings |= decide(given, notes)
+    for decide in (decide_batch, decide_numbers, decide_sharding):
+        decide(given, settings, notes)
     try:
         job = parse_config([f"--{key}={_text(value)}" for key, value in settings.items()]).job
         plan_run(job, given["num_processes"])
@@ -206,11 +207,11 @@ def read_file(file: Path) -> tuple[Values, dict[str, str], Values]:
             except ValueError as error:
                 given[plain] = None
                 refused.append(f"{item}: {error}")
-            verb, target, *forms = items[item].split()
-            if verb == "sets":
-                settings[target] = (
-                    load_value(forms[0].split("|")[bool(given[plain])]) if forms else given[plain]
-                )
+            if items[item].startswith("sets "):
+                _, target, *forms = items[item].split()
+                names = ["True", "False"] if how == "bool" else how.lstrip("#").split("|")
+                ours = dict(zip(names, "".join(forms).split("|"), strict=False)).get(str(given[plain]))
+                settings[target] = load_value(ours) if forms and ours else given[plain]
     if refused := [*refused, *contradictions(given)]:
         raise ConfigError(each_line("\n".join(f"{file}: {line}" for line in refused)))
     given = DEFAULTS | given
@@ -291,99 +292,93 @@ def contradictions(given: Values) -> Iterator[str]:
 def launch_line(given: Values) -> str:
     """Return the command that starts the run, the same on every machine."""
     machines, per_machine = given["num_machines"], given["num_processes"] // given["num_machines"]
-    launcher = f"torchrun --nproc-per-node {per_machine}"
-    if machines > 1:
-        address = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
-        launcher = f"torchrun --nnodes {machines} --nproc-per-node {per_machine} --rdzv-backend c10d "
-        launcher += f"--rdzv-endpoint {quote(address)}"
-    elif per_machine == 1:
-        launcher = "python"
+    address = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
+    nodes = f"--nnodes {machines} " if machines > 1 else ""
+    rendezvous = f" --rdzv-backend c10d --rdzv-endpoint {quote(address)}" if machines > 1 else ""
+    launcher = f"torchrun {nodes}--nproc-per-node {per_machine}{rendezvous}"
     gpus = "" if given["gpu_ids"] == "all" else f"CUDA_VISIBLE_DEVICES={quote(given['gpu_ids'])} "
-    return f"{gpus}{launcher} -m train.main --config CONFIG.yaml"
+    single = given["num_processes"] == 1
+    return f"{gpus}{'python' if single else launcher} -m train.main --config CONFIG.yaml"
 
 
-def decide_batch(given: Values, notes: list[str]) -> Values:
-    """Return the device, the strategy without FSDP, and the settings of gradient accumulation."""
+def decide_batch(given: Values, settings: Values, notes: list[str]) -> None:
+    """Set the device, the strategy without FSDP, and the batch of gradient accumulation."""
     kind, steps = given["distributed_type"], given[STEPS]
-    settings: Values = {"run.device": "cpu"} if given.get("use_cpu") else {}
-    settings |= {"parallel.strategy": "ddp"} if kind.startswith("MULTI_") else {}
+    if given.get("use_cpu"):
+        settings["run.device"] = "cpu"
+    if kind.startswith("MULTI_"):
+        settings["parallel.strategy"] = "ddp"
     if steps == 1:
-        return settings
+        return
     inner = given.get("parallelism_config_cp_size", 1) * given.get("parallelism_config_tp_size", 1)
     sequences = steps * (given["num_processes"] // inner)
-    notes.append(NOTES["batch"].format(sequences))
     settings |= {"train.micro_batch_size": 1, "train.global_batch_size": sequences}
+    notes.append(NOTES["batch"].format(sequences))
     if kind == "FSDP":
         reduced = "every_micro_batch" if given.get("sync_each_batch") else "last_micro_batch"
         settings["parallel.reduce_gradients"] = reduced
     if kind == "FSDP" and "sync_each_batch" not in given:
         size = "bfloat16, 2" if given.get("mixed_precision") == "bf16" else "float32, 4"
         notes.append(NOTES["reduce"].format(size))
-    return settings
 
 
-def decide_numbers(given: Values, notes: list[str]) -> Values:
-    """Return the settings of precision and the compiler. accelerate's FSDP reduces gradients in the dtype of
-    the computation, its DistributedDataParallel in float32."""
-    settings: Values = {}
-    if precision := given.get("mixed_precision"):
+def decide_numbers(given: Values, settings: Values, notes: list[str]) -> None:
+    """Set precision and the compiler. accelerate's FSDP reduces gradients in the dtype of the computation,
+    its DistributedDataParallel in float32."""
+    precision, backend = given.get("mixed_precision"), given.get("dynamo_backend")
+    if precision:
         dtype = "bfloat16" if precision == "bf16" else "float32"
         reduced = dtype if given["distributed_type"] == "FSDP" else "float32"
-        notes += [NOTES["bf16"]] if reduced == "bfloat16" else []
         settings |= {"parallel.param_dtype": dtype, "parallel.reduce_dtype": reduced}
+        notes += [NOTES["bf16"]] if reduced == "bfloat16" else []
     if (mode := given.get("dynamo_mode", "default")) != "default":
         notes.append(NOTES["mode"].format(mode))
-    if (backend := given.get("dynamo_backend", "")) in ("", "no"):
-        notes += [] if backend else [NOTES["eager"]]
-        return {**settings, "parallel.compile.enabled": False}
-    settings |= {"parallel.compile.enabled": True, "parallel.compile.backend": backend}
-    if given.get("mixed_precision", "no") == "no":
-        notes.append(NOTES["tf32"])
+    settings["parallel.compile.enabled"] = compiled = backend not in (None, "no")
+    notes += [NOTES["eager"]] if backend is None else []
+    if compiled:
+        settings["parallel.compile.backend"] = backend
+    if compiled and precision in (None, "no"):
         settings["parallel.compile.float32_matmul_precision"] = "high"
-    return settings
+        notes.append(NOTES["tf32"])
 
 
-def decide_units(given: Values, notes: list[str]) -> Values:
-    """Return the settings of FSDP's units. 100,000,000 is accelerate's default of fsdp_min_num_params."""
-    settings: Values = {}
-    if policy := given.get("fsdp_auto_wrap_policy"):
-        least = given.get("fsdp_min_num_params", 100_000_000) if policy == "SIZE_BASED_WRAP" else 0
-        settings["parallel.unit_min_params"] = least
-        notes += [NOTES[policy]] if policy in NOTES else []
-    if prefetch := given.get(
-        "fsdp_backward_prefetch"
-    ):  # BACKWARD_POST, before the reduction, is none of ours
-        settings["parallel.backward_prefetch"] = int(prefetch == "BACKWARD_PRE")
-    return settings
-
-
-def decide_strategy(given: Values, notes: list[str]) -> Values:
-    """Return the settings of a strategy. accelerate reads STRATEGY with fsdp_version 1, RESHARD with 2.
+def decide_sharding(given: Values, settings: Values, notes: list[str]) -> None:
+    """Set FSDP's units and strategy. accelerate reads STRATEGY with fsdp_version 1, RESHARD with 2; its
+    fsdp_min_num_params is 100,000,000 by default.
 
     A hybrid strategy shards within each machine and replicates across machines. On several machines the
     degrees are written out, so that they do not depend on how processes are later spread over machines.
     """
+    if policy := given.get("fsdp_auto_wrap_policy"):
+        least = given.get("fsdp_min_num_params", 100_000_000) if policy == "SIZE_BASED_WRAP" else 0
+        settings["parallel.unit_min_params"] = least
+        notes += [NOTES[policy]] if policy in NOTES else []
     version, machines = given["fsdp_version"], given["num_machines"]
     key, other = (STRATEGY, RESHARD) if version == "1" else (RESHARD, STRATEGY)
     if key in given and other in given:
         notes.append(NOTES["twice"].format(key, _text(given[key]), other, _text(given[other]), version))
     key = key if key in given else other
-    if (name := given.get(key)) is None or (version == "2" and isinstance(name, bool)):
-        return {} if name is None else {"parallel.reshard_after_forward": name}
+    name = given.get(key)
+    if version == "2" and isinstance(name, bool):
+        settings["parallel.reshard_after_forward"] = name
+    if name is None or (version == "2" and isinstance(name, bool)):
+        return
     if isinstance(name, bool):
         name = "FULL_SHARD" if name else "SHARD_GRAD_OP"
     if version == "2" or (key == RESHARD and name != "FULL_SHARD"):
         notes.append(NOTES[version].format(name))
-    resharding = {"parallel.reshard_after_forward": name in ("FULL_SHARD", "HYBRID_SHARD")}
-    resharding = {} if name == "NO_SHARD" else resharding
-    if any(key.startswith("parallelism_config_") for key in given):
+    degrees_given = any(key.startswith("parallelism_config_") for key in given)
+    spread = name.startswith("HYBRID") and machines > 1
+    if degrees_given:
         notes.append(NOTES["degrees"].format(name))
-        return resharding
-    if name.startswith("HYBRID") and machines > 1:
-        degrees = {"parallel.dp_replicate": machines, "parallel.dp_shard": given["num_processes"] // machines}
-        return {**degrees, **resharding}
-    notes += [NOTES["hybrid"]] if name.startswith("HYBRID") else []
-    return {"parallel.strategy": name.lower()}
+    elif spread:
+        per_machine = given["num_processes"] // machines
+        settings |= {"parallel.dp_replicate": machines, "parallel.dp_shard": per_machine}
+    else:
+        settings["parallel.strategy"] = name.lower()
+        notes += [NOTES["hybrid"]] if name.startswith("HYBRID") else []
+    if name != "NO_SHARD" and (degrees_given or spread):
+        settings["parallel.reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
 
 
 def _text(value: Any) -> str:
