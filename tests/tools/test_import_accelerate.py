@@ -172,8 +172,7 @@ def test_what_becomes_of_each_key_is_said_once_and_every_target_exists(tmp_path:
     assert {*given, f"fsdp_config.{SHARDING}=HYBRID_SHARD", "machine_rank=0", "debug=false"} < {*items}
     assert all(len(becomes) > 5 for becomes in items.values())
     targets = {becomes.split()[1] for _, becomes in ROWS.values() if becomes.startswith("sets ")}
-    assert targets < {*known_keys()}
-    assert len(targets) == 9
+    assert {"parallel.tp", "parallel.cpu_offload"} < targets < {*known_keys()}
 
 
 @pytest.mark.parametrize(
