@@ -255,10 +255,12 @@ MENDED = (
         tests=("tests/tools/sweep/test_sweep.py",),
     ),
     Fault(
-        "library-has-last-word",
-        "a line that a library prints after a check's result hides it",
-        "for line in reversed(output.splitlines()):",
-        "for line in output.splitlines()[-1:]:",
+        "failed-trial-passes",
+        "a trial of the doctor whose process fails counts as passed",
+        """        if code:
+            raise RuntimeError(find_reason(""",
+        """        if False:
+            raise RuntimeError(find_reason(""",
         tests=("tests/tools/test_doctor.py",),
     ),
 )
