@@ -42,6 +42,10 @@ def make_model(n_layers: int = 4, tied: bool = False) -> ModelUnits:
         tp_divides=TP_DIVIDES,
         shared_parts=frozenset({"embedding", "head"} if tied else ()),
         attention_ops=("aten._scaled_dot_product_flash_attention",),
+        attention_cores=("layers.*.core",),
+        core_heads={"model.n_kv_heads": 8},
+        shifted_kernels={"cpu": "cpu", "cudnn": "flash"},
+        linears={"layers.*.wq": (64, 32), "layers.*.wo": (32, 64), "layers.*.w1": (48, 32)},
     )
 
 
