@@ -3,7 +3,7 @@
 import operator
 from typing import Any
 
-from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.config import CompileConfig, Float8Config
 from meshwright.parallel.plan.schema import ContextPlan, MeshPlan, Plan
 from meshwright.parallel.plan.strategy import STRATEGIES, describe_strategy
 from tests.support.plans import BLOCK, MODEL, TIED, check_facts, make_model, plan_of
@@ -20,6 +20,7 @@ BLOCKS = [f"layers.{i}" for i in range(4)]
 SPLIT = {pattern: style for part in MODEL.styles.values() for pattern, style in part.items()}
 GATHERED = {pattern: style for pattern, style in SPLIT.items() if style != "loss"}
 GATHERED["head.output"] = "gathered_logits"
+TENSORWISE = {"float8": Float8Config("tensorwise", min_dim=32)}
 LONG = {"seq_len": 4096}
 
 
@@ -115,6 +116,12 @@ MADE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**LONG, "tp": 2}, {"loss_chunk_tokens": 2048}),
     ({"seq_len": 2048}, {"loss_chunk_tokens": 0}),
     ({**LONG, "tp": 2, "loss_parallel": False}, {"loss_chunk_tokens": 0}),
+    # float8: linears by name, and by the size of a rank's part (wq, wo: 32, w1: 24 with tp=2)
+    ({}, {"float8.linears": ()}),
+    (TENSORWISE, {"float8.linears": tuple(MODEL.linears)}),
+    ({"float8": Float8Config("tensorwise", ("*.wo",), 1)}, {"float8.linears": ("layers.*.wo",)}),
+    ({**TENSORWISE, "tp": 2}, {"float8.linears": ("layers.*.wq", "layers.*.wo")}),
+    ({**TENSORWISE, "tp": 2, "tp_modules": ("head",)}, {"float8.linears": tuple(MODEL.linears)}),
     # context parallelism: heads where they divide, of which a tp rank has 8 / tp
     ({"cp": 8}, {"context": ContextPlan("heads", MODEL.attention_cores)}),
     ({"cp": 8, "tp": 2, "world_size": 16}, {"context.exchange": "gather"}),

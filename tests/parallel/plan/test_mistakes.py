@@ -12,20 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.parallel.config import CompileConfig, Float8Config, ParallelConfig
+from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict
 from meshwright.parallel.plan.validate import plan_file_mistakes
-from tests.support.plans import MODEL, SEQ_LEN, TIED, check_facts, make_model, plan_of
+from tests.support.plans import MODEL, SECTIONS, SEQ_LEN, TIED, check_facts, keys_from, make_model, plan_of
 from tests.support.tables import rows, try_each
-
-MODELS = {
-    "tied": TIED,
-    "kernels": dataclasses.replace(MODEL, attention_kernels=("cpu", "math", "flash")),
-    "odd": dataclasses.replace(MODEL, linears={"layers.*.wq": (40, 32)}),
-}
-SECTIONS: dict[str, Any] = {"model": MODELS.get, "compile": CompileConfig, "float8": Float8Config}
 
 # Keys of a config, on 8 processes if not said otherwise -> the facts of each line that refuses them.
 KEYS = """
@@ -125,15 +118,6 @@ micro: 4, global_batch: 40 -> train.global_batch_size=40 ... 4 x 8 ... nearest i
 global_batch: 0 -> train.global_batch_size=0 ... nearest is 8
 micro: auto, global_batch: 4 -> train.global_batch_size=4 ... 1 x 8 ... nearest is 8
 """
-
-
-def keys_from(text: str) -> dict[str, Any]:
-    """The arguments of plan_of that a row names."""
-    keys = yaml.safe_load(f"{{{text}}}")
-    made = {name: SECTIONS[name] for name in keys if name in SECTIONS}
-    return keys | {
-        n: make(**keys[n]) if isinstance(keys[n], dict) else make(keys[n]) for n, make in made.items()
-    }
 
 
 def mistakes_of(**keys: Any) -> list[str]:
