@@ -172,7 +172,11 @@ def test_a_strategy_is_a_shorthand_for_keys_and_agrees_with_them() -> None:
     assert MEANINGS.keys() == STRATEGIES.keys()
     for name, (*degrees, reshard) in MEANINGS.items():
         for world_size, (replicate, shard) in zip((8, 32), degrees, strict=True):
-            keys = {"dp_replicate": replicate, "dp_shard": shard, "reshard_after_forward": reshard}
+            keys: dict[str, Any] = {
+                "dp_replicate": replicate,
+                "dp_shard": shard,
+                "reshard_after_forward": reshard,
+            }
             plan = plan_of(world_size, **keys)
             assert look(plan, "units.reshard_after_forward")[:-1] == [reshard] * 5
             line = describe_strategy(name, plan.mesh)

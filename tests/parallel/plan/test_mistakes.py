@@ -123,9 +123,10 @@ micro: auto, global_batch: 4 -> train.global_batch_size=4 ... 1 x 8 ... nearest 
 def mistakes_of(**keys: Any) -> list[str]:
     """The lines that refuse these keys; [] if they make a plan."""
     try:
-        return plan_of(**keys) and []
+        plan_of(**keys)
     except PlanError as error:
         return str(error).splitlines()
+    return []
 
 
 def check_lines(lines: list[str], facts: str) -> None:
