@@ -97,6 +97,7 @@ compile: {mode: fast} -> parallel.compile.mode=fast ... default ... max-autotune
 compile: {backend: indctor} -> parallel.compile.backend=indctor ... mean inductor?
 # activation checkpointing
 activation_checkpoint: half -> parallel.activation_checkpoint=half ... none, full, selective
+activation_checkpoint: budget, activation_budget: -0.5 -> parallel.activation_budget=-0.5 ... between 0
 activation_checkpoint: budget, activation_budget: 1.5
  -> parallel.activation_budget=1.5 ... between 0 ... and 1
 activation_checkpoint: budget, activation_budget: .nan -> parallel.activation_budget=nan ... between 0
