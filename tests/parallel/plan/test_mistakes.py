@@ -345,9 +345,7 @@ def test_a_plan_of_another_model_or_size_is_refused_with_the_first_difference(tm
     check_lines(mistakes_in(path, TIED), "embed and head share a parameter ... one unit")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "- a\n", "mesh: [\n", "mesh: {}\nmesh: {}\n", "plan", "\0", None], ids=repr
-)
+@pytest.mark.parametrize("text", ["", "- a\n", "mesh: [\n", None], ids=repr)
 def test_a_file_that_holds_no_plan_is_named(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     if text is not None:
