@@ -11,6 +11,7 @@ tp: 1 -> none
 world_size: 32, strategy: hybrid_shard -> none
 world_size: 32, tp: 2, strategy: hybrid_shard -> none
 world_size: 64, dp_replicate: 32, dp_shard: 2 -> none
+world_size: 32, dp_replicate: 2 -> none
 tp: 2, dp_shard: 4 -> none
 world_size: 16, tp: 8 -> none
 cpu_offload: true -> none

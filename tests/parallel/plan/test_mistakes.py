@@ -205,7 +205,7 @@ layers.2: {activation_checkpoint: selective, saved_ops: [matmul]}
  -> unit layers.2: saved_ops: 'matmul' ... aten.mm/2
 layers.2: {activation_checkpoint: selective, saved_ops: ['aten.mm,aten.silu']}
  -> 'aten.mm,aten.silu' ... aten.mm/2
-layers.2: {saved_ops: [aten.mm]} -> saved_ops=['aten.mm'] ... =selective ... []
+layers.2: {activation_checkpoint: full, saved_ops: [aten.mm]} -> saved_ops=['aten.mm'] ... =selective ... []
 head: {activation_checkpoint: full} -> unit head: activation_checkpoint=full ... blocks ... none
 embed: {compiled: true} -> unit embed: compiled=true ... use false
 head: {output_dtype: bfloat16} -> unit head: output_dtype=bfloat16 ... loss ... use same
