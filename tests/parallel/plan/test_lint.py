@@ -12,7 +12,7 @@ world_size: 32, strategy: hybrid_shard -> none
 world_size: 32, tp: 2, strategy: hybrid_shard -> none
 world_size: 64, dp_replicate: 32, dp_shard: 2 -> none
 world_size: 32, dp_replicate: 2 -> none
-tp: 2, dp_shard: 4 -> none
+tp: 2, tp_modules: [attention] -> none
 world_size: 16, tp: 8 -> none
 cpu_offload: true -> none
 compile: {mode: max-autotune-no-cudagraphs} -> none
