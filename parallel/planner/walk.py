@@ -1,0 +1,152 @@
+"""FSDP2's order of work in one optimizer step, told to a sink: the only place that knows FSDP2's rules
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py, torch 2.11 to 2.13)."""
+
+from collections.abc import Callable, Iterable
+
+from meshwright.parallel.plan.schema import (
+    MicroBatch,
+    Plan,
+    UnitPlan,
+    keeps_parameters,
+    micro_batch_kinds,
+    prefetch_schedule,
+    sums_whole_gradients,
+)
+
+
+class StepSink:
+    """What happens in a step, in the order in which the host launches it; a sink overrides what it
+    needs.
+
+    `phase`: forward or backward.
+    """
+
+    def enter(self, unit: UnitPlan, phase: str) -> None:
+        """FSDP2's hook before a unit's first module runs."""
+
+    def gather(self, unit: UnitPlan, phase: str, again: bool) -> None:
+        """The all-gather of a unit starts. `again`: the forward of this micro batch has resharded it."""
+
+    def copy_out(self, unit: UnitPlan, phase: str) -> None:
+        """The all-gather is waited for and copied out."""
+
+    def compute(self, module: str, phase: str) -> None:
+        """A module's forward or backward."""
+
+    def reshard(self, unit: UnitPlan, phase: str) -> None:
+        """A unit's gathered parameters, or what the forward has left of them, are freed."""
+
+    def leave(self, unit: UnitPlan) -> None:
+        """FSDP2's hook after a unit's backward."""
+
+    def sum(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """The whole gradients of a unit become its sums, or are added to them."""
+
+    def reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """The gradients of a unit, or their sums, are reduced."""
+
+    def end(self, phase: str, micro_batch: MicroBatch) -> None:
+        """A forward or a backward has ended. At the end of a backward FSDP2 waits for all collectives and
+        drops all-gathers that no backward has used."""
+
+
+class StepWalk:
+    """A walk through the micro batches of a step.
+
+    The modules before the first trained one have no backward: FSDP2's hooks before a unit's backward are on
+    outputs that need a gradient, those after it on inputs that do. Where the inputs need none, in the units
+    up to the first trained module, what follows a unit's backward happens in the final callback instead, in
+    the order of the model's modules, here that of the forward
+    (`FSDPState._root_post_backward_final_callback`).
+
+    Attributes:
+        sink: told what happens from now on
+        gathered: units that are gathered now; some plans keep them from one micro batch to the next
+    """
+
+    def __init__(self, plan: Plan, sink: StepSink, has_backward: Callable[[Iterable[str]], bool]) -> None:
+        """`has_backward`: whether any of these modules has a backward."""
+        self.sink = sink
+        self._plan, self._has_backward = plan, has_backward
+        self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
+        self._modules: dict[str, list[str]] = {}  # by unit, in the order of the forward
+        for module in plan.modules:
+            self._modules.setdefault(self._unit_of[module].name, []).append(module)
+        self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
+        first_trained = next(i for i, module in enumerate(plan.modules) if has_backward((module,)))
+        without_gradient = plan.modules[: first_trained + 1]  # modules whose inputs need none
+        units = plan.forward_order
+        self._left_last = [unit for unit in units if self._modules[unit.name][0] in without_gradient]
+        self.gathered, self._in_flight, self._resharded = set[str](), set[str](), set[str]()
+
+    def step(self) -> None:
+        """Walk through all micro batches."""
+        for micro_batch, count in micro_batch_kinds(self._plan):
+            for _ in range(count):
+                self.forward(micro_batch)
+                self.backward(micro_batch)
+
+    def forward(self, micro_batch: MicroBatch) -> None:
+        """Walk through a forward: gather each unit before its first module, reshard it after its last."""
+        for module in self._plan.modules:
+            unit = self._unit_of[module]
+            if module == self._modules[unit.name][0]:
+                self._enter(unit, "forward")
+            self.sink.compute(module, "forward")
+            if module == self._modules[unit.name][-1] and unit.reshard_after_forward is not False:
+                self.gathered.discard(unit.name)
+                self._resharded.add(unit.name)
+                self.sink.reshard(unit, "forward")
+        self.sink.end("forward", micro_batch)
+
+    def backward(self, micro_batch: MicroBatch) -> None:
+        """Walk through a backward: gather each unit before its last module, leave it after its first."""
+        for module in reversed(self._plan.modules):
+            if self._has_backward((module,)):
+                unit = self._unit_of[module]
+                if module == self._modules[unit.name][-1]:
+                    self._enter(unit, "backward")
+                self.sink.compute(module, "backward")
+                if module == self._modules[unit.name][0] and unit not in self._left_last:
+                    self._leave(unit, micro_batch)
+        for unit in self._left_last:
+            self._leave(unit, micro_batch)
+        self.sink.end("backward", micro_batch)
+        self._in_flight.clear()
+        self._resharded.clear()
+
+    def _enter(self, unit: UnitPlan, phase: str) -> None:
+        """Gather a unit unless it was prefetched, copy it out, and prefetch the next ones."""
+        self.sink.enter(unit, phase)
+        self._gather(unit, phase)
+        if unit.name in self._in_flight:
+            self._in_flight.remove(unit.name)
+            self.gathered.add(unit.name)
+            self.sink.copy_out(unit, phase)
+        for other in self._ahead[phase][unit.name]:
+            self._gather(other, phase)
+
+    def _gather(self, unit: UnitPlan, phase: str) -> None:
+        """Start an all-gather unless the unit is gathered, in flight, or not needed by the backward."""
+        unneeded = phase == "backward" and not unit.unshard_in_backward
+        if not (unneeded or unit.name in self._in_flight or unit.name in self.gathered):
+            self._in_flight.add(unit.name)
+            self.sink.gather(unit, phase, unit.name in self._resharded)
+
+    def _leave(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """After a unit's backward, or without one: begin its sums or add to them, free its parameters unless
+        they are kept, and reduce its gradients or the sums. FSDP2 adds before it frees, and casts the first
+        gradients after."""
+        has_backward = self._has_backward(unit.modules)
+        sums = has_backward and sums_whole_gradients(unit, self._plan)
+        if has_backward:
+            self.sink.leave(unit)
+        if sums and not micro_batch.first:
+            self.sink.sum(unit, micro_batch)
+        if micro_batch.last or not keeps_parameters(unit, self._plan):
+            self.gathered.discard(unit.name)
+            self.sink.reshard(unit, "backward")
+        if sums and micro_batch.first:
+            self.sink.sum(unit, micro_batch)
+        if has_backward and (micro_batch.last or not sums):
+            self.sink.reduce(unit, micro_batch)
