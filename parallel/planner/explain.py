@@ -1,7 +1,7 @@
 """The reasons for the chosen plan (`why:`), with figures that a reader can check."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import MeshPlan, regathered
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.devices import Devices
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult
 from meshwright.parallel.planner.search_space import CHOICES
 from meshwright.parallel.planner.stream_simulator import OFFLOAD
@@ -18,7 +18,7 @@ MILLI = 1e3
 MOST_COMPARED = 3  # alternatives listed per key
 
 
-def give_reasons(choice: SearchResult, machines: Devices, times: StepTimes) -> list[str]:
+def give_reasons(choice: SearchResult, machines: Machines, times: StepTimes) -> list[str]:
     """Return one sentence on memory, one on communication, and one per key with alternatives, which states
     the cost of the nearest other values. `times` are those of the best plan."""
     best = choice.best
@@ -39,7 +39,7 @@ def _tie(choice: SearchResult) -> Iterator[str]:
         yield f"plans within {EQUAL:.0%} of the fastest count as equal; this is the simplest of them"
 
 
-def _memory(choice: SearchResult, machines: Devices) -> str:
+def _memory(choice: SearchResult, machines: Machines) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
         f"{tried} plans tried, {len(choice.does_not_fit)} too large for the memory and {len(choice.pruned)} "
@@ -128,7 +128,7 @@ ACCUMULATION = {
 }
 
 
-def _accumulation(choice: SearchResult, machines: Devices) -> Iterator[str]:
+def _accumulation(choice: SearchResult, machines: Machines) -> Iterator[str]:
     """Compare the ways to accumulate gradients: the step, and the memory that is free for what they keep."""
     for key, way in ACCUMULATION.items():
         for other in _alternatives_for(choice, key):
@@ -136,7 +136,7 @@ def _accumulation(choice: SearchResult, machines: Devices) -> Iterator[str]:
             yield f"{key}={chosen}: {_compare_accumulation(choice.best, other, key, machines, way)}"
 
 
-def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Devices, way: _Way) -> str:
+def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Machines, way: _Way) -> str:
     """Return what the best plan saves by its value of `key`, or what the other value would."""
     assert best.timeline is not None
     available = machines.available_bytes
@@ -159,7 +159,7 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
     return f"{way.words} it would take {step_s}; {way.kept} would take {memory}"
 
 
-def _alternatives(choice: SearchResult, machines: Devices) -> Iterator[str]:
+def _alternatives(choice: SearchResult, machines: Machines) -> Iterator[str]:
     for key in CHOICES:
         if key == "dp_replicate" or key in ACCUMULATION:  # it follows from the other degrees
             continue
@@ -200,7 +200,7 @@ def _distance(value: Any, chosen: Any) -> float:
     return abs(log(value / chosen)) if isinstance(value, int) and value and chosen else 0.0
 
 
-def _compare(other: Candidate, key: str, best: Candidate, machines: Devices) -> str:
+def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
     """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
     value = _format_value(other.choices[key])
     if key == "activation_checkpoint" and _has_mixed_blocks(other):
@@ -228,3 +228,8 @@ def needed_gib(candidate: Candidate) -> str:
 
 def _format_value(value: Any) -> str:
     return str(value).lower()
+
+
+def describe_choices(choices: Mapping[str, object]) -> str:
+    """Return a plan's choices as key=value, without sections."""
+    return " ".join(f"{key}={_format_value(value)}" for key, value in choices.items())

@@ -20,9 +20,9 @@ from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
-from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.fsdp_schedule import simulate_step, step_seconds
 from meshwright.parallel.planner.host_memory import HostMemory, host_memory
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
@@ -101,7 +101,7 @@ def search(
     config: ParallelConfig,
     model: ModelUnits,
     shape: RunShape,
-    machines: Devices,
+    machines: Machines,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
     """Search the legal plans by branch and bound. `ranked` of the result is empty if none fits.
@@ -128,10 +128,10 @@ def search(
     return SearchResult(tuple(_ranked(state.ranked)), tuple(state.does_not_fit), tuple(state.pruned))
 
 
-def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape, gpus_per_node: int) -> None:
+def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> None:
     """Raise the PlanError of the simplest combination if none is legal. Needs no machine and no traces."""
     mistakes: list[PlanError] = []
-    for choices in combinations(config, shape, gpus_per_node):
+    for choices in combinations(config, shape):
         chosen, sizes = with_choices(config, shape, choices)
         try:
             make_plan(chosen, model, sizes)
@@ -184,7 +184,7 @@ class _Search:
     config: ParallelConfig
     model: ModelUnits
     shape: RunShape
-    machines: Devices
+    machines: Machines
     trace: Callable[[Plan], ModelWorkload]
     ranked: list[Candidate] = field(default_factory=list)
     does_not_fit: list[Candidate] = field(default_factory=list)
@@ -211,7 +211,7 @@ class _Search:
         mistakes: list[PlanError] = []
         on_hosts: list[PlanError] = []
         any_legal = False
-        for choices in combinations(self.config, self.shape, self.machines.gpus_per_node):
+        for choices in combinations(self.config, self.shape):
             try:
                 plan = self._plan(choices)
             except PlanError as error:
@@ -296,7 +296,7 @@ class _Search:
         return self.steps_s[key]
 
     def _timed(self, choices: Mapping[str, Any], plan: Plan) -> tuple[Plan, StepTimes]:
-        kind, per_node = self.machines.kind, self.machines.gpus_per_node
+        kind, per_node = self.machines.kind, self.machines.per_node
         return plan, step_times(plan, self._work(choices, plan), kind, per_node)
 
     def _blocks(self, plan: Plan) -> int:

@@ -64,11 +64,11 @@ def _open_prefetches(config: ParallelConfig) -> list[str]:
     return [key for key in ("forward_prefetch", "backward_prefetch") if getattr(config, key) == "auto"]
 
 
-def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+def combinations(config: ParallelConfig, shape: RunShape) -> Iterator[dict[str, Any]]:
     """Yield a value for every key of CHOICES except activation_checkpoint_blocks: that of the config, or each
     value to try where it is `auto`, the simplest first. `make_plan` refuses the illegal combinations."""
     for tp, (cp, exchange) in itertools.product(
-        _degrees(config.tp, min(gpus_per_node, shape.world_size)), _context_parallel(config, shape)
+        _degrees(config.tp, min(shape.gpus_per_node, shape.world_size)), _context_parallel(config, shape)
     ):
         for replicate, shard, reshards in _data_parallel(config, shape, tp, cp):
             prefetches = _prefetches(config, shard * cp)

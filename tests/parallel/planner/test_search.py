@@ -14,10 +14,10 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
-from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
@@ -69,20 +69,20 @@ MODEL = ModelUnits(
 BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_modules": ("attention",)}
 
 
-def machines(gib: float = 79.1, per_node: int = 8) -> Devices:
-    return Devices(int(gib * GIB), per_node, load_hardware()["h100-sxm"], 200 * GIB)
+def machines(gib: float = 79.1, per_node: int = 8) -> Machines:
+    return Machines(8, per_node, int(gib * GIB), load_hardware()["h100-sxm"], 200 * GIB)
 
 
 FOUND: dict[str, SearchResult] = {}  # of this file's tests, which ask several times for the same
 
 
 def find(
-    gpus: int, cluster: Devices | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
+    gpus: int, cluster: Machines | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
 ) -> SearchResult:
     cluster = cluster or machines()
     asked = repr((gpus, cluster, batch, micro, sorted(keys.items())))
     if asked not in FOUND:
-        job = RunShape(gpus, min(gpus, cluster.gpus_per_node), TOKENS, micro, batch)
+        job = RunShape(gpus, min(gpus, cluster.per_node), TOKENS, micro, batch)
         config = ParallelConfig(**BF16 | keys)  # type: ignore[arg-type]
         FOUND[asked] = search(config, MODEL, job, cluster, trace)
     return FOUND[asked]
@@ -92,8 +92,8 @@ def tried_in(choice: SearchResult) -> list[Candidate]:
     return [*choice.ranked, *choice.does_not_fit, *choice.pruned]
 
 
-def times_of(plan: Plan, cluster: Devices) -> StepTimes:
-    return step_times(plan, trace(plan), cluster.kind, cluster.gpus_per_node)
+def times_of(plan: Plan, cluster: Machines) -> StepTimes:
+    return step_times(plan, trace(plan), cluster.kind, cluster.per_node)
 
 
 def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -> None:
@@ -159,14 +159,14 @@ def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
         assert [u.activation_checkpoint for u in plan.units[1:-1]] == [value] + ["none"] * (BLOCKS - 1)
 
 
-def slow_network(gib: float = 79.1) -> Devices:
+def slow_network(gib: float = 79.1) -> Machines:
     """Nodes with 10 GB/s, as 8 processes per node on 80 Gb/s have."""
     fast = machines(gib)
     network = dataclasses.replace(fast.hardware.network, gb_s=10.0)
     return dataclasses.replace(fast, hardware=dataclasses.replace(fast.hardware, network=network))
 
 
-def find_accumulating(cluster: Devices, **keys: Any) -> SearchResult:
+def find_accumulating(cluster: Machines, **keys: Any) -> SearchResult:
     """Search on 16 GPUs, with 16 micro batches per step."""
     keys |= {"dp_replicate": 1, "tp": 1, "activation_checkpoint": "full"}
     return find(16, cluster, batch=256, micro=1, **keys)
@@ -201,11 +201,11 @@ def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
     )
 
 
-def reasons(choice: SearchResult, cluster: Devices) -> list[str]:
+def reasons(choice: SearchResult, cluster: Machines) -> list[str]:
     return give_reasons(choice, cluster, times_of(choice.best.plan, cluster))
 
 
-def reason(choice: SearchResult, cluster: Devices, key: str) -> str:
+def reason(choice: SearchResult, cluster: Machines, key: str) -> str:
     (line,) = [line for line in reasons(choice, cluster) if line.startswith(f"{key}=")]
     return line
 
@@ -351,7 +351,7 @@ def test_offload_needs_host_memory() -> None:
     frees enough device memory."""
     closed = {"micro": 1, "tp": 1, "activation_checkpoint": "offload"}
 
-    def cluster(gib: float, host_gib: float) -> Devices:
+    def cluster(gib: float, host_gib: float) -> Machines:
         return dataclasses.replace(machines(gib), host_bytes=int(host_gib * GIB))
 
     all_blocks = find(8, cluster(40, 21.0), **closed, activation_checkpoint_blocks=BLOCKS).best

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.machines import machines_of_kind
 from meshwright.parallel.planner.search import Candidate
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.bench.planner.predictions import (
@@ -25,7 +26,7 @@ from meshwright.tools.bench.planner.predictions import (
 )
 from meshwright.tools.bench.train_run import RunFigures, Setup, config_to_record, resolve
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.plan.report import Target, find_kind
+from meshwright.tools.plan.report import find_kind
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import search_plans
@@ -179,8 +180,8 @@ def predict_table(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
 def choose(keys: Sequence[str], gpus: int, hardware: Hardware) -> Candidate | None:
     """Return the planner's choice; None if none fits. Raises ConfigError, and PlanError if none is legal."""
     job = parse_config(list(keys), "tools.bench").job
-    machines = Target(gpus, min(gpus, GPUS_PER_NODE), hardware).machines()
-    return next(iter(search_plans(job, gpus, machines).ranked), None)
+    machines = machines_of_kind(hardware, gpus, GPUS_PER_NODE)
+    return next(iter(search_plans(job, machines).ranked), None)
 
 
 def _plain(cell: PlannedCell) -> dict[str, Any]:

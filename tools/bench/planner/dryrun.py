@@ -12,6 +12,7 @@ from pathlib import Path
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.machines import machines_of_kind
 from meshwright.parallel.planner.tracing.fx_graph import FUSED
 from meshwright.parallel.planner.workload import ModelWorkload
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys, read_table
@@ -21,7 +22,7 @@ from meshwright.tools.dryrun.install import FakeGpu, install
 from meshwright.tools.dryrun.launches import LaunchedGraph
 from meshwright.tools.dryrun.program import run_program
 from meshwright.tools.dryrun.report import predicted_reserved, read_dry_run
-from meshwright.tools.plan.report import Target, make_report
+from meshwright.tools.plan.report import make_report
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.predict import run_workload
@@ -102,8 +103,8 @@ def compare_dry_runs(options: argparse.Namespace, overrides: Sequence[str]) -> B
 def compare_dry_run(gpu: FakeGpu, plan: DryRunPlan, overrides: Sequence[str] = ()) -> DryRunComparison:
     """Run one plan and compare."""
     arguments = [*plan.arguments, *overrides]
-    target = Target(plan.gpus, min(plan.gpus, GPUS_PER_NODE), load_hardware()[GPU])
-    report = make_report(parse_config(arguments).job, target)
+    machines = machines_of_kind(load_hardware()[GPU], plan.gpus, GPUS_PER_NODE)
+    report = make_report(parse_config(arguments).job, machines)
     with tempfile.TemporaryDirectory(prefix="dryrun-") as name:
         run_program(gpu, Path(name), report.plan, arguments, lambda line: None)
         run = read_dry_run(Path(name))

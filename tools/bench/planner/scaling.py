@@ -83,14 +83,13 @@ def predict_best(job: TrainingJob, gpus: int, hardware: Hardware) -> dict[str, A
     """Return the figures that `tools.plan --sweep` prints for the best plan, its MFU and its activation
     checkpointing; or the reason why no plan fits."""
     try:
-        (row,) = sweep(job, [gpus], min(gpus, GPUS_PER_NODE), hardware)
+        row = sweep(job, [gpus], GPUS_PER_NODE, hardware)[gpus]
     except PlanError as error:  # its last line is GPUS: REASON
         return {"fits": False, "reason": str(error).splitlines()[-1].partition(": ")[2]}
-    assert row.plan is not None, "a sweep without a plan is a PlanError"
-    assert row.prediction is not None, "a plan has a prediction"
-    figures = row_json(row, tokens=None)
+    assert not isinstance(row, str), "a sweep without a plan is a PlanError"
+    figures = row_json(gpus, row, tokens=None)
     choices = figures["choices"] | blocks_of(row.plan)
-    return {**figures, "mfu": row.prediction.mfu, "choices": choices}
+    return {**figures, "mfu": row.mfu, "choices": choices}
 
 
 def blocks_of(plan: Plan) -> dict[str, Any]:
