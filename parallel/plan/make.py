@@ -281,6 +281,12 @@ def with_activation_checkpoint(
     return tuple(changed)
 
 
+def count_blocks(config: ParallelConfig, model: ModelUnits) -> int:
+    """Return the number of units that can use activation checkpointing."""
+    groups = _join_small(model.units, model, config.unit_min_params)
+    return sum(map(model.checkpointed.issuperset, groups))
+
+
 def _join_small(
     units: Sequence[tuple[str, ...]], model: ModelUnits, min_params: int
 ) -> list[tuple[str, ...]]:

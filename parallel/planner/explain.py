@@ -1,7 +1,7 @@
 """The reasons for the chosen plan (`why:`), with figures that a reader can check."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -11,7 +11,7 @@ from meshwright.parallel.plan.schema import MeshPlan, regathered
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult
-from meshwright.parallel.planner.search_space import CHOICES
+from meshwright.parallel.planner.search_space import CHOICES, Choices
 from meshwright.parallel.planner.stream_simulator import OFFLOAD
 
 MILLI = 1e3
@@ -132,7 +132,7 @@ def _accumulation(choice: SearchResult, machines: Machines) -> Iterator[str]:
     """Compare the ways to accumulate gradients: the step, and the memory that is free for what they keep."""
     for key, way in ACCUMULATION.items():
         for other in _alternatives_for(choice, key):
-            chosen = _format_value(choice.best.choices[key])
+            chosen = _format_value(getattr(choice.best.choices, key))
             yield f"{key}={chosen}: {_compare_accumulation(choice.best, other, key, machines, way)}"
 
 
@@ -141,11 +141,11 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
     assert best.timeline is not None
     available = machines.available_bytes
     if other.timeline is None and other.needed_bytes > available:
-        value = _format_value(other.choices[key])
+        value = _format_value(getattr(other.choices, key))
         return f"{value} does not fit ({needed_gib(other)} GiB of {available / GIB:.1f} GiB)"
     if other.timeline is None:
         return f"{way.words} it could be at most {max(0.0, other.rate() / best.rate() - 1):.1%} faster"
-    saves = best.choices[key] == way.value
+    saves = getattr(best.choices, key) == way.value
     with_it, without = (best, other) if saves else (other, best)
     assert with_it.memory is not None
     assert with_it.timeline is not None
@@ -172,7 +172,7 @@ def _alternatives(choice: SearchResult, machines: Machines) -> Iterator[str]:
                 if key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best)
                 else ""
             )
-            yield f"{key}={_format_value(choice.best.choices[key])}: {fewest}" + "; ".join(costs)
+            yield f"{key}={_format_value(getattr(choice.best.choices, key))}: {fewest}" + "; ".join(costs)
 
 
 def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
@@ -187,12 +187,16 @@ def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
     free = free if key == "activation_checkpoint_blocks" else free | {"activation_checkpoint_blocks"}
     best_of_value: dict[Any, Candidate] = {}
     for candidate in (*choice.ranked, *choice.pruned, *choice.does_not_fit):
-        if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
-            best_of_value.setdefault(candidate.choices[key], candidate)
-    others = [candidate for value, candidate in best_of_value.items() if value != choice.best.choices[key]]
-    return sorted(others, key=lambda other: _distance(other.choices[key], choice.best.choices[key]))[
-        :MOST_COMPARED
+        if all(
+            getattr(candidate.choices, k) == getattr(choice.best.choices, k) for k in CHOICES if k not in free
+        ):
+            best_of_value.setdefault(getattr(candidate.choices, key), candidate)
+    others = [
+        candidate for value, candidate in best_of_value.items() if value != getattr(choice.best.choices, key)
     ]
+    return sorted(
+        others, key=lambda other: _distance(getattr(other.choices, key), getattr(choice.best.choices, key))
+    )[:MOST_COMPARED]
 
 
 def _distance(value: Any, chosen: Any) -> float:
@@ -202,9 +206,9 @@ def _distance(value: Any, chosen: Any) -> float:
 
 def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
     """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
-    value = _format_value(other.choices[key])
+    value = _format_value(getattr(other.choices, key))
     if key == "activation_checkpoint" and _has_mixed_blocks(other):
-        value += f" for {other.choices['activation_checkpoint_blocks']} blocks"
+        value += f" for {other.choices.activation_checkpoint_blocks} blocks"
     if other.timeline is None and machines.fits(other.needed_bytes, other.host):
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
@@ -230,6 +234,6 @@ def _format_value(value: Any) -> str:
     return str(value).lower()
 
 
-def describe_choices(choices: Mapping[str, object]) -> str:
+def describe_choices(choices: Choices) -> str:
     """Return a plan's choices as key=value, without sections."""
-    return " ".join(f"{key}={_format_value(value)}" for key, value in choices.items())
+    return " ".join(f"{key}={_format_value(getattr(choices, key))}" for key in CHOICES)

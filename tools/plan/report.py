@@ -2,8 +2,8 @@
 fits, and runners-up."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,7 @@ from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.machines import Machines, machines_of_kind
 from meshwright.parallel.planner.search import Candidate, SearchResult
+from meshwright.parallel.planner.search_space import Choices
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import memory_table
@@ -167,7 +168,7 @@ def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, 
     for candidate in (*choice.ranked, *choice.does_not_fit):
         timeline = candidate.timeline
         row = {
-            "choices": dict(candidate.choices),
+            "choices": asdict(candidate.choices),
             "fits": timeline is not None,
             "needed_gib": candidate.needed_bytes / GIB,
             "step_time_s": timeline and timeline.step_s,
@@ -184,24 +185,20 @@ def token_rate(job: TrainingJob, candidate: Candidate) -> float:
     return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
 
 
-def distinct(candidates: Sequence[Candidate], shown: Sequence[Mapping[str, Any]] = ()) -> Iterator[Candidate]:
+def distinct(candidates: Sequence[Candidate], shown: Sequence[Choices] = ()) -> Iterator[Candidate]:
     """Yield candidates, only the first of those that differ in nothing but the prefetch depth. `shown`:
     choices to leave out in the same way."""
-    seen = {_without_prefetch(choices) for choices in shown}
+    seen = {repr(replace(choices, prefetch=None)) for choices in shown}  # repr, because True == 1
     for candidate in candidates:
-        key = _without_prefetch(candidate.choices)
+        key = repr(replace(candidate.choices, prefetch=None))
         if key not in seen:
             seen.add(key)
             yield candidate
 
 
-def _without_prefetch(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(repr(value) for key, value in choices.items() if key != "prefetch")
-
-
 RUNNERS_UP = 5
 TOO_LARGE = 3
-CHOICES = {
+TITLES = {
     "tp": "tp",
     "cp": "cp",
     "cp_exchange": "cp exchange",
@@ -282,9 +279,9 @@ def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Itera
     """Yield tables of the runners-up and of the smallest plans that do not fit."""
     runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
     too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
-    divides = any(candidate.choices["cp"] > 1 for candidate in (choice.best, *runners_up, *too_large))
-    keys = [key for key in CHOICES if divides or key not in ("cp", "cp_exchange")]
-    head = [*(CHOICES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
+    divides = any(candidate.choices.cp > 1 for candidate in (choice.best, *runners_up, *too_large))
+    keys = [key for key in TITLES if divides or key not in ("cp", "cp_exchange")]
+    head = [*(TITLES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
     if runners_up:
         yield "runners-up:\n" + format_table(head, [_row(job, candidate, keys) for candidate in runners_up])
     if too_large:
@@ -296,7 +293,7 @@ def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Itera
 
 
 def _row(job: TrainingJob, candidate: Candidate, keys: Sequence[str]) -> Sequence[str]:
-    cells = [str(candidate.choices[key]).lower() for key in keys]
+    cells = [str(getattr(candidate.choices, key)).lower() for key in keys]
     timeline = candidate.timeline
     if timeline is None:
         return [*cells, needed_gib(candidate)]

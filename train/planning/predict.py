@@ -13,7 +13,8 @@ from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import SearchResult, check_legal, least_memory, search
+from meshwright.parallel.planner.search import SearchResult, check_legal, search
+from meshwright.parallel.planner.search_space import least_memory
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob

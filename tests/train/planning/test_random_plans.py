@@ -217,7 +217,7 @@ H100 = load_hardware()["h100-sxm"]
 def test_no_step_needs_more_than_the_bound_that_is_known_without_a_trace(
     config: Config, processes: int, keys: dict[str, Any], documents: bool, saves: bool, tmp_path: Path
 ) -> None:
-    """And whatever the allocator and the host need beside it, a process with ample memory has. Traced eagerly,
+    """And what the allocator and the host need beside it, a process with ample memory has. Traced eagerly,
     as that is fast; the trace cache is the test's own, because a random config may name any folder."""
     compiling = dataclasses.replace(config.parallel.compile, cache_dir=str(tmp_path), enabled=False)
     parallel = dataclasses.replace(config.parallel, compile=compiling, **keys)

@@ -191,7 +191,7 @@ def _plain(cell: PlannedCell) -> dict[str, Any]:
         **{
             side: plan
             and {
-                "choices": dict(plan.choices),
+                "choices": dataclasses.asdict(plan.choices),
                 "accumulation": plan.plan.accumulation,
                 "sequences_per_s": plan.rate(),
                 "gib": plan.needed_bytes / GIB,
@@ -216,7 +216,7 @@ def _planned_row(cell: PlannedCell) -> list[str]:
     start = [cell.config, f"{cell.gpus:,}", cell.network]
     if cell.chosen is None:
         return [*start, "does not fit", *"-----"]
-    choices = cell.chosen.choices
+    choices = dataclasses.asdict(cell.chosen.choices)
     resharded = f"{choices['reshard_after_forward']}/{choices['reshard_after_backward']}".lower()
     reduce = str(choices["reduce_gradients"]).removesuffix("_micro_batch")
     speed = f"{cell.chosen.rate() / cell.today.rate():.2f}" if cell.today else "-"
@@ -225,7 +225,7 @@ def _planned_row(cell: PlannedCell) -> list[str]:
 
 
 def _settings(plan: Candidate) -> str:
-    choices = plan.choices
+    choices = dataclasses.asdict(plan.choices)
     mode, blocks = choices["activation_checkpoint"], choices["activation_checkpoint_blocks"]
     recomputed = mode if mode == "none" else f"{mode} {blocks}"
     return f"{choices['tp']}, {recomputed}, {plan.needed_bytes / GIB:.1f}"
