@@ -1,5 +1,6 @@
 """`parallel.plan: auto`: the planner's choice for a run on any machine, and the error if no plan fits."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -8,22 +9,64 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import describe_choices, give_reasons
+from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.search import SearchResult
+from meshwright.train.calibration.measure import FALLBACK, measure_here
 from meshwright.train.config import TrainingJob
+from meshwright.train.console import Console
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
+from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.planning.device_defaults import dtype_on_device
-from meshwright.train.planning.fit import suggest_fits
-from meshwright.train.planning.predict import Prediction, predict, run_workload, search_plans
+from meshwright.train.planning.fit import suggest_fits, this_machine
+from meshwright.train.planning.predict import (
+    Prediction,
+    check_legal_plans,
+    predict,
+    run_workload,
+    search_plans,
+)
 from meshwright.train.planning.resolve import check_device_support
 
 
-def choose_for_device(
+def choose_for_run(
+    job: TrainingJob,
+    ranks: RankInfo,
+    device: torch.device,
+    device_name: str,
+    console: Console,
+    smallest_memory: Callable[[], list[int]],
+) -> tuple[Prediction, int]:
+    """Choose the plan on rank 0 and broadcast it, so that all ranks have the same. Return its prediction, and
+    the predicted peak as metrics record it.
+
+    A machine that no file describes, as a CPU, is measured first, by all ranks, if there is a legal plan.
+    `smallest_memory`: see run_plan.py. Raises PlanError if no plan fits.
+    """
+    kind = find_hardware(device_name)
+    if kind is None:
+        similar = load_hardware()[FALLBACK[device.type]]
+        check_legal_plans(job, Machines(ranks.world_size, ranks.local_world_size, 0, similar))
+        measured = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
+        kind = measured.hardware
+        console.print(f"planner: {measured.line}")
+    console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
+    machines = this_machine(device, ranks, kind, smallest_memory())
+
+    def choose() -> tuple[Prediction, int]:
+        predicted = _choose_for_device(job, ranks, device, machines)
+        # on a CPU of the entire process, which may have had it while it measured the machine and planned
+        of_process = max(predicted.reserved_bytes, peak_resident_bytes())
+        return predicted, predicted.memory.peak_bytes if device.type == "cuda" else of_process
+
+    return broadcast_from_rank0(ranks, choose)
+
+
+def _choose_for_device(
     job: TrainingJob, ranks: RankInfo, device: torch.device, machines: Machines
 ) -> Prediction:
-    """Choose the plan for the processes of this run, on such devices, and predict it. Raises PlanError if no
-    plan fits."""
+    """Choose the plan for the processes of this run, on such devices, and predict it."""
     parallel, kind = job.parallel, machines.kind
     if parallel.param_dtype == "auto":
         parallel = replace(parallel, param_dtype=dtype_on_device(device))

@@ -1,20 +1,24 @@
 """Whether a run fits into memory, and the nearest changes with which it fits, by the planner's memory
 model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.predict import plan_for, predict_memory, run_workload, search_leanest
 
@@ -77,6 +81,41 @@ def check_fits(job: TrainingJob, plan: Plan, machines: Machines, device_name: st
     parallel = replace(job.parallel, param_dtype=plan.units[0].param_dtype)
     fits = suggest_fits(replace(job, parallel=parallel), machines)
     raise PlanError(problem + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits))
+
+
+def check_run_fits(
+    job: TrainingJob,
+    plan: Plan,
+    device: torch.device,
+    device_name: str,
+    ranks: RankInfo,
+    smallest: Sequence[int],
+) -> int:
+    """Return the predicted peak of a run's plan in bytes. Raises PlanError as `check_fits`. `smallest`: as in
+    `this_machine`."""
+    # On a CPU, host memory is the device memory: cpu_offload saves nothing.
+    if device.type == "cpu":
+        plan = replace(plan, cpu_offload=False)
+        job = replace(job, parallel=replace(job.parallel, cpu_offload=False))
+    machines = this_machine(device, ranks, find_hardware(device_name), smallest)
+    in_total_gib = smallest[1] / GIB
+    if (used_gib := in_total_gib - machines.available_bytes / GIB) > 0.05:
+        device_name += f" ({in_total_gib:.1f} GiB, {used_gib:.1f} in use before this run allocates)"
+    return check_fits(job, plan, machines, device_name).peak_bytes
+
+
+def this_machine(
+    device: torch.device, ranks: RankInfo, kind: Hardware | None, smallest: Sequence[int]
+) -> Machines:
+    """Return the machines of this run. What a process takes of a GPU before its tensors is part of its needs,
+    if the kind is known, so it is not taken off what is free.
+
+    `smallest`: a process's free and total device memory and its host memory, of the rank that has the least.
+    """
+    free, in_total, host = smallest
+    available = min(in_total, free + (round(kind.reserved_gib * GIB) if kind else 0))
+    host_bytes = None if device.type == "cpu" else host
+    return Machines(ranks.world_size, ranks.local_world_size, available, kind, host_bytes)
 
 
 def fewest_processes(job: TrainingJob, machines_of: Callable[[int], Machines]) -> int:
