@@ -10,21 +10,13 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.explain import describe_choices, needed_gib
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.parallel.planner.machines import Machines, machines_of_kind
 from meshwright.tools.cli import format_table
 from meshwright.tools.plan.report import seconds, time_to_train
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.fit import MAX_PROCESSES
-from meshwright.train.planning.predict import (
-    Prediction,
-    plan_for,
-    predict,
-    predict_memory,
-    run_workload,
-    search_plans,
-)
+from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_needs, search_plans
 
 BAR = 30  # characters of the longest bar
 COLUMNS = {
@@ -93,8 +85,7 @@ def _config_row(job: TrainingJob, machines: Machines) -> Prediction | str:
         plan = plan_for(job, machines)
     except PlanError as error:
         return _first_line(error)
-    host = host_memory(plan, run_workload(job, plan))
-    needed = machines.needed_bytes(predict_memory(job, plan), host)
+    _, host, needed = predict_needs(job, plan, machines)
     if machines.fits(needed, host):
         return predict(job, plan, machines.kind, machines.per_node)
     of_device = f"needs {needed / GIB:.1f} of {machines.available_bytes / GIB:.1f} GiB"

@@ -12,15 +12,14 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
-from meshwright.parallel.planner.host_memory import HostMemory, host_memory
+from meshwright.parallel.planner.host_memory import HostMemory
 from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.choose import source_of
-from meshwright.train.planning.predict import plan_for, predict_memory, run_workload, search_leanest
+from meshwright.train.planning.predict import plan_for, predict_needs, search_leanest
 
 MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
 MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
@@ -60,8 +59,7 @@ def as_options(keys: Mapping[str, object]) -> str:
 def check_fits(job: TrainingJob, plan: Plan, machines: Machines, device_name: str) -> PredictedMemory:
     """Return the plan's predicted memory. Raises PlanError, with the nearest changes that fit, if a process
     needs more of its device's or its host's memory than it has."""
-    memory, host = predict_memory(job, plan), host_memory(plan, run_workload(job, plan))
-    needed = machines.needed_bytes(memory, host)
+    memory, host, needed = predict_needs(job, plan, machines)
     if machines.fits(needed, host):
         return memory
     if needed > machines.available_bytes:
@@ -194,10 +192,7 @@ def _needed_bytes(job: TrainingJob, machines: Machines, seq_len: int | None = No
             return ranked[0].needed_bytes if ranked else None
         if not _may_fit(job, machines):
             return None
-        plan = plan_for(job, machines)
-        work = run_workload(job, plan).shortened(seq_len or job.seq_len)
-        host = host_memory(plan, work)
-        needed = machines.needed_bytes(predict_step_memory(plan, work), host)
+        _, host, needed = predict_needs(job, plan_for(job, machines), machines, seq_len)
     except PlanError:
         return None
     return needed if machines.fits(needed, host) else None

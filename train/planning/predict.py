@@ -11,6 +11,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
@@ -81,6 +82,17 @@ def predict_memory(job: TrainingJob, plan: Plan) -> PredictedMemory:
 def plan_for(job: TrainingJob, machines: Machines) -> Plan:
     """Make or read the plan as `plan_run` does, with the best kernel and dtype of such machines."""
     return plan_run(job, machines.processes, machines.per_node, *_best(job, machines))
+
+
+def predict_needs(
+    job: TrainingJob, plan: Plan, machines: Machines, seq_len: int | None = None
+) -> tuple[PredictedMemory, HostMemory, int]:
+    """Return the memory of one rank, its host memory, and the device memory that its process needs; with
+    `seq_len` of the workload scaled to sequences of that many tokens."""
+    work = run_workload(job, plan)
+    work = work.shortened(seq_len) if seq_len else work
+    memory, host = predict_step_memory(plan, work), host_memory(plan, work)
+    return memory, host, machines.needed_bytes(memory, host)
 
 
 def search_plans(job: TrainingJob, machines: Machines) -> SearchResult:
