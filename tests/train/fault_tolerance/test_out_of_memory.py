@@ -128,7 +128,7 @@ def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.
         pytest.param(
             [*SMALL, "--train.seq_len=256"], id="llama", marks=[pytest.mark.slow, pytest.mark.sampled(3)]
         ),
-        pytest.param([*OTHER_BLOCKS, *EAGER], id="blocks of another name"),
+        pytest.param([*OTHER_BLOCKS, *EAGER], id="blocks of another name", marks=pytest.mark.sampled(3)),
     ],
 )
 def test_each_saving_is_what_the_planner_predicts_for_these_keys(model: list[str]) -> None:
