@@ -155,11 +155,10 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
     console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
     parameters = source_of(job.model).parameters
     assert planned.peak_bytes is not None, "check_memory comes first"
-    about = "at most" if planned.bounded else "about"
-    console.print(
-        f"model: {parameters:,} parameters; {about} {planned.peak_bytes / GIB:.2f} GiB per process for "
-        "training"
-    )
+    peak_gib = f"{planned.peak_bytes / GIB:.2f} GiB"
+    bound = f"at most {peak_gib} of tensors per process (a bound: memory is ample)"
+    memory = bound if planned.bounded else f"about {peak_gib} per process for training"
+    console.print(f"model: {parameters:,} parameters; {memory}")
     if job.parallel.strategy:
         console.print(describe_strategy(job.parallel.strategy, plan.mesh))
     console.print(plan_to_table(plan))
