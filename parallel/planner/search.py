@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import field
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
@@ -39,6 +39,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import ModelWorkload
 
+T = TypeVar("T")
 PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
 MIN_TIMED = 12  # plans simulated before any is pruned, for the list of runners-up
@@ -131,14 +132,18 @@ def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> N
     """Raise the PlanError of the simplest combination if none is legal. Needs no machine and no traces."""
     mistakes: list[PlanError] = []
     for choices in combinations(config, shape):
-        chosen, sizes = with_choices(config, shape, choices)
         try:
-            make_plan(chosen, model, sizes)
+            _make(config, model, shape, choices)
         except PlanError as error:
             mistakes.append(error)
         else:
             return
     raise mistakes[0]
+
+
+def _make(config: ParallelConfig, model: ModelUnits, shape: RunShape, choices: Choices) -> Plan:
+    chosen, sizes = with_choices(config, shape, choices)
+    return make_plan(chosen, model, sizes)
 
 
 @contextmanager
@@ -174,31 +179,23 @@ class _Search:
         self.fits_with_none = set[Choices]()
         # fewest blocks that fit; the resharding and prefetching tried first decides
         self.fewest = dict[Choices, int]()
-        # of choices that compute the same the first, which stands for all
         self.first = dict[Choices, Choices]()
-        self.made = cache(lambda choices: make_plan(*self.resolved(choices)))
-        self.traced = cache(lambda choices: trace(self.made(choices)))
-        self.bounded = cache(self.bound)
+        self.made = self.once_for_all(lambda choices: _make(config, model, shape, choices))
+        self.work = self.once_for_all(lambda choices: trace(self.made(choices)))
+        self.bounds = self.once_for_all(self.bound)
         self.memory = cache(lambda choices: predict_step_memory(self.plan(choices), self.work(choices)))
         self.step_s = cache(lambda choices: step_seconds(*self.timed(choices)))
 
-    def resolved(self, choices: Choices) -> tuple[ParallelConfig, ModelUnits, RunShape]:
-        """Return the arguments of `make_plan`."""
-        config, shape = with_choices(self.config, self.shape, choices)
-        return config, self.model, shape
+    def once_for_all(self, find: Callable[[Choices], T]) -> Callable[[Choices], T]:
+        """Cache a function of what is computed: the first of all choices that compute the same stands for
+        them."""
+        cached = cache(find)
+        return lambda choices: cached(self.first.setdefault(choices.computed, choices))
 
     def plan(self, choices: Choices) -> Plan:
         """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the plans
         that differ in nothing else only one is made and checked."""
-        return with_gathering(self.made(self.same(choices)), self.config, choices)
-
-    def same(self, choices: Choices) -> Choices:
-        """Return the choices that stand for all that compute the same."""
-        return self.first.setdefault(choices.computed, choices)
-
-    def work(self, choices: Choices) -> ModelWorkload:
-        """Return the model's workload, which is traced once for all choices that compute the same."""
-        return self.traced(self.same(choices))
+        return with_gathering(self.made(choices), self.config, choices)
 
     def timed(self, choices: Choices) -> tuple[Plan, StepTimes]:
         """Return the plan and the times of the parts of its step."""
@@ -206,14 +203,10 @@ class _Search:
         return plan, step_times(plan, self.work(choices), self.machines.kind, self.machines.per_node)
 
     def bound(self, choices: Choices) -> Bounds:
-        """Return quick estimates of a plan, the same for all choices that compute the same."""
+        """Return quick estimates of a plan."""
         (plan, times), work = self.timed(choices), self.work(choices)
         fastest_s = times.step_lower_bound_s(plan.accumulation)
         return Bounds(times, fastest_s, least_bytes(plan, work), host_memory(plan, work))
-
-    def bounds(self, choices: Choices) -> Bounds:
-        """Return the bounds, from the cache if possible."""
-        return self.bounded(self.same(choices))
 
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
