@@ -132,26 +132,24 @@ def _accumulation(choice: SearchResult, machines: Machines) -> Iterator[str]:
     """Compare the ways to accumulate gradients: the step, and the memory that is free for what they keep."""
     for key, way in ACCUMULATION.items():
         for other in _alternatives_for(choice, key):
-            chosen = _format_value(getattr(choice.best.choices, key))
+            chosen = _format_value(choice.best.choices[key])
             yield f"{key}={chosen}: {_compare_accumulation(choice.best, other, key, machines, way)}"
 
 
 def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Machines, way: _Way) -> str:
     """Return what the best plan saves by its value of `key`, or what the other value would."""
     assert best.timeline is not None
-    available = machines.available_bytes
-    if other.timeline is None and other.needed_bytes > available:
-        value = _format_value(getattr(other.choices, key))
-        return f"{value} does not fit ({needed_gib(other)} GiB of {available / GIB:.1f} GiB)"
+    if other.timeline is None and other.needed_bytes > machines.available_bytes:
+        return f"{_format_value(other.choices[key])} {_does_not_fit(other, machines)}"
     if other.timeline is None:
         return f"{way.words} it could be at most {max(0.0, other.rate() / best.rate() - 1):.1%} faster"
-    saves = getattr(best.choices, key) == way.value
+    saves = best.choices[key] == way.value
     with_it, without = (best, other) if saves else (other, best)
     assert with_it.memory is not None
     assert with_it.timeline is not None
     assert without.timeline is not None
     kept = getattr(with_it.memory.memory, way.kind)
-    free = available - with_it.needed_bytes + kept
+    free = machines.available_bytes - with_it.needed_bytes + kept
     step_s = f"{with_it.timeline.step_s:.3g} s instead of {without.timeline.step_s:.3g}"
     memory = f"{kept / GIB:.1f} GiB of the {free / GIB:.1f} that are free"
     if saves:
@@ -160,19 +158,15 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
 
 
 def _alternatives(choice: SearchResult, machines: Machines) -> Iterator[str]:
+    left_out = {"dp_replicate", *ACCUMULATION}  # dp_replicate follows from the other degrees
+    left_out |= {"cp_exchange"} if choice.best.plan.mesh.cp == 1 else set()
     for key in CHOICES:
-        if key == "dp_replicate" or key in ACCUMULATION:  # it follows from the other degrees
-            continue
-        if key == "cp_exchange" and choice.best.plan.mesh.cp == 1:
-            continue
-        costs = [_compare(other, key, choice.best, machines) for other in _alternatives_for(choice, key)]
+        others = [] if key in left_out else _alternatives_for(choice, key)
+        costs = [_compare(other, key, choice.best, machines) for other in others]
+        if costs and key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best):
+            costs = ["fewer do not fit", *costs]
         if costs:
-            fewest = (
-                "fewer do not fit; "
-                if key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best)
-                else ""
-            )
-            yield f"{key}={_format_value(getattr(choice.best.choices, key))}: {fewest}" + "; ".join(costs)
+            yield f"{key}={_format_value(choice.best.choices[key])}: " + "; ".join(costs)
 
 
 def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
@@ -185,18 +179,12 @@ def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
         "dp_shard": {"dp_shard", "dp_replicate"},
     }.get(key, {key})
     free = free if key == "activation_checkpoint_blocks" else free | {"activation_checkpoint_blocks"}
-    best_of_value: dict[Any, Candidate] = {}
+    best, best_of_value = choice.best.choices, dict[Any, Candidate]()
     for candidate in (*choice.ranked, *choice.pruned, *choice.does_not_fit):
-        if all(
-            getattr(candidate.choices, k) == getattr(choice.best.choices, k) for k in CHOICES if k not in free
-        ):
-            best_of_value.setdefault(getattr(candidate.choices, key), candidate)
-    others = [
-        candidate for value, candidate in best_of_value.items() if value != getattr(choice.best.choices, key)
-    ]
-    return sorted(
-        others, key=lambda other: _distance(getattr(other.choices, key), getattr(choice.best.choices, key))
-    )[:MOST_COMPARED]
+        if all(candidate.choices[k] == best[k] for k in CHOICES if k not in free):
+            best_of_value.setdefault(candidate.choices[key], candidate)
+    others = [candidate for value, candidate in best_of_value.items() if value != best[key]]
+    return sorted(others, key=lambda other: _distance(other.choices[key], best[key]))[:MOST_COMPARED]
 
 
 def _distance(value: Any, chosen: Any) -> float:
@@ -206,13 +194,13 @@ def _distance(value: Any, chosen: Any) -> float:
 
 def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
     """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
-    value = _format_value(getattr(other.choices, key))
+    value = _format_value(other.choices[key])
     if key == "activation_checkpoint" and _has_mixed_blocks(other):
         value += f" for {other.choices.activation_checkpoint_blocks} blocks"
     if other.timeline is None and machines.fits(other.needed_bytes, other.host):
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
-        return f"{value} does not fit ({needed_gib(other)} GiB of {machines.available_bytes / GIB:.1f} GiB)"
+        return f"{value} {_does_not_fit(other, machines)}"
     ratio = other.rate() / best.rate() - 1
     speed = (
         "is as fast" if abs(ratio) < 0.0005 else f"is {abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"
@@ -223,6 +211,10 @@ def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) ->
 def _has_mixed_blocks(candidate: Candidate) -> bool:
     """Whether only some of the blocks use activation checkpointing."""
     return len({unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}) > 1
+
+
+def _does_not_fit(candidate: Candidate, machines: Machines) -> str:
+    return f"does not fit ({needed_gib(candidate)} GiB of {machines.available_bytes / GIB:.1f} GiB)"
 
 
 def needed_gib(candidate: Candidate) -> str:
@@ -236,4 +228,4 @@ def _format_value(value: Any) -> str:
 
 def describe_choices(choices: Choices) -> str:
     """Return a plan's choices as key=value, without sections."""
-    return " ".join(f"{key}={_format_value(getattr(choices, key))}" for key in CHOICES)
+    return " ".join(f"{key}={_format_value(choices[key])}" for key in CHOICES)

@@ -43,6 +43,9 @@ class Choices:
     prefetch: Any
     micro_batch_size: Any
 
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
     @cached_property
     def computed(self) -> "Choices":
         """The choices that decide what is computed and exchanged: all but when units gather and reduce."""
@@ -58,7 +61,7 @@ def with_choices(
     config: ParallelConfig, shape: RunShape, choices: Choices
 ) -> tuple[ParallelConfig, RunShape]:
     """Return config and shape with the keys set to the choices."""
-    keys = {key: getattr(choices, key) for key in CHOICES if key not in ("prefetch", "micro_batch_size")}
+    keys = {key: choices[key] for key in CHOICES if key not in ("prefetch", "micro_batch_size")}
     if choices.activation_checkpoint == "none" or config.activation_checkpoint_blocks != "auto":
         del keys["activation_checkpoint_blocks"]
     keys |= dict.fromkeys(_open_prefetches(config), choices.prefetch)
@@ -68,7 +71,7 @@ def with_choices(
 
 def with_gathering(plan: Plan, config: ParallelConfig, choices: Choices) -> Plan:
     """Return a plan with other choices of when its units gather parameters and reduce gradients."""
-    settings = {key: getattr(choices, key) for key in ("reduce_gradients", "reshard_after_backward")}
+    settings = {key: choices[key] for key in ("reduce_gradients", "reshard_after_backward")}
     settings |= dict.fromkeys(_open_prefetches(config), choices.prefetch)
     *others, last = plan.units  # the last is never resharded after its forward
     resharded = settings | {"reshard_after_forward": choices.reshard_after_forward}

@@ -293,7 +293,7 @@ def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Itera
 
 
 def _row(job: TrainingJob, candidate: Candidate, keys: Sequence[str]) -> Sequence[str]:
-    cells = [str(getattr(candidate.choices, key)).lower() for key in keys]
+    cells = [str(candidate.choices[key]).lower() for key in keys]
     timeline = candidate.timeline
     if timeline is None:
         return [*cells, needed_gib(candidate)]
