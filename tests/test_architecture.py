@@ -88,12 +88,13 @@ def imports_of(path: Path, root: Path) -> list[str]:
 
 
 def wrong_directions(root: Path) -> Iterator[str]:
-    """Yield imports of the project's folders that the direction rule forbids, and all imports of tests."""
+    """Yield imports of the project's folders that the direction rule forbids, and all imports of tests and
+    benchmarks."""
     for path in sources(root):
         allowed = MAY_IMPORT[path.relative_to(root).parts[0]]
         for name in imports_of(path, root):
             folder = name.removeprefix(f"{PACKAGE}.").split(".")[0]
-            if folder in {*MAY_IMPORT, "tests"} - allowed:
+            if folder in {*MAY_IMPORT, "tests", "benchmarks"} - allowed:
                 yield f"{path.relative_to(root)} imports {name}"
 
 
@@ -114,8 +115,8 @@ def above_ground(root: Path) -> Iterator[str]:
 def bare_imports(root: Path) -> Iterator[str]:
     """Yield imports of the project's folders without the package's name: a module imported by two names
     exists twice, with different classes."""
-    tests = [path for path in sorted((root / "tests").rglob("*.py")) if BARE_IMPORT.search(path.read_text())]
-    for path in (*sources(root), *tests):
+    others = [path for folder in ("tests", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]
+    for path in (*sources(root), *(path for path in others if BARE_IMPORT.search(path.read_text()))):
         for name in imports_of(path, root):
             if name.split(".")[0] in MAY_IMPORT:
                 yield f"{path.relative_to(root)} imports {name}"
@@ -213,12 +214,13 @@ RULES: dict[Callable[[Path], Iterator[str]], tuple[dict[str, str], list[str]]] =
             "models/a.py": "import meshwright.models.b, torch.nn.parallel\nfrom .. import parallel",
             "parallel/a.py": "def f():\n    from meshwright.train import config",
             "train/a.py": "import importlib\nimportlib.import_module('meshwright.tools.b')\nimport tests.a",
-            "tools/a.py": "from meshwright.train.a import A",
+            "tools/a.py": "from meshwright.train.a import A\nimport benchmarks.a",
         },
         [
             "models/a.py imports meshwright.parallel",
             *("parallel/a.py imports meshwright.train", "parallel/a.py imports meshwright.train.config"),
             *("train/a.py imports meshwright.tools.b", "train/a.py imports tests.a"),
+            "tools/a.py imports benchmarks.a",
         ],
     ),
     above_ground: (
@@ -240,9 +242,9 @@ RULES: dict[Callable[[Path], Iterator[str]], tuple[dict[str, str], list[str]]] =
     bare_commands: (
         {
             "tools/a.py": 'command = [python, "-m", "train.main", *arguments]; run(["-m", "meshwright.a"])',
-            "train/b.py": 'run(python_command("tools.bench.worker", 1))',
+            "train/b.py": 'run(python_command("tools.workers", 1))',
         },
-        ["train/b.py starts tools.bench.worker", "tools/a.py starts train.main"],
+        ["train/b.py starts tools.workers", "tools/a.py starts train.main"],
     ),
     import_circles: (
         {

@@ -45,6 +45,7 @@ from meshwright.train.checkpoint.huggingface import (
     read_origin,
 )
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
+from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -52,8 +53,10 @@ from meshwright.train.checkpoint.manifest import (
     TrainPosition,
     dtype_name,
     manifest_to_text,
+    rank_file,
 )
 from meshwright.train.checkpoint.reader import open_checkpoint
+from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import find_tokenizer_file
@@ -123,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
             type=number_from(1e-9),
             default=5.0,
             metavar="GB",
-            help="largest size of a file in gigabytes (default 5); one tensor may exceed it",
+            help="size of a file in gigabytes (default 5); one tensor may exceed it",
         )
         command.add_argument(
             "--force", action="store_true", help="replace an existing folder and everything in it"
@@ -135,16 +138,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int) -> None:
-    """Write a Hugging Face model into `partial` as a checkpoint at step 0, whose final path is `final`."""
+    """Write a Hugging Face model into `partial` as a checkpoint at step 0, whose final path is `final`: as of
+    so many replicas that each writes about `limit_bytes`."""
     names = {PREFIX + fqn: hf_name(fqn) for fqn in weight_shapes(folder.config)}
     tensors = {name: folder.tensors[hf] for name, hf in names.items()}
-    sizes = {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in tensors.items()}
+    described = {name: SavedTensor(t.shape, dtype_name(DTYPES[t.dtype])) for name, t in tensors.items()}
+    replicas = max(1, math.ceil(sum(tensor.size_bytes for tensor in described.values()) / limit_bytes))
+    layout = CheckpointLayout(described, (("dp_replicate", replicas),))
 
-    def read(name: str) -> Tensor:
+    def read(name: str) -> TensorShard:
         with safe_open(tensors[name].file, framework="pt") as opened:
-            return opened.get_tensor(names[name])
+            return TensorShard(opened.get_tensor(names[name]), (0,) * len(tensors[name].shape))
 
-    write_files(partial, sizes, read, limit_bytes)
+    for rank in range(replicas):
+        write_shard_file(partial / rank_file(rank), {name: read(name) for name in layout.written_by(rank)})
     beside = beside_weights(Origin(), folder.path / FILE, [folder.path])
     for name, content in beside.items():
         (partial / name).write_bytes(content)
@@ -152,9 +159,9 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
     (partial / "config.yaml").write_text(
         config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8"
     )
-    described = {name: SavedTensor(t.shape, dtype_name(DTYPES[t.dtype])) for name, t in tensors.items()}
     files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
-    write_synced(partial / MANIFEST, manifest_to_text(CheckpointManifest(TrainPosition(), files, described)))
+    manifest = CheckpointManifest(TrainPosition(), files, described, mesh=dict(layout.mesh))
+    write_synced(partial / MANIFEST, manifest_to_text(manifest))
 
 
 def config_text(folder: HfFolder, tokenizer: str | None) -> str:

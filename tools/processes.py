@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 POLL_S = 0.02  # poll interval of a running command: the resolution of start-up times
 GRACE_S = 10.0  # between SIGTERM and SIGKILL; torchrun needs some of it to end its workers
 REASON_LINES = 6  # maximum lines quoted from the output of a failed command
-CACHE_MODES = ("keep", "cold", "warm")
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -57,29 +56,14 @@ def python_command(module: str, processes: int, folder: Path | None = None) -> l
     return [sys.executable, *launcher, *([f"--log-dir={folder}"] if folder else []), "-m", module]
 
 
-def make_environment(threads: int, cache: dict[str, str]) -> dict[str, str]:
-    """Return this process's environment without a launcher's variables, plus OMP_NUM_THREADS and the cache
-    variables of a run."""
-    return {**own_environment(), "OMP_NUM_THREADS": str(threads), **cache}
+def make_environment(threads: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without a launcher's variables, with OMP_NUM_THREADS and these."""
+    return {**own_environment(), "OMP_NUM_THREADS": str(threads), **variables}
 
 
 def own_environment() -> dict[str, str]:
     """Return this process's environment without the variables that a launcher sets."""
     return {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-
-
-def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str, str]:
-    """Return the environment variables that place a run's compile cache.
-
-    `keep`: the user's cache; `cold`: a new folder for this turn; `warm`: one folder for all turns of `name`.
-    """
-    if mode == "keep":
-        return {}
-    cache_folder = folder / (f"{name}-{turn}" if mode == "cold" else name)
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder / "inductor"),
-        "TRITON_CACHE_DIR": str(cache_folder / "triton"),
-    }
 
 
 def run_to_end(

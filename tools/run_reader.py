@@ -179,7 +179,7 @@ def parse_row(line: bytes) -> Row | None:
     return row if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 
-# excluded from rates, as in tools.bench: compilation, caches and allocators settle in these steps
+# excluded from rates, as in benchmarks.train: compilation, caches and allocators settle in these steps
 WARM_UP_STEPS = 4
 PREDICTED = ("step_time_s", "peak_memory_gib")  # figures that the planner predicts, as named in a row
 

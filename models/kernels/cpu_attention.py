@@ -1,8 +1,9 @@
 """Causal attention on a CPU: torch's flash forward, with a faster backward.
 
 torch's CPU backward processes one head at a time and spends most of its time in small matrix products; this
-one processes blocks of queries over many heads by batched matrix products (`python -m tools.bench attention`
-compares them). The reference is `scaled_dot_product_attention`.
+one processes blocks of queries over many heads by batched matrix products
+(benchmarks/records/2026-11-21-attention.json compares them). The reference is
+`scaled_dot_product_attention`.
 
 Shapes: B batch, N query heads, K key-value heads, G = N / K query heads that share one, T tokens, t tokens
 with a query (the last ones), H head dim, Q queries of a block, J keys that they attend to.

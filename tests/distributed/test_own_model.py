@@ -10,8 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright.tools.bench.own_model.command import compare_in_worker
-from meshwright.tools.bench.own_model.models import MODELS, PLANS, WITHOUT_STYLES, encoder, on_meta
+from benchmarks.own_models import MODELS, PLANS, WITHOUT_STYLES, compare_in_worker, encoder, on_meta
 from tests.support.factories import HF_SIZES, VOCABULARY
 from tests.support.hf_models import make_tokens
 from tests.support.worlds import run_ranks

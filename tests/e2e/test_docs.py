@@ -34,7 +34,6 @@ ELSEWHERE = {
     r"mine:build|mine\.py": "tests/e2e/test_your_model.py",
     r"tools\.dryrun": "tests/tools/dryrun: a download of 0.53 GB",
     r"train\.main .*llama_8b.* --parallel\.plan=auto": "tests/e2e/test_auto_plan.py",
-    r"tools\.bench accumulation": "tests/tools/bench/test_accumulation.py, on a small model",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
 }
 SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])
@@ -59,7 +58,6 @@ SMALLER = [  # pattern, replacement; all that match are applied in this order
     (r"(tools\.plan .*llama_8b_128k.*)", rf"\1 {SMALL}"),
     (r"(tools\.plan .*llama_(?:70b|405b)\.yaml.*)", rf"\1 {BLOCKS_OF_8B}"),
     (r"(tools\.sweep prefetch)", rf"\1 --processes 1 {OVERRIDES}"),
-    (r"(tools\.bench ranks)", r"\1 --ranks 16 --config llama_debug"),
     (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
     (r"--run_dir=/shared/runs", "--run_dir=runs"),
 ]
@@ -138,7 +136,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.hf_models import make_hf, save_hf
 
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("configs", "meshwright", "tools", "parallel", "models", "train"):
+    for name in ("configs", "meshwright", "tools", "parallel", "models", "train", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     for name in ("docs", "web", "corpus/deep"):
         (folder / name).mkdir(parents=True)
@@ -304,8 +302,12 @@ def test_the_index_lists_every_page() -> None:
 def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
     for page in (*PAGES, CONTRIBUTING):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for module in re.findall(r"python -m (?:meshwright\.)?((?:tools|train|tests)(?:\.\w+)+)", text):
+        for module in re.findall(
+            r"python -m (?:meshwright\.)?((?:tools|train|tests|benchmarks)(?:\.[a-z]\w*)+)", text
+        ):
             path = ROOT / module.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: {module}"
-        for path in re.findall(r"`((?:tests|configs|docs|tools|train|parallel|models)/[\w/.-]+\.\w+)`", text):
+        for path in re.findall(
+            r"`((?:tests|configs|docs|tools|train|parallel|models|benchmarks)/[\w/.-]+\.\w+)`", text
+        ):
             assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), f"{page}: {path}"

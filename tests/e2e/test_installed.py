@@ -77,7 +77,7 @@ def test_both_sides_imports_work_in_both_orders(python: str, names: tuple[str, .
 
 
 def test_nothing_else_is_installed(python: str, tmp_path: Path) -> None:
-    names = ("models", "parallel", "train", "tools", "configs", "tests")
+    names = ("models", "parallel", "train", "tools", "configs", "tests", "benchmarks")
     code = f"import importlib.util as u; print([name for name in {names} if u.find_spec(name)])"
     assert run([python, "-c", code], tmp_path) == "[]\n"
 

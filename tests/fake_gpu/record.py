@@ -25,9 +25,9 @@ from meshwright.tools.dryrun.log import Call
 from meshwright.tools.dryrun.program import (
     MEMORY_FILE,
     PLAN_FILE,
-    STEPS,
     grid_blocks,
     steady_step,
+    steady_waits,
     step_command,
     stream_numbers,
 )
@@ -73,7 +73,7 @@ def figures_of(scratch: Path) -> dict[str, Any]:
     """Return the record's figures of one plan, from the log and the memory file of its run."""
     calls = log.read_log(scratch)
     step, peaks = steady_step(calls), json.loads((scratch / MEMORY_FILE).read_text())
-    waits = log.stream_waits(calls[: calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))], step)
+    waits = steady_waits(calls)
     names = {stream: f"stream {n}" for stream, n in stream_numbers(step, waits).items()}
     return {
         "launches": log.count_launches(step),

@@ -26,11 +26,11 @@ def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> No
 
 
 @pytest.mark.sampled(5, day=1)
-def test_bench_gpu_runs_its_cases(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+def test_the_benchmark_of_a_gpu_runs_its_cases(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     names = ["8 layers", "float8 rowwise", "fsdp, prefetch 2"]
     keys = ["--parallel.compile.backend=aot_eager", "--model.n_layers=2"]
     options = ["--tiny", "--minutes=8", "--json", *keys, "--only", *names]
-    code, output = run(fake_gpu, tmp_path, "tools.bench", "gpu", *options, devices=2)
+    code, output = run(fake_gpu, tmp_path, "benchmarks.gpu", *options, devices=2)
     assert code == 0, output
     assert output.count(" done, ") == len(names), output
     assert [name for path in tmp_path.glob("log.*") for name in unimplemented(log.read_calls(path))] == []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.tools.bench.train_run import read_rows
+from benchmarks.train import read_rows
 from meshwright.tools.processes import BenchError
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.train_run import config_to_record
+from benchmarks.train import config_to_record
 from meshwright.tools.cli import format_table, natural, positive
 from meshwright.train.config_parser import parse_config
 from tests.soak.killed_run import Joined, Kill, KilledRun, Mesh, Phase, Wanted, make_reference

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import make_document, write_record
+from benchmarks.harness import make_document, write_record
 from meshwright.tools.cli import run_tool
 
 RECORDS = Path(__file__).parent / "records"
@@ -50,8 +50,7 @@ def run_program(
     def main() -> None:
         options, overrides = parser.parse_known_args()
         config, figures, text = measure(options, overrides)
-        document = make_document(name, sys.argv[1:], config, figures)
-        document["command"][2] = f"tests.soak.{name}"
+        document = make_document(f"tests.soak.{name}", sys.argv[1:], config, figures)
         print(json.dumps(document, indent=2) if options.json else text)
         if options.record:
             print(

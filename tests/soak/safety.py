@@ -4,16 +4,16 @@
 import argparse
 import json
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import check_disk_space, spread
-from meshwright.tools.bench.train_run import config_to_record
+from benchmarks.train import config_to_record
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.processes import make_environment, python_command, run_to_end
+from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 from meshwright.train.config_parser import parse_config
 from tests.soak.program import Measured, make_parser, run_program
 
@@ -58,6 +58,17 @@ def add_safety_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_disk_space(folder: Path, gb: float) -> None:
+    """Raise BenchError if the folder does not exist or its disk has less than 1.1 x `gb` free."""
+    if not folder.is_dir():
+        raise BenchError(f"--folder {folder}: no such folder: create it, or use another")
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if free_gb < 1.1 * gb:
+        raise BenchError(
+            f"--folder {folder} has {free_gb:.3g} GB free but needs {1.1 * gb:.3g}: use another disk"
+        )
+
+
 def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
     """Return configs, figures and a text. Raises BenchError, and the errors of a wrong config."""
     check_disk_space(Path(options.folder), 4 * STORE_GB)
@@ -100,7 +111,10 @@ def summarise(disk: dict[str, Any], stall: dict[str, Any]) -> dict[str, Any]:
     return {
         "size_gb": disk["size_gb"],
         "hash_gb_s": disk["hash_gb_s"],
-        "save_s": {way: spread(seconds) for way, seconds in saves.items()},
+        "save_s": {
+            way: {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+            for way, seconds in saves.items()
+        },
         "save_ratio_to": save,
         "load_s": loads,
         "asynchronous_s": {

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.parallel.mesh import build_mesh
-from meshwright.tools.bench.speed.data import set_cache
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
@@ -134,6 +133,17 @@ def time_loads(rank: Rank, ours: Path, rounds: int) -> dict[str, dict[str, list[
                 on_main(lambda folder=folder, cache=cache: set_cache(folder, cache))  # type: ignore[misc]
                 way_s.append(timed(work))
     return seconds
+
+
+def set_cache(folder: Path, cache: str) -> None:
+    """Remove the folder's files from the page cache (cold), or read them into it as memory allows (warm)."""
+    for path in sorted(folder.iterdir()):
+        with open(path, "rb", buffering=0) as file:
+            if cache == "cold":
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while cache == "warm" and file.read(2**24):
+                pass
 
 
 def time_hashes(checkpoint: Path, size_gb: float) -> dict[str, float]:

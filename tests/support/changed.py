@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MODULE = re.compile(r"meshwright(\.\w+)+")
-MODULE_IN_TESTS = re.compile(r"(meshwright\.)?(models|parallel|train|tools|tests)(\.\w+)+")
+MODULE_IN_TESTS = re.compile(r"(meshwright\.)?(models|parallel|train|tools|tests|benchmarks)(\.\w+)+")
 
 
 @functools.cache

@@ -136,7 +136,7 @@ TOOLS: list[Case] = [
     ("tools.trace {tmp}/nowhere", ("{tmp}/nowhere", "no such")),
     ("tools.trace {tmp}/run", ("{tmp}/run", "--profile.start=STEP", "--profile.all_ranks=true")),
     ("tools.trace {tmp}/file", ("{tmp}/file", "trace")),
-    ("tools.bench nothing", ("nothing", "calibrate")),
+    ("tools.calibrate --name mine --base nothing", ("nothing", "configs/hardware", "h100-sxm")),
     ("tools.sweep nothing", ("nothing", "configs/experiments", "prefetch.yaml")),
     ("tools.sweep {tmp}/spec.yaml", ("{tmp}/spec.yaml", "grids", "grid")),
     ("tools.sweep {tmp}/spec-key.yaml --dry-run", ("{tmp}/spec-key.yaml", "train.stepz", "train.steps")),

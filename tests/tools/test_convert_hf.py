@@ -98,6 +98,7 @@ def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
     hf, tokens = make_hf(2, tied, ratio, rope, head_dim), make_tokens(batch=2, seq_len=40)
     source = save_hf(tmp_path / "hf", hf)
     main(["import", str(source), str(tmp_path / "ours"), SMALL_FILES])
+    assert len(list((tmp_path / "ours").glob("rank-*.safetensors"))) > 1
     main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), SMALL_FILES])
     back = load_hf(tmp_path / "back")
     model = load_model(tmp_path / "ours", checkpoint_config(tmp_path / "ours").job, torch.device("cpu"))
@@ -334,9 +335,9 @@ def test_a_failure_leaves_what_was_there(hf_dir: Path, tmp_path: Path) -> None:
     main(["import", str(hf_dir), str(tmp_path / "ours"), SMALL_FILES])
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "mine").write_text("x")
-    last = sorted((tmp_path / "ours").glob("*.safetensors"))[-1]
-    last.write_bytes(last.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"ours is damaged: model-.*bytes"):
+    first = sorted((tmp_path / "ours").glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"ours is damaged: rank-.*bytes"):
         main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--force"])
     assert (tmp_path / "back" / "mine").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "ours"]

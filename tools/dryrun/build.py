@@ -64,15 +64,7 @@ def build_libraries(site: Path, out: Path) -> None:
     out = out / PLACE
     out.mkdir(parents=True)
     wanted = _wanted_symbols(site)
-    _run(
-        "g++",
-        *FLAGS,
-        "-shared",
-        SOURCES / "core.cc",
-        "-o",
-        out / "libfakecore.so",
-        "-Wl,-soname,libfakecore.so",
-    )
+    _link("libfakecore.so", out, *FLAGS, SOURCES / "core.cc")
     for soname in (*IMPLEMENTED, *STUBS):
         _build(soname, wanted[soname], site / "triton/backends/nvidia/include", out)
     (out / "libcuda.so").symlink_to("libcuda.so.1")
@@ -99,21 +91,12 @@ def _build(soname: str, wanted: set[str], include: Path, out: Path) -> None:
     version = out / f"{soname}.map"
     version.write_text(f"{VERSIONS.get(soname, soname)} {{ global: *; }};\n")
     versioned = [] if soname in UNVERSIONED else [f"-Wl,--version-script={version}"]
-    _run(
-        "g++",
-        "-shared",
-        "-o",
-        out / soname,
-        *objects,
-        stubs.with_suffix(".o"),
-        f"-Wl,-soname,{soname}",
-        *versioned,
-        "-L",
-        out,
-        "-lfakecore",
-        "-Wl,-rpath,$ORIGIN",
-        "-ldl",
-    )
+    core = ("-L", out, "-lfakecore", "-Wl,-rpath,$ORIGIN", "-ldl")
+    _link(soname, out, *objects, stubs.with_suffix(".o"), *versioned, *core)
+
+
+def _link(soname: str, out: Path, *parts: object) -> None:
+    _run("g++", "-shared", "-o", out / soname, f"-Wl,-soname,{soname}", *parts)
 
 
 def _wanted_symbols(site: Path) -> dict[str, set[str]]:

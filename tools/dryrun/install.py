@@ -122,20 +122,9 @@ def make_whole(folder: Path, fill: Callable[[Path], None]) -> None:
 def _fetch(folder: Path) -> None:
     """Install the wheels of PyPI. `===` matches only the plain version, a CUDA build; `==` would also match a
     local version such as +cpu."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-compile",
-        "--disable-pip-version-check",
-        "--target",
-        str(folder),
-        f"torch==={TORCH}",
-        f"triton==={TRITON}",
-    ]
+    options = ("--quiet", "--no-deps", "--no-compile", "--disable-pip-version-check", "--target", str(folder))
+    wheels = (f"torch==={TORCH}", f"triton==={TRITON}")
+    command = [sys.executable, "-m", "pip", "install", *options, *wheels]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise FakeGpuError(

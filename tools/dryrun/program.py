@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def run_program(
 def steady_step(calls: Sequence[Call]) -> list[Call]:
     """Return the calls of the last step."""
     return log.between(calls, f"step {STEPS - 1}", f"end {STEPS - 1}")
+
+
+def steady_waits(calls: Sequence[Call]) -> Counter[tuple[int, int]]:
+    """Return how often in the last step one stream waits for another: (waiting stream, awaited stream)."""
+    end = calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))
+    return log.stream_waits(calls[:end], steady_step(calls))
 
 
 def stream_numbers(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, int]:

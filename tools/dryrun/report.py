@@ -19,7 +19,7 @@ from meshwright.tools.dryrun.launches import (
     read_recorded_step,
 )
 from meshwright.tools.dryrun.log import Call
-from meshwright.tools.dryrun.program import MEMORY_FILE, STEPS, steady_step, stream_numbers
+from meshwright.tools.dryrun.program import MEMORY_FILE, steady_step, steady_waits, stream_numbers
 from meshwright.tools.plan.report import PlanReport
 from meshwright.tools.simulate import total_by_axis, totals_table
 
@@ -106,7 +106,7 @@ def read_dry_run(scratch: Path) -> DryRun:
     """Return the counts of the last step and the kernels of the recorded one."""
     calls = log.read_log(scratch)
     step, recorded = steady_step(calls), read_recorded_step(scratch)
-    waits = log.stream_waits(calls[: calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))], step)
+    waits = steady_waits(calls)
     numbers = stream_numbers(step, waits)
     memory = json.loads((scratch / MEMORY_FILE).read_text())
     return DryRun(

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.parallel.compile.setup import use_cache_folder
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.tools.bench.harness import run_workers
+from meshwright.tools.workers import run_workers
 from meshwright.train.calibration.measure import measure_here, read_kept
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.process_group import usable_cores
@@ -40,7 +40,9 @@ def measure_this_machine(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = threads or max(1, usable_cores() // processes)
-    result = run_workers("here", processes, threads, device, {"arguments": list(arguments)})[0]
+    result = run_workers(
+        f"{__name__}:measure_in_worker", processes, threads, device, {"arguments": list(arguments)}
+    )[0]
     hardware = read_kept(result["path"])
     assert hardware is not None, f"{result['path']} was written just now"
     return ThisMachine(hardware, f"{HERE}: {result['line']}")

@@ -102,7 +102,7 @@ def _hardware_of(device_name: str, config: Config, processes: int, run: Path) ->
     if not device_name.startswith("CPU"):
         raise DataError(
             f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}: "
-            "measure it (python -m tools.bench calibrate -h)"
+            "measure it (python -m tools.calibrate -h)"
         )
     threads = config.run.threads or max(1, usable_cores() // processes)
     kept = read_kept(kept_path(config.job, processes, threads, torch.device("cpu")))

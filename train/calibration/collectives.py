@@ -8,8 +8,7 @@ own tensor).
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,40 +21,24 @@ ROUNDS = 3
 ROTATED, ROTATED_BYTES = 8, 2**25  # tensors of an operation: at most, and together
 WARM_UP_RUNS = 3
 MIN_RUNS, MAX_RUNS = 5, 100
+# operation -> number of ranks -> a curve over the bytes of the full tensor
+Seconds = Mapping[str, Mapping[int, Curve]]
 
 
-@dataclass(frozen=True)
-class CollectiveTiming:
-    """A timed collective: operation, number of ranks, bytes of the full tensor, and median seconds."""
-
-    op: str
-    members: int
-    size_bytes: int
-    seconds: float
-
-
-def hops(op: str, members: int) -> int:
-    """Return the number of consecutive steps of a ring collective."""
-    return (members - 1) * (2 if op == "all_reduce" else 1)
-
-
-def sent_bytes(op: str, members: int, size_bytes: float) -> float:
-    """Return the bytes that each member of a ring sends."""
-    return size_bytes * hops(op, members) / members
-
-
-def fit_link(timings: Sequence[CollectiveTiming]) -> tuple[Link, float]:
-    """Fit a link to timings. Returns the link (latency of a hop, best bandwidth, and its share by operation
-    and number of members) and the mean relative error of the fit.
+def fit_link(collectives_s: Seconds) -> tuple[Link, float]:
+    """Fit a link to measured seconds. Returns the link (latency of a hop, best bandwidth, and its share by
+    operation and number of members) and the mean relative error of the fit.
 
     The fit minimizes the squared relative errors of seconds = hops x latency + sent / bandwidth, with one
     latency for all and a bandwidth for each operation and number of members. A negative latency becomes 0.
     """
-    groups = sorted({(t.op, t.members) for t in timings})
-    rows = np.zeros((len(timings), 1 + len(groups)))
-    for row, t in zip(rows, timings, strict=True):
-        row[0] = hops(t.op, t.members) / t.seconds
-        row[1 + groups.index((t.op, t.members))] = sent_bytes(t.op, t.members, t.size_bytes) / t.seconds
+    groups = sorted((op, members) for op, by_members in collectives_s.items() for members in by_members)
+    points = [(i, *point) for i, (op, members) in enumerate(groups) for point in collectives_s[op][members]]
+    rows = np.zeros((len(points), 1 + len(groups)))
+    for row, (i, size_bytes, seconds) in zip(rows, points, strict=True):
+        op, members = groups[i]
+        hops = (members - 1) * (2 if op == "all_reduce" else 1)
+        row[0], row[1 + i] = hops / seconds, size_bytes * hops / members / seconds
     solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
     if solution[0] < 0:
         solution = np.concatenate(([0.0], np.linalg.lstsq(rows[:, 1:], np.ones(len(rows)), rcond=None)[0]))
@@ -67,15 +50,6 @@ def fit_link(timings: Sequence[CollectiveTiming]) -> tuple[Link, float]:
     return Link(float(bytes_s.max()) / 1e9, float(solution[0]), shares), error
 
 
-def curves_of(timings: Sequence[CollectiveTiming]) -> dict[str, dict[int, Curve]]:
-    """Return the seconds of each collective by number of ranks: a curve over the bytes."""
-    by_op: dict[str, dict[int, Curve]] = {}
-    for t in sorted(timings, key=lambda t: (t.op, t.members, t.size_bytes)):
-        by_members = by_op.setdefault(t.op, {})
-        by_members[t.members] = (*by_members.get(t.members, ()), (float(t.size_bytes), t.seconds))
-    return by_op
-
-
 def group_sizes(processes: int) -> list[int]:
     """Return the sizes of the groups that a mesh can have in a node: the divisors except 1."""
     return [size for size in range(2, processes + 1) if processes % size == 0]
@@ -83,7 +57,7 @@ def group_sizes(processes: int) -> list[int]:
 
 def time_collectives(
     device: torch.device, local_processes: int, sizes_bytes: Sequence[int], budget_s: float
-) -> list[CollectiveTiming]:
+) -> Seconds:
     """Time every collective at every size over groups of each possible number of processes of a node. All
     groups of a size run at the same time, and all processes of the run call this. Returns the same values on
     every rank.
@@ -91,21 +65,23 @@ def time_collectives(
     Args:
         budget_s: seconds of repetition of each collective, size and group
     """
-    timings = []
+    seconds: dict[str, dict[int, Curve]] = {}
     for members in group_sizes(local_processes):
         group, _ = dist.new_subgroups(members)
         runs = {
-            (op, members, size_bytes): run
-            for size_bytes in sizes_bytes
+            (op, float(size_bytes)): run
+            for size_bytes in sorted(sizes_bytes)
             for op, run in _collectives(device, size_bytes, members, group).items()
         }
-        times: dict[tuple[str, int, int], list[float]] = {key: [] for key in runs}
+        times: dict[tuple[str, float], list[float]] = {key: [] for key in runs}
         for _ in range(ROUNDS):  # in turn, so that a disturbance of the machine affects few of them
             for key, run in runs.items():
-                times[key] += _seconds(run, device, budget_s / ROUNDS)
-        timings += [CollectiveTiming(*key, statistics.median(seconds)) for key, seconds in times.items()]
+                times[key] += _times(run, device, budget_s / ROUNDS)
+        for op, size in times:
+            curve = seconds.setdefault(op, {}).get(members, ())
+            seconds[op][members] = (*curve, (size, statistics.median(times[op, size])))
         dist.destroy_process_group(group)
-    return timings
+    return seconds
 
 
 def _collectives(
@@ -140,24 +116,25 @@ def _collectives(
     }
 
 
-def _seconds(run: Run, device: torch.device, budget_s: float) -> list[float]:
+def _times(run: Run, device: torch.device, budget_s: float) -> list[float]:
     """Return the mean seconds over the ranks of each repetition. All ranks compute the same means, so they
     repeat equally often."""
-    interlude = make_interlude(device, dist.get_world_size())
-    first_s = statistics.median(_times(run, interlude, device, WARM_UP_RUNS))
-    return _times(run, interlude, device, max(MIN_RUNS, min(MAX_RUNS, int(budget_s / first_s))))
+    ranks = dist.get_world_size()
+    interlude = make_interlude(device, ranks)
 
+    def repeat(count: int) -> list[float]:
+        times = []
+        dist.barrier()
+        for _ in range(count):
+            interlude()
+            started_at = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - started_at)
+        mean = torch.tensor(times, dtype=torch.float64, device=device)
+        dist.all_reduce(mean)
+        return (mean / ranks).tolist()
 
-def _times(run: Run, interlude: Run, device: torch.device, count: int) -> list[float]:
-    times = []
-    dist.barrier()
-    for _ in range(count):
-        interlude()
-        started_at = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started_at)
-    mean = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(mean)
-    return (mean / dist.get_world_size()).tolist()
+    first_s = statistics.median(repeat(WARM_UP_RUNS))
+    return repeat(max(MIN_RUNS, min(MAX_RUNS, int(budget_s / first_s))))

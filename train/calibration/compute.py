@@ -23,7 +23,6 @@ from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.operators import attention_flops
-from meshwright.train.calibration.host import TINY_OPERATIONS, graph_seconds, tiny_operations
 from meshwright.train.calibration.timing import (
     ROTATED_BYTES,
     AttentionShape,
@@ -31,13 +30,15 @@ from meshwright.train.calibration.timing import (
     Run,
     Timer,
     attention_runs,
-    draw,
     product_runs,
-    rotate,
 )
 from meshwright.train.config import Config
 from meshwright.train.memory import resident_bytes, return_free_memory
 from meshwright.train.planning.device_defaults import attention_on_device
+
+FEW, MANY = 1, 9  # matrix products of two compiled graphs, whose difference is the cost of a kernel
+TINY_OPERATIONS = 256
+SECONDS = ("operation_s", "operator_s", "graph_s", "kernel_s")  # of a measurement; the others are rates
 
 
 @dataclass(frozen=True)
@@ -65,72 +66,6 @@ class Scale:
     rotated_bytes: int = ROTATED_BYTES
 
 
-# Layers of models that a laptop can train, dim 128 to 1024, full and sharded by tp.
-CPU_SCALE = Scale(
-    products=(
-        (256, 128, 128),
-        (512, 256, 128),
-        (512, 256, 256),
-        (1024, 256, 256),
-        (1024, 256, 768),
-        (1024, 512, 768),
-        (1024, 512, 1536),
-        (2048, 512, 1536),
-        (2048, 512, 4096),
-        (2048, 1024, 3072),
-    ),
-    attention=(
-        AttentionShape(4, 8, 4, 64, 256),
-        AttentionShape(4, 4, 4, 64, 256),
-        AttentionShape(2, 8, 4, 64, 512),
-    ),
-    memory=(1024, 256, 768),
-    dtypes=("float32", "bfloat16"),
-    # 16 KiB to 16 MiB: layers of small models
-    collectives_bytes=(2**14, 2**17, *(2**power for power in range(19, 25))),
-    unit_values=2**19,
-    budget_s=0.3,
-    rotated_bytes=2**26,
-)
-# Layers of Llama 8B, 70B and 405B, full and sharded by tp, and the head of the 8B.
-GPU_SCALE = Scale(
-    products=(
-        (1024, 4096, 512),
-        (2048, 4096, 1024),
-        (2048, 4096, 4096),
-        (4096, 4096, 4096),
-        (4096, 8192, 3584),
-        (8192, 4096, 4096),
-        (8192, 4096, 14336),
-        (8192, 8192, 28672),
-        (8192, 4096, 128256),
-        (16384, 16384, 53248),
-    ),
-    attention=(
-        AttentionShape(4, 32, 8, 128, 2048),
-        AttentionShape(2, 32, 8, 128, 4096),
-        AttentionShape(1, 32, 8, 128, 8192),
-    ),
-    memory=(8192, 4096, 14336),
-    dtypes=("float32", "bfloat16"),
-    collectives_bytes=tuple(2**power for power in range(14, 31, 2)),  # 16 KiB to 1 GiB
-    unit_values=2**27,
-    budget_s=0.5,
-)
-
-
-def quicker(scale: Scale) -> Scale:
-    """Return a smaller scale: the smallest, a middle and the second largest product, one attention call,
-    three collectives, a fifth of the time."""
-    return replace(
-        scale,
-        products=[scale.products[i] for i in (0, len(scale.products) // 2, -2)],
-        attention=scale.attention[:1],
-        collectives_bytes=(2**14, 2**18, 2**22),
-        budget_s=scale.budget_s / 5,
-    )
-
-
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     """Measure one device, at the same time as the other processes. Returns plain data: rates in operations or
     bytes per second, costs of the host in seconds, each the better of two rounds: what disturbs the machine
@@ -152,30 +87,25 @@ def better(first: Any, second: Any, key: str = "") -> Any:
             return min(first, second) if key in SECONDS else max(first, second)
 
 
-SECONDS = ("operation_s", "operator_s", "graph_s", "kernel_s")
-
-
 def _measure_round(device: torch.device, scale: Scale) -> dict[str, Any]:
-    clock = Timer(device, scale.budget_s)
-    rotated = scale.rotated_bytes
+    clock = Timer(device, scale.budget_s, scale.rotated_bytes)
     dist.barrier()
     attention = {
-        dtype: [measure_attention(clock, shape, dtype, rotated) for shape in scale.attention]
-        for dtype in scale.dtypes
+        dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in scale.dtypes
     }
+    forward, backward = (
+        {dtype: statistics.harmonic_mean(rate[i] for rate in rates) for dtype, rates in attention.items()}
+        for i in range(2)
+    )
     graph_s, kernel_s = graph_seconds(clock)
     return {
         "matmul": {
-            dtype: [measure_product(clock, product, dtype, rotated) for product in scale.products]
+            dtype: [measure_product(clock, product, dtype) for product in scale.products]
             for dtype in scale.dtypes
         },
-        "attention_forward": {
-            dtype: statistics.harmonic_mean(f for f, _ in rates) for dtype, rates in attention.items()
-        },
-        "attention_backward": {
-            dtype: statistics.harmonic_mean(b for _, b in rates) for dtype, rates in attention.items()
-        },
-        "copy_bytes_s": copy_rate(clock, rotated),
+        "attention_forward": forward,
+        "attention_backward": backward,
+        "copy_bytes_s": copy_rate(clock),
         "memory_bytes_s": {dtype: fused_rate(clock, scale, dtype) for dtype in scale.dtypes},
         "optimizer_bytes_s": optimizer_rate(clock, scale),
         "operation_s": clock.seconds([tiny_operations(device)]) / TINY_OPERATIONS,
@@ -197,17 +127,14 @@ def taken_gib(device: torch.device) -> float:
     return (total - free - torch.cuda.memory_reserved(device)) / GIB
 
 
-def measure_product(clock: Timer, product: Products, dtype: str, rotated_bytes: int) -> tuple[float, float]:
+def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float, float]:
     """Return the GFLOP of one product, and the operations per second of a linear layer's three products:
     x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
     flops = 2 * math.prod(product)
-    runs = product_runs(product, dtype, clock.device, rotated_bytes)
-    return flops / 1e9, 3 * flops / clock.seconds(runs)
+    return flops / 1e9, 3 * flops / clock.seconds(product_runs(clock, product, dtype))
 
 
-def measure_attention(
-    clock: Timer, shape: AttentionShape, dtype: str, rotated_bytes: int
-) -> tuple[float, float]:
+def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[float, float]:
     """Return the operations per second of forward and backward, counted by `attention_work`."""
     attention = CausalAttention()
     if clock.device.type == "cuda":  # the fastest kernel of this GPU
@@ -215,7 +142,7 @@ def measure_attention(
         attention.kernel = attention_on_device(
             config.job, clock.device, torch.cuda.get_device_name(clock.device)
         )
-    forward_runs, both_runs = attention_runs(attention, shape, dtype, clock.device, rotated_bytes)
+    forward_runs, both_runs = attention_runs(clock, attention, shape, dtype)
     forward_s = clock.seconds(forward_runs)
     # a disturbed machine could take longer for the forward alone
     backward_s = max(forward_s, clock.seconds(both_runs) - forward_s)
@@ -233,15 +160,10 @@ def attention_work(shape: AttentionShape) -> tuple[float, float]:
     return attention_flops("attention", (q, k)), attention_flops("attention_backward", (q, q, k))
 
 
-def copy_rate(clock: Timer, rotated_bytes: int) -> float:
+def copy_rate(clock: Timer) -> float:
     """Return the bytes read and written per second by a copy of tensors larger than the caches."""
-    source, target = (draw((rotated_bytes // 8,), "float32", clock.device) for _ in range(2))
+    source, target = (clock.draw((clock.rotated_bytes // 8,), "float32") for _ in range(2))
     return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
-
-
-@cache
-def _compiled_fused() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_fused, dynamic=False)
 
 
 def _fused(weight: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,19 +183,58 @@ def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
 
     def make_run() -> Run:
         sizes = [(tokens, width), (tokens, ffn_width), (tokens, ffn_width)]
-        leaves = [draw(size, dtype, clock.device).requires_grad_() for size in sizes]
-        grads = [draw(size, dtype, clock.device) for size in sizes[:2]]
-        return lambda: torch.autograd.grad(_compiled_fused()(weight, *leaves), leaves, grads)
+        leaves = [clock.draw(size, dtype).requires_grad_() for size in sizes]
+        grads = [clock.draw(size, dtype) for size in sizes[:2]]
+        return lambda: torch.autograd.grad(_compiled(_fused)(weight, *leaves), leaves, grads)
 
-    return moved / clock.seconds(rotate(make_run, moved // 2, scale.rotated_bytes))
+    return moved / clock.seconds(clock.rotate(make_run, moved // 2))
 
 
 def optimizer_rate(clock: Timer, scale: Scale) -> float:
     """Return the bytes read and written per second by the fused AdamW: it reads parameter, gradient and two
     moments, and writes all, because it also clips the gradient (`cost_model.optimizer_bytes`)."""
-    values = min(scale.unit_values, scale.rotated_bytes // 64)
-    parameters = [draw((values,), "float32", clock.device).requires_grad_() for _ in range(4)]
+    values = min(scale.unit_values, clock.rotated_bytes // 64)
+    parameters = [clock.draw((values,), "float32").requires_grad_() for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     return 8 * sum(p.nbytes for p in parameters) / clock.seconds([optimizer.step])
+
+
+def tiny_operations(device: torch.device) -> Run:
+    """Return a chain of TINY_OPERATIONS eager operators on a single number, forward and backward."""
+    x = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(TINY_OPERATIONS // 2):
+            y = y * 0.5
+        torch.autograd.grad(y, x)
+
+    return chain
+
+
+def graph_seconds(clock: Timer) -> tuple[float, float]:
+    """Return the seconds of one call of a compiled graph, without its kernels, and of one kernel: means of
+    forward and backward, from graphs of a few products of tiny matrices."""
+    few_s, many_s = (_chain_seconds(clock, products) for products in (FEW, MANY))
+    kernel_s = max(0.0, (many_s - few_s) / (MANY - FEW))
+    return max(0.0, few_s - FEW * kernel_s) / 2, kernel_s / 3  # a product's backward has two products
+
+
+def _chain_seconds(clock: Timer, products: int) -> float:
+    """Return the seconds of a compiled chain of products of x[8, 8], forward and backward."""
+    x, w = (torch.randn(8, 8, device=clock.device, requires_grad=True) for _ in range(2))
+    grad, chain = torch.randn(8, 8, device=clock.device), _compiled(_chain)
+    return clock.host_seconds([lambda: torch.autograd.grad(chain(x, w, products), (x, w), grad)])
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)  # late: importing the compiler takes seconds
+
+
+def _chain(x: Tensor, w: Tensor, products: int) -> Tensor:
+    for _ in range(products):
+        x = x @ w
+    return x

@@ -1,15 +1,13 @@
-"""Write the results of a calibration as a hardware file: the keys of `Hardware`, each with a comment that
-names the source of its value."""
+"""The hardware file of a measured machine: the measured keys of `Hardware`, then the others as the file of
+another machine has them, with their sources."""
 
-import dataclasses
 import datetime
 import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,32 +15,81 @@ import torch
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, Hardware, HostCosts, Link, seconds_at
 from meshwright.parallel.yaml_io import to_yaml
-from meshwright.train.calibration.collectives import CollectiveTiming, curves_of, fit_link
-from meshwright.train.calibration.host import EVENTS, UnitTiming
+from meshwright.train.calibration.collectives import Seconds, fit_link
+from meshwright.train.calibration.fsdp_unit import EVENTS, UnitTiming
 from meshwright.train.cgroups import memory_limit_bytes
 
 DIGITS = 4  # significant digits: more than repeated measurements agree on
 
 
 @dataclass(frozen=True)
-class SourcedValue:
-    """A value of `Hardware` and its source."""
+class Calibration:
+    """A measured machine.
 
-    value: Any
-    source: str
+    Args:
+        device, name: torch's device type, and the device's name
+        count: devices, or cores of a CPU
+        compute: the result of measure_compute of each process
+        collectives_s: seconds of collectives; empty for a single process
+        units: of FSDP2 around a tiny and a large unit
+        threads: of each process on a CPU
+        has_mfu: whether the peak of this GPU is known
+    """
+
+    device: str
+    name: str
+    count: int
+    compute: Sequence[Mapping[str, Any]]
+    collectives_s: Seconds
+    units: Sequence[UnitTiming]
+    threads: int = 1
+    has_mfu: bool = True
+
+    @property
+    def cores(self) -> int:
+        """The cores that the processes share; 0 if each has its own device."""
+        return self.count if self.device == "cpu" else 0
+
+    def median(self, key: str) -> float:
+        """Return the median of a figure over the processes."""
+        return statistics.median(process[key] for process in self.compute)
+
+    def rates(self, key: str) -> dict[str, float]:
+        """Return the median rates of a device, or of a core of a CPU, by dtype."""
+        return {
+            dtype: statistics.median(process[key][dtype] for process in self.compute) / self.threads
+            for dtype in self.compute[0][key]
+        }
 
 
-def hardware_text(title: str, values: Mapping[str, SourcedValue]) -> str:
-    """Return the text of a hardware file: `title` on top, then every key of Hardware except the name, with
-    its source as a comment after the key."""
-    text = f"# {title}\n"
-    for key in (item.name for item in dataclasses.fields(Hardware) if item.name != "name"):
-        value = _plain(values[key].value)
-        # None writes collections of scalars on one line
-        flow_style = None if isinstance(value, list | dict) else False
-        entry = to_yaml({key: value}, default_flow_style=flow_style, width=math.inf)
-        text += entry.replace("\n", f"  # {values[key].source}\n", 1)
-    return text
+def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
+    """Return the text of the hardware file of a machine; what was not measured is that of `base`, with its
+    sources."""
+    values = measured_values(measured, base)
+    others = (HARDWARE_FOLDER / f"{base.name}.yaml").read_text(encoding="utf-8")
+    entries = re.findall(r"^((\w+):.*\n(?:[ -].*\n)*)", others, re.MULTILINE)
+    lines = [title, f"Measured {datetime.date.today()}, torch {torch.__version__}, {measured.name}."]
+    if measured.device == "cpu":
+        lines.append(f"Rates are those of one core, with {len(measured.compute)} processes that compute.")
+    if copied := sorted(base.matmul.keys() - measured.compute[0]["matmul"].keys()):
+        lines.append(f"{', '.join(copied)}: as in {base.name}.yaml, memory_efficiency as measured.")
+    if measured.collectives_s:
+        lines.append(f"node: fitted to collectives_s, mean error {fit_link(measured.collectives_s)[1]:.0%}.")
+    return "".join(
+        [
+            *(f"# {line}\n" for line in lines),
+            *(_entry(key, value) for key, value in values.items()),
+            f"# Not measured; from {base.name}.yaml:\n",
+            *(entry for entry, key in entries if key not in values),
+        ]
+    )
+
+
+def _entry(key: str, value: Any) -> str:
+    plain = _plain(value)
+    # None writes collections of scalars on one line
+    flow_style = None if isinstance(plain, list | dict) else False
+    return to_yaml({key: plain}, default_flow_style=flow_style, width=math.inf)
 
 
 def _plain(value: Any) -> Any:
@@ -62,274 +109,93 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def source_in(path: Path, key: str) -> str:
-    """Return the comment after a key of a hardware file; "" if there is none."""
-    match = re.search(rf"^{key}:[^#\n]*# (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return match[1] if match else ""
+def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
+    """Return the measured keys of Hardware. Of a dtype that was not measured the base has the shares of its
+    peak, and the measured one stands for its memory bandwidth."""
+    curves = {dtype: _curve(measured, dtype) for dtype in measured.compute[0]["matmul"]}
+    if measured.device == "cpu":
+        bytes_s = measured.median("copy_bytes_s") / measured.threads
+        best = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
+        peaks = {**base.peak_tflops, **best}
+        values = _cpu_values(measured, peaks, bytes_s)
+    else:
+        bytes_s, peaks = 1e9 * base.memory_gb_s, dict(base.peak_tflops)
+        values = _gpu_values(measured)
+    matmul = {d: [(size, rate / 1e12 / peaks[d]) for size, rate in curve] for d, curve in curves.items()}
+    values["matmul"] = {**base.matmul, **matmul}
+    for key in ("attention_forward", "attention_backward"):
+        shares = {dtype: rate / 1e12 / peaks[dtype] for dtype, rate in measured.rates(key).items()}
+        values[key] = {**getattr(base, key), **shares}
+    moved = {dtype: rate / bytes_s for dtype, rate in measured.rates("memory_bytes_s").items()}
+    unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
+    values |= {
+        "memory_efficiency": {**unmeasured, **moved},
+        "optimizer_efficiency": measured.median("optimizer_bytes_s") / measured.threads / bytes_s,
+        "host": host_costs(measured),
+        "reserved_gib": measured.median("taken_gib"),
+        "collectives_s": measured.collectives_s,
+        "fitted": [],
+    }
+    return values | ({"node": fit_link(measured.collectives_s)[0]} if measured.collectives_s else {})
 
 
-ATTENTION = ("attention_forward", "attention_backward")
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """The measured values.
-
-    Args:
-        compute: the result of measure_compute of each process
-        timings: of collectives; empty for a single process
-        units: of FSDP2 around a tiny and a large unit
-    """
-
-    compute: Sequence[Mapping[str, Any]]
-    timings: Sequence[CollectiveTiming]
-    units: Sequence[UnitTiming]
-
-
-@dataclass(frozen=True)
-class CalibratedMachine:
-    """The measured machine.
-
-    Args:
-        device: torch's device type
-        name: of the device
-        count: devices, or cores of a CPU
-        threads: of each measured process
-        note: what limits the measurement, for the sources; "" for nothing
-    """
-
-    device: str
-    name: str
-    count: int
-    threads: int = 1
-    note: str = ""
-
-
-def measured_values(
-    machine: CalibratedMachine, result: CalibrationResult, base: Hardware
-) -> dict[str, SourcedValue]:
-    """Return the values of the machine: what was measured, and the rest from `base`."""
-    values = {item.name: _copied(item.name, base) for item in dataclasses.fields(base) if item.name != "name"}
-    values |= (
-        _cpu_values(machine, result, base) if machine.device == "cpu" else _gpu_values(machine, result, base)
-    )
-    stamp = _stamp(machine)
-    values["host"] = SourcedValue(
-        host_costs(result, machine.count if machine.device == "cpu" else 0),
-        f"{stamp}: an eager operator, a kernel and a call of a compiled graph, FSDP2",
-    )
-    values["fitted"] = SourcedValue([], "no value in this file is fitted to runs")
-    values["collectives_s"] = SourcedValue(curves_of(result.timings), f"{stamp}: medians, bytes and seconds")
-    if result.timings:
-        values["node"] = _node(stamp, result.timings)
-    return values
-
-
-def _cpu_values(
-    machine: CalibratedMachine, result: CalibrationResult, base: Hardware
-) -> dict[str, SourcedValue]:
-    """Return the values of a CPU, rates per core; a peak is the best measured rate."""
-    stamp = _stamp(machine)
-    compute = [_per_core(process, machine.threads) for process in result.compute]
-    curves = product_curves(compute)
-    peaks = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
-    copy = median_of(compute, "copy_bytes_s")
+def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s: float) -> dict[str, Any]:
+    """Return what only a CPU has measured: its peak and its bandwidth are the best rates. It has no MFU."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "device_names": SourcedValue([], "empty: a CPU has no MFU"),
-        "memory_gib": SourcedValue(_cpu_memory_gib(), f"{stamp}: of the entire machine"),
-        "memory_gb_s": SourcedValue(
-            copy / 1e9, f"{stamp}: of one core, copying while {len(compute)} processes do so"
-        ),
-        "peak_tflops": SourcedValue(
-            {**base.peak_tflops, **peaks}, f"{stamp}: of one core, the best of the matrix products below"
-        ),
-        **_rates(stamp, compute, curves, peaks, base),
-        **_memory_shares(stamp, compute, copy, base),
-        "copy_efficiency": SourcedValue(
-            copy_share(result, copy, machine.count),
-            f"{stamp}: copies of FSDP2, from a sharded unit without computation",
-        ),
-        "operation_s": SourcedValue(0.0, "a CPU launches what it computes: host has the costs"),
-        "host_gb_s": SourcedValue(copy / 1e9, "equal to memory_gb_s: a copy within memory"),
-        "reserved_gib": SourcedValue(
-            median_of(compute, "taken_gib"), f"{stamp}: resident memory of a process without a model"
-        ),
-        "cores": SourcedValue(machine.count, f"{stamp}: cores that a process may use"),
+        "device_names": [],
+        "memory_gib": min(total, memory_limit_bytes() or total) / GIB,
+        "memory_gb_s": copy_bytes_s / 1e9,
+        "host_gb_s": copy_bytes_s / 1e9,
+        "peak_tflops": peaks,
+        "copy_efficiency": copy_share(measured, copy_bytes_s),
+        "operation_s": 0.0,  # a CPU launches what it computes: host has the costs
+        "cores": measured.cores,
     }
 
 
-def _per_core(process: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Return the rates of a process with several threads as those of one core."""
-
-    def scaled(value: Any, key: str) -> Any:
-        match value:
-            case Mapping():
-                return {name: scaled(inner, key) for name, inner in value.items()}
-            case list():
-                return [(size, rate / threads) for size, rate in value]
-            case _:
-                return value / threads if key in PER_CORE else value
-
-    return {key: scaled(value, key) for key, value in process.items()}
-
-
-PER_CORE = {"matmul", *ATTENTION, "copy_bytes_s", "memory_bytes_s", "optimizer_bytes_s"}
-
-
-def _gpu_values(
-    machine: CalibratedMachine, result: CalibrationResult, base: Hardware
-) -> dict[str, SourcedValue]:
-    """Return the values of a GPU: shares of the base's peaks."""
-    stamp, curves = _stamp(machine), product_curves(result.compute)
-    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+def _gpu_values(measured: Calibration) -> dict[str, Any]:
     return {
-        "device_names": SourcedValue([machine.name], "torch.cuda.get_device_name()"),
-        "memory_gib": SourcedValue(memory_gib, "total_memory as CUDA reports it"),
-        **_rates(stamp, result.compute, curves, base.peak_tflops, base),
-        **_memory_shares(stamp, result.compute, 1e9 * base.memory_gb_s, base),
-        "operation_s": SourcedValue(
-            median_of(result.compute, "operation_s"), f"{stamp}: a chain of operators on one number"
-        ),
-        "reserved_gib": SourcedValue(
-            median_of(result.compute, "taken_gib"), f"{stamp}: context and libraries, without a model"
-        ),
+        "device_names": [measured.name] if measured.has_mfu else [],
+        "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
+        "operation_s": measured.median("operation_s"),
     }
 
 
-def host_costs(result: CalibrationResult, cores: int = 0) -> HostCosts:
+def _curve(measured: Calibration, dtype: str) -> list[tuple[float, float]]:
+    """Return the operations per second of a core, by GFLOP of a product: medians over the processes, and then
+    over products of equal size."""
+    by_size: dict[float, list[float]] = {}
+    for product in zip(*(process["matmul"][dtype] for process in measured.compute), strict=True):
+        by_size.setdefault(product[0][0], []).append(statistics.median(rate for _, rate in product))
+    return [(size, statistics.median(rates) / measured.threads) for size, rates in sorted(by_size.items())]
+
+
+def host_costs(measured: Calibration) -> HostCosts:
     """Return the costs of launching, medians over the processes. FSDP2's is what a tiny unit takes besides
-    its collectives. `cores` of a CPU; 0 if each process has its own device."""
-    tiny, _ = result.units
-    operator_s, kernel_s, graph_s = (
-        median_of(result.compute, key) for key in ("operator_s", "kernel_s", "graph_s")
-    )
-    unit_s = _alone_s(tiny, result, cores) / EVENTS
+    its collectives."""
+    unit_s = _alone_s(measured.units[0], measured) / EVENTS
+    operator_s, kernel_s, graph_s = map(measured.median, ("operator_s", "kernel_s", "graph_s"))
     return HostCosts(operator_s, kernel_s, graph_s, unit_s)
 
 
-def copy_share(result: CalibrationResult, copy_bytes_s: float, cores: int) -> float:
+def copy_share(measured: Calibration, copy_bytes_s: float) -> float:
     """Return the share of the memory bandwidth that FSDP2's copies reach: those of a large unit, without its
     collectives and FSDP2's fixed cost. At most 1."""
-    _, large = result.units
-    seconds = _alone_s(large, result, cores) - EVENTS * host_costs(result, cores).unit_s
+    _, large = measured.units
+    seconds = _alone_s(large, measured) - EVENTS * host_costs(measured).unit_s
     alone_s = large.copied_bytes / copy_bytes_s
     return alone_s / max(seconds, alone_s)
 
 
-def _alone_s(unit: UnitTiming, result: CalibrationResult, cores: int) -> float:
-    """Return the seconds of a probed unit without its collectives, on a core of its own: processes that share
-    cores took turns."""
-    turns = max(1.0, unit.members / cores) if cores else 1.0
-    return max(0.0, unit.seconds - _collectives_s(unit, result.timings)) / turns
-
-
-def _collectives_s(unit: UnitTiming, timings: Sequence[CollectiveTiming]) -> float:
-    """Return the seconds of a probed unit's collectives: gathered twice, reduced once."""
-    if not unit.waits or not timings:
-        return 0.0
-    by_op = curves_of(timings)
-    gather_s, scatter_s = (
-        seconds_at(by_op[op][unit.members], size)
-        for op, size in (("all_gather", unit.gathered_bytes), ("reduce_scatter", unit.reduced_bytes))
-    )
-    return 2 * gather_s + scatter_s
-
-
-def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Return curves by dtype: (GFLOP, operations per second) in ascending order, the median over processes
-    and then over products of equal size."""
-    curves = {}
-    for dtype in compute[0]["matmul"]:
-        by_size: dict[float, list[float]] = {}
-        for product in zip(*(process["matmul"][dtype] for process in compute), strict=True):
-            by_size.setdefault(product[0][0], []).append(statistics.median(rate for _, rate in product))
-        curves[dtype] = [(size, statistics.median(rates)) for size, rates in sorted(by_size.items())]
-    return curves
-
-
-def _node(stamp: str, timings: Sequence[CollectiveTiming]) -> SourcedValue:
-    link, error = fit_link(timings)
-    members = "/".join(map(str, sorted({timing.members for timing in timings})))
-    return SourcedValue(
-        link,
-        f"{stamp}: between {members} processes, latency and bandwidth fitted to medians of several sizes, "
-        f"mean error {error:.0%}",
-    )
-
-
-def _rates(
-    stamp: str,
-    compute: Sequence[Mapping[str, Any]],
-    curves: Mapping[str, Any],
-    peaks: Mapping[str, float],
-    base: Hardware,
-) -> dict[str, SourcedValue]:
-    """Return matmul and attention as shares of the peaks, of dtypes that were not measured the base's."""
-    note = _note_copied(base.matmul.keys() - curves.keys(), base)
-    matmul = {
-        dtype: [(size, rate / 1e12 / peaks[dtype]) for size, rate in curve] for dtype, curve in curves.items()
-    }
-    how = f"{stamp}: GFLOP and share of the peak, medians, forward and both gradients together{note}"
-    values = {"matmul": SourcedValue({**base.matmul, **matmul}, how)}
-    for key in ATTENTION:
-        shares = {
-            dtype: statistics.median(process[key][dtype] for process in compute) / 1e12 / peaks[dtype]
-            for dtype in curves
-        }
-        how = f"{stamp}: the model's causal attention{note}"
-        values[key] = SourcedValue({**getattr(base, key), **shares}, how)
-    return values
-
-
-def _memory_shares(
-    stamp: str, compute: Sequence[Mapping[str, Any]], full_bytes_s: float, base: Hardware
-) -> dict[str, SourcedValue]:
-    """Return the shares of the bandwidth of element-wise operations and of AdamW. The measured dtype stands
-    for one that was not measured."""
-    measured = compute[0]["memory_bytes_s"]
-    shares = {
-        dtype: statistics.median(process["memory_bytes_s"][dtype] for process in compute) / full_bytes_s
-        for dtype in measured
-    }
-    unmeasured = {
-        dtype: next(iter(shares.values())) for dtype in base.memory_efficiency if dtype not in shares
-    }
-    also = f"; {', '.join(unmeasured)}: as {next(iter(shares))}" if unmeasured else ""
-    return {
-        "memory_efficiency": SourcedValue(
-            {**unmeasured, **shares},
-            f"{stamp}: norm and SwiGLU, compiled, counting bytes that must be read and written{also}",
-        ),
-        "optimizer_efficiency": SourcedValue(
-            median_of(compute, "optimizer_bytes_s") / full_bytes_s, f"{stamp}: torch's fused AdamW"
-        ),
-    }
-
-
-def _note_copied(dtypes: Iterable[str], base: Hardware) -> str:
-    names = ", ".join(sorted(dtypes))
-    return f"; {names}: as in {base.name}.yaml" if names else ""
-
-
-def _copied(key: str, base: Hardware) -> SourcedValue:
-    """Return the base's value with the source in its file, preceded by the file's name unless the source
-    already names a file."""
-    source = source_in(HARDWARE_FOLDER / f"{base.name}.yaml", key)
-    where = "" if source.startswith("as in ") else f"as in {base.name}.yaml: "
-    return SourcedValue(getattr(base, key), where + (source or "no source given"))
-
-
-def median_of(compute: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the median of a figure over the processes."""
-    return statistics.median(process[key] for process in compute)
-
-
-def _stamp(machine: CalibratedMachine) -> str:
-    parts = [f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name]
-    return ", ".join([*parts, machine.note] if machine.note else parts)
-
-
-def _cpu_memory_gib() -> float:
-    """Return the host memory in GiB, or the container's limit if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total, memory_limit_bytes() or total) / GIB
+def _alone_s(unit: UnitTiming, measured: Calibration) -> float:
+    """Return the seconds of a probed unit without its collectives, gathered twice and reduced once, on a core
+    of its own: processes that share cores took turns. On a GPU the seconds are the host's alone."""
+    if not measured.cores:
+        return unit.seconds
+    collectives_s = 0.0
+    if curves := measured.collectives_s:
+        gather_s = seconds_at(curves["all_gather"][unit.members], unit.gathered_bytes)
+        scatter_s = seconds_at(curves["reduce_scatter"][unit.members], unit.reduced_bytes)
+        collectives_s = 2 * gather_s + scatter_s
+    return max(0.0, unit.seconds - collectives_s) / max(1.0, unit.members / measured.cores)

@@ -15,16 +15,10 @@ from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware, read_hardware
 from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_value
-from meshwright.train.calibration.collectives import CollectiveTiming, time_collectives
+from meshwright.train.calibration.collectives import Seconds, time_collectives
 from meshwright.train.calibration.compute import Scale, measure_compute
-from meshwright.train.calibration.hardware_file import (
-    CalibratedMachine,
-    CalibrationResult,
-    SourcedValue,
-    hardware_text,
-    measured_values,
-)
-from meshwright.train.calibration.host import UnitTiming, time_units
+from meshwright.train.calibration.fsdp_unit import UnitTiming, time_units
+from meshwright.train.calibration.hardware_file import Calibration, hardware_text
 from meshwright.train.calibration.machine import device_model
 from meshwright.train.calibration.timing import AttentionShape, Products
 from meshwright.train.config import TrainingJob
@@ -65,27 +59,23 @@ def measure_here(
     say(f"measuring this machine with {ranks.local_world_size} processes, up to a minute")
     started_at = time.perf_counter()
     scale = job_scale(job, ranks.local_world_size, device)
-    result = measure_machine(device, scale, ranks.local_world_size)
-    took_s = time.perf_counter() - started_at
-    name = device_model(device)
-    base = find_hardware(name) or load_hardware()[FALLBACK[device.type]]
-    machine = CalibratedMachine(device.type, name, usable_cores(), torch.get_num_threads())
-    hardware = broadcast_from_rank0(ranks, lambda: _keep(path, machine, result, base))
-    return MeasuredHere(hardware, path, f"measured this machine for {took_s:.0f} s; kept in {path}")
-
-
-def measure_machine(device: torch.device, scale: Scale, local_processes: int) -> CalibrationResult:
-    """Measure computation, collectives and FSDP2 with all processes of the run at the same time."""
     compute = gather_from_all(measure_compute(device, scale))
-    return CalibrationResult(compute, *measure_links(device, scale, local_processes))
+    links = measure_links(device, scale, ranks.local_world_size)
+    took_s = time.perf_counter() - started_at
+    name, threads = device_model(device), torch.get_num_threads() if device.type == "cpu" else 1
+    known = find_hardware(name)
+    measured = Calibration(device.type, name, usable_cores(), compute, *links, threads, known is not None)
+    base = known or load_hardware()[FALLBACK[device.type]]
+    hardware = broadcast_from_rank0(ranks, lambda: _keep(path, measured, base))
+    return MeasuredHere(hardware, path, f"measured this machine for {took_s:.0f} s; kept in {path}")
 
 
 def measure_links(
     device: torch.device, scale: Scale, local_processes: int
-) -> tuple[list[CollectiveTiming], list[UnitTiming]]:
+) -> tuple[Seconds, list[UnitTiming]]:
     """Measure collectives and FSDP2 between the processes of a node."""
-    timings = time_collectives(device, local_processes, scale.collectives_bytes, scale.budget_s)
-    return timings, time_units(device, local_processes, scale.unit_values, scale.dtypes[0])
+    collectives_s = time_collectives(device, local_processes, scale.collectives_bytes, scale.budget_s)
+    return collectives_s, time_units(device, local_processes, scale.unit_values, scale.dtypes[0])
 
 
 def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> Scale:
@@ -184,13 +174,10 @@ def read_kept(path: str | Path) -> Hardware | None:
         return None
 
 
-def _keep(path: Path, machine: CalibratedMachine, result: CalibrationResult, base: Hardware) -> Hardware:
+def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
     """Write the measurements, unless the folder cannot be written, and return them as they are read."""
-    title = f"{machine.name}, measured by its own processes for parallel.plan=auto."
-    values = measured_values(machine, result, base)
-    if machine.name not in base.device_names:
-        values["device_names"] = SourcedValue([], "empty: no MFU, because the device's peak is not known")
-    text = hardware_text(title, values)
+    title = f"{measured.name}, measured by its own processes for parallel.plan=auto."
+    text = hardware_text(title, measured, base)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())

@@ -5,8 +5,8 @@ with autograd. Inputs are random, because constant inputs draw less power and th
 Shapes: B batch, T tokens, N heads, K kv heads, H head dim.
 """
 
-import dataclasses
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +16,17 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex
+ROTATED_BYTES = 2**28
+MAX_ROTATED = 64
+WARM_UP_RUNS = 2
+PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
+MIN_RUNS, MAX_RUNS = 5, 200
+
+Made = TypeVar("Made")
+Run = Callable[[], Any]
+Products = tuple[int, int, int]  # tokens, inputs, outputs of a linear layer
 
 
 @dataclass(frozen=True)
@@ -28,59 +39,47 @@ class AttentionShape:
     head_dim: int
     seq: int
 
-    def __str__(self) -> str:
-        return "x".join(map(str, dataclasses.astuple(self)))
-
-
-# larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex
-ROTATED_BYTES = 2**28
-MAX_ROTATED = 64
-WARM_UP_RUNS = 2
-PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
-MIN_RUNS, MAX_RUNS = 5, 200
-
-Input = TypeVar("Input")
-Run = Callable[[], Any]
-Timed = Callable[[Iterator[Run], int], list[float]]  # runs and their number -> seconds of each
-Products = tuple[int, int, int]  # tokens, inputs, outputs of a linear layer
-
 
 class Timer:
     """Measures the seconds of a function on a device, over as many runs as fit into `budget_s`, after a
-    warm-up.
+    warm-up. Its inputs together have `rotated_bytes`.
 
     On a CPU with one thread it measures CPU time, which equals wall time on an otherwise idle core.
     """
 
-    def __init__(self, device: torch.device, budget_s: float) -> None:
-        self.device, self.budget_s = device, budget_s
+    def __init__(self, device: torch.device, budget_s: float, rotated_bytes: int) -> None:
+        self.device, self.budget_s, self.rotated_bytes = device, budget_s, rotated_bytes
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._now = time.thread_time if alone else time.perf_counter
 
+    def draw(self, sizes: Sequence[int], dtype: str) -> Tensor:
+        """Return a tensor of random values."""
+        return torch.randn(*sizes, device=self.device).to(getattr(torch, dtype))
+
+    def rotate(self, make: Callable[[], Made], size_bytes: int) -> list[Made]:
+        """Make as many sets of inputs of `size_bytes` as fit into `rotated_bytes`: 2 to MAX_ROTATED."""
+        return [make() for _ in range(max(2, min(MAX_ROTATED, self.rotated_bytes // size_bytes)))]
+
     def seconds(self, runs: Sequence[Run]) -> float:
         """Return the median seconds of a run. `runs` do the same work on different inputs, in turn."""
-        return statistics.median(self._times(runs, self._timed_on_device))
+        return statistics.median(self.times(runs))
 
     def host_seconds(self, runs: Sequence[Run]) -> float:
         """Return the median seconds that the host needs for a run; a GPU is not waited for."""
-        return statistics.median(self._times(runs, self._timed_on_host))
+        return statistics.median(self._repeat(runs, self._time_on_host))
 
-    def best_seconds(self, runs: Sequence[Run]) -> float:
-        """Return the seconds of the fastest run."""
-        return min(self._times(runs, self._timed_on_device))
+    def times(self, runs: Sequence[Run]) -> list[float]:
+        """Return the seconds of each run."""
+        return self._repeat(runs, self._time_on_gpu if self.device.type == "cuda" else self._time_on_host)
 
-    @property
-    def _timed_on_device(self) -> Timed:
-        return self._timed_on_gpu if self.device.type == "cuda" else self._timed_on_host
-
-    def _times(self, runs: Sequence[Run], timed: Timed) -> list[float]:
+    def _repeat(self, runs: Sequence[Run], timed: Callable[[Iterator[Run], int], list[float]]) -> list[float]:
         turns = itertools.cycle(runs)
         for _ in range(WARM_UP_RUNS):
             next(turns)()
         first_s = statistics.median(timed(turns, 3))
         return timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s))))
 
-    def _timed_on_host(self, turns: Iterator[Run], count: int) -> list[float]:
+    def _time_on_host(self, turns: Iterator[Run], count: int) -> list[float]:
         times = []
         for _ in range(count):
             started_at = self._now()
@@ -88,7 +87,7 @@ class Timer:
             times.append(self._now() - started_at)
         return times
 
-    def _timed_on_gpu(self, turns: Iterator[Run], count: int) -> list[float]:
+    def _time_on_gpu(self, turns: Iterator[Run], count: int) -> list[float]:
         """Time each run with GPU events. The queue is filled in a pause, so that launching is not timed."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         torch.cuda._sleep(PAUSE_CYCLES)
@@ -113,54 +112,31 @@ def make_interlude(device: torch.device, members: int) -> Run:
     return lambda: a @ b
 
 
-def rotate(draw: Callable[[], Input], size_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> list[Input]:
-    """Return as many sets of inputs of `size_bytes` as fit into `rotated_bytes`: 2 to MAX_ROTATED."""
-    return [draw() for _ in range(max(2, min(MAX_ROTATED, rotated_bytes // size_bytes)))]
-
-
-def draw(sizes: Sequence[int], dtype: str, device: torch.device) -> Tensor:
-    """Return a tensor of random values."""
-    return torch.randn(*sizes, device=device).to(getattr(torch, dtype))
-
-
-def product_runs(
-    product: Products, dtype: str, device: torch.device, rotated_bytes: int = ROTATED_BYTES
-) -> list[Run]:
+def product_runs(clock: Timer, product: Products, dtype: str) -> list[Run]:
     """Return runs of the three products of a linear layer: x[T, D] · w[F, D] -> y[T, F], and the gradients of
     x and w."""
     tokens, inputs, outputs = product
+    sizes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
 
     def make_run() -> Run:
-        x, w, grad = (
-            draw(sizes, dtype, device) for sizes in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
-        )
+        x, w, grad = (clock.draw(size, dtype) for size in sizes)
         return lambda: (F.linear(x, w), grad @ w, grad.t() @ x)
 
-    elements = tokens * inputs + outputs * inputs + tokens * outputs
-    return rotate(make_run, elements * getattr(torch, dtype).itemsize, rotated_bytes)
+    return clock.rotate(make_run, sum(map(math.prod, sizes)) * getattr(torch, dtype).itemsize)
 
 
 def attention_runs(
-    attention: Callable[..., Tensor],
-    shape: AttentionShape,
-    dtype: str,
-    device: torch.device,
-    rotated_bytes: int = ROTATED_BYTES,
+    clock: Timer, attention: Callable[..., Tensor], shape: AttentionShape, dtype: str
 ) -> tuple[list[Run], list[Run]]:
     """Return runs of attention's forward, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H], and of forward
     and backward together."""
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    all_heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    sizes = [(shape.batch, shape.seq, heads, shape.head_dim) for heads in all_heads]
 
-    def make_inputs() -> tuple[list[Tensor], Tensor]:
-        inputs = [
-            draw((shape.batch, shape.seq, n, shape.head_dim), dtype, device).requires_grad_() for n in heads
-        ]
-        return inputs, draw((shape.batch, shape.seq, shape.heads, shape.head_dim), dtype, device)
+    def make_runs() -> tuple[Run, Run]:
+        *qkv, grad = (clock.draw(size, dtype) for size in sizes)
+        inputs = [each.requires_grad_() for each in qkv]
+        return lambda: attention(*inputs), lambda: torch.autograd.grad(attention(*inputs), inputs, grad)
 
-    def both(inputs: list[Tensor], grad: Tensor) -> Run:
-        return lambda: torch.autograd.grad(attention(*inputs), inputs, grad)
-
-    elements = shape.batch * shape.seq * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    sets = rotate(make_inputs, elements * getattr(torch, dtype).itemsize, rotated_bytes)
-    forward: list[Run] = [lambda inputs=inputs: attention(*inputs) for inputs, _ in sets]  # type: ignore[misc]
-    return forward, [both(*each) for each in sets]
+    pairs = clock.rotate(make_runs, sum(map(math.prod, sizes)) * getattr(torch, dtype).itemsize)
+    return [forward for forward, _ in pairs], [both for _, both in pairs]

@@ -107,20 +107,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 @dataclass(frozen=True)
 class CheckpointManifest:
     """The contents of a checkpoint: its files by name (without the manifest), its tensors by name
-    (`model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`), the versions that wrote it, and the mesh of
-    the ranks that wrote it (axis -> degree, outermost first).
+    (`model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`), the mesh of the ranks that wrote it
+    (axis -> degree, outermost first), and the versions.
 
-    The mesh and the tensors' shardings determine each file's contents (layout.py). Without a mesh (imports)
-    the files have full tensors, and only their headers say which.
+    The mesh and the tensors' shardings determine each file's contents (layout.py).
     """
 
     position: TrainPosition
     files: Mapping[FileName, SavedFile]
     tensors: Mapping[str, SavedTensor]
+    mesh: Annotated[Mapping[str, Count], msgspec.Meta(max_length=MOST_AXES)]
     code: Mapping[str, str] = field(
         default_factory=lambda: {"meshwright": __version__, "torch": str(torch.__version__)}
     )
-    mesh: Annotated[Mapping[str, Count], msgspec.Meta(max_length=MOST_AXES)] = field(default_factory=dict)
 
 
 def rank_file(rank: int) -> str:
@@ -186,7 +185,7 @@ def _manifest_from(content: bytes) -> CheckpointManifest:
 def _check_mesh(manifest: CheckpointManifest) -> None:
     """Raise ValueError unless each rank of the mesh has a file, and the mesh each axis that splits a
     tensor."""
-    world_size = math.prod(manifest.mesh.values()) if manifest.mesh else 0
+    world_size = math.prod(manifest.mesh.values())
     if world_size > len(manifest.files) or any(rank_file(r) not in manifest.files for r in range(world_size)):
         raise ValueError("a rank of the mesh has no file")
     for sharding, dims in {(tensor.sharding, len(tensor.shape)) for tensor in manifest.tensors.values()}:

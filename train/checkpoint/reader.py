@@ -1,8 +1,8 @@
 """Reads tensors from safetensors files into tensors on any mesh; each rank reads its own parts.
 
 The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
-contain elements of its parts, each once. If the manifest has no mesh (an import), and in a Hugging Face
-folder, the files have full tensors, and all their headers are read.
+contain elements of its parts, each once. The files of a Hugging Face folder have full tensors, and all their
+headers are read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,11 +49,7 @@ class PartRead:
 
 
 def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFiles:
-    """Return the tensors of a checkpoint. No file is opened, unless the manifest has no mesh. Raises
-    CheckpointError."""
-    if not manifest.mesh:
-        files = [checkpoint / name for name in manifest.files if name.endswith(".safetensors")]
-        return open_files(checkpoint, files, manifest.tensors)
+    """Return the tensors of a checkpoint. No file is opened."""
     layout = CheckpointLayout(manifest.tensors, tuple(manifest.mesh.items()))
 
     def find(name: str, wanted: TensorPart) -> list[StoredPart]:
@@ -64,11 +60,9 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
     return TensorFiles(checkpoint, find)
 
 
-def open_files(
-    folder: Path, files: Sequence[Path], expected: Mapping[str, SavedTensor] | None = None
-) -> TensorFiles:
-    """Return the full tensors of safetensors files, whose headers are read now, once. Raises CheckpointError,
-    also for a tensor that differs from the expected one of its name."""
+def open_files(folder: Path, files: Sequence[Path]) -> TensorFiles:
+    """Return the full tensors of safetensors files, whose headers are read now, once. Raises
+    CheckpointError."""
     tensors: dict[str, list[StoredPart]] = {}
     for file in files:
         try:
@@ -76,17 +70,10 @@ def open_files(
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     header = opened.get_slice(name)
                     stored = StoredPart(file, whole(header.get_shape()), header.get_dtype())
-                    _check_stored(name, stored, (expected or {}).get(name))
                     tensors.setdefault(name, []).append(stored)
         except (OSError, SafetensorError, ValueError) as error:
             raise _unreadable(file, error) from None
     return TensorFiles(folder, lambda name, wanted: tensors.get(name, ()))
-
-
-def _check_stored(name: str, stored: StoredPart, tensor: SavedTensor | None) -> None:
-    """Raise ValueError unless a stored tensor is this one."""
-    if tensor is not None and (stored.dtype, stored.part.sizes) != (_format_dtype(tensor), tensor.shape):
-        raise ValueError(f"{name} is {stored.dtype}{list(stored.part.sizes)}, expected {tensor}")
 
 
 def _format_dtype(tensor: SavedTensor) -> str:

@@ -17,6 +17,7 @@ from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, WriteErrors
 from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter, scalars_of
 
 HANGS_S = 5.0  # without a written row for this long, the disk counts as hanging and is no longer waited for
+COMPUTES_S = 60.0  # the same while TensorBoard is imported or a picture drawn: a busy machine takes long
 
 
 class MetricsWriter:
@@ -35,7 +36,7 @@ class MetricsWriter:
         self._shown, self._images = shown, dict(shown.images)
         self._thread, self._pending = BackgroundThread("metrics"), deque[Future[None]]()
         self._progress_s = time.monotonic()  # when a job was last seen done
-        self._hangs, self._lost = False, 0
+        self._hangs, self._computes, self._lost = False, False, 0
         self.later(lambda: self._file.append(b""))  # creates the file, to detect errors early
 
     def write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -77,10 +78,11 @@ class MetricsWriter:
         while self._pending and self._pending[0].done():
             self._progress_s, self._hangs = time.monotonic(), False
             self._pending.popleft().result()
-        if not self._hangs and time.monotonic() - self._progress_s >= HANGS_S:
+        limit_s = COMPUTES_S if self._computes else HANGS_S
+        if not self._hangs and time.monotonic() - self._progress_s >= limit_s:
             self._hangs = True
             self._warn(
-                f"warning: writing metrics to {self._folder} has hung for {HANGS_S:.0f} s; training "
+                f"warning: writing metrics to {self._folder} has hung for {limit_s:.0f} s; training "
                 "continues, and rows are kept in memory"
             )
 
@@ -89,12 +91,15 @@ class MetricsWriter:
         if self._board_folder is not None:
             step = row["step"]
             if self._board is None:
+                self._computes = True
                 self._board = TensorBoardWriter(self._board_folder, self._errors, self._shown, step)
+                self._computes = False
             self._board.add(step, scalars_of(row), texts)
 
     def _write_image(self, name: str, make: Callable[[], bytes]) -> None:
         if self._board is None:
             return
+        self._computes = True
         try:
             png = make()
         except Exception as error:
@@ -102,6 +107,8 @@ class MetricsWriter:
             self._warn(f"warning: the image {name} was not drawn: {type(error).__name__}: {one_line(error)}")
         else:
             self._board.add_image(0, name, png)
+        finally:
+            self._computes = False
 
     def _close_board(self) -> None:
         if self._board is not None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
+from benchmarks.own_models import MADE, linears
 from meshwright.parallel import tensor_parallel
 from meshwright.parallel.model.check import (
     CheckReport,
@@ -22,7 +23,6 @@ from meshwright.parallel.model.check import (
     with_random_ids,
 )
 from meshwright.parallel.model.check import on_meta as on_the_meta_device
-from meshwright.tools.bench.own_model.models import MADE, linears
 from tests.support.factories import Positioned
 from tests.support.worlds import run_ranks
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from benchmarks.own_models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
 from meshwright.parallel.model.describe import describe, find_blocks
 from meshwright.parallel.plan.validate import validate
-from meshwright.tools.bench.own_model.models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
 
 
 class Positions(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from meshwright.tools.bench.own_model.models import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
+from benchmarks.own_models import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
 from tests.support.worlds import run_ranks
 
 EVERYDAY = [name for name in MODELS if not name.startswith("transformers'")] + ["transformers' Llama"]

@@ -164,7 +164,7 @@ def test_a_run_with_fewer_threads_is_predicted_slower(tied_run, tmp_path):
 
 def test_what_cannot_be_predicted_says_why(sharded_run, tmp_path):
     with pytest.raises(
-        DataError, match=r"no file in configs/hardware describes 'Grapefruit 9'.*tools.bench calibrate"
+        DataError, match=r"no file in configs/hardware describes 'Grapefruit 9'.*tools.calibrate"
     ):
         predict_run(sharded_run, "Grapefruit 9", 8)
     with pytest.raises(DataError, match=r"has no config\.yaml.*folder of a run"):

@@ -5,8 +5,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from meshwright.train.calibration.compute import attention_work, better, measure_product
-from meshwright.train.calibration.host import FEW, MANY, graph_seconds
+from meshwright.train.calibration.compute import (
+    FEW,
+    MANY,
+    attention_work,
+    better,
+    graph_seconds,
+    measure_product,
+)
 from meshwright.train.calibration.timing import AttentionShape, Run, Timer
 
 
@@ -14,7 +20,7 @@ class FixedClock(Timer):
     """Runs the work once and reports given seconds, in turn."""
 
     def __init__(self, *seconds: float) -> None:
-        super().__init__(torch.device("cpu"), budget_s=0.0)
+        super().__init__(torch.device("cpu"), budget_s=0.0, rotated_bytes=2**12)
         self.given = iter(seconds)
 
     def host_seconds(self, runs: Sequence[Run]) -> float:
@@ -22,14 +28,14 @@ class FixedClock(Timer):
             run()
         return next(self.given)
 
-    best_seconds = seconds = host_seconds
+    seconds = host_seconds
 
 
 def test_operations_are_counted_as_the_planner_does() -> None:
     forward, backward = attention_work(AttentionShape(batch=2, heads=4, kv_heads=2, head_dim=8, seq=16))
     assert forward == 2 * (2 * 4 * 16 * 16 * 8)  # two products of 2 operations each, half of the square
     assert backward == 2.5 * forward  # five products: one of the forward's is recomputed
-    gflop, rate = measure_product(FixedClock(1e-6), (8, 16, 4), "float32", 2**12)
+    gflop, rate = measure_product(FixedClock(1e-6), (8, 16, 4), "float32")
     assert gflop == pytest.approx(2 * 8 * 16 * 4 / 1e9)
     assert rate == pytest.approx(3 * gflop * 1e9 / 1e-6)
 

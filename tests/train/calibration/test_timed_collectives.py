@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from meshwright.parallel.planner.cost_model import Group, collective_s
-from meshwright.parallel.planner.hardware import COLLECTIVES, Link, load_hardware, seconds_at
-from meshwright.train.calibration.collectives import CollectiveTiming, curves_of, fit_link, group_sizes
+from meshwright.parallel.planner.hardware import COLLECTIVES, Curve, Link, load_hardware, seconds_at
+from meshwright.train.calibration.collectives import Seconds, fit_link, group_sizes
 
 SHARES = {
     "all_gather": ((2, 1.0), (4, 0.5)),
@@ -17,15 +17,14 @@ LINK = Link(2.0, 1e-4, SHARES)
 SIZES = [2.0**power for power in range(14, 26, 2)]
 
 
-def timings_over(link: Link) -> list[CollectiveTiming]:
+def timings_over(link: Link) -> Seconds:
     """Return the planner's times of collectives over this link: the fit inverts its formula."""
     hardware = dataclasses.replace(load_hardware()["cpu"], node=link, collectives_s={})
-    return [
-        CollectiveTiming(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
-        for op in COLLECTIVES
-        for n in (2, 4)
-        for size in SIZES
-    ]
+
+    def curve(op: str, n: int) -> Curve:
+        return tuple((size, collective_s(op, size, Group(n, n, 1), hardware)) for size in SIZES)
+
+    return {op: {n: curve(op, n) for n in (2, 4)} for op in COLLECTIVES}
 
 
 def test_the_fit_finds_the_link_that_the_planner_timed() -> None:
@@ -39,15 +38,14 @@ def test_the_fit_finds_the_link_that_the_planner_timed() -> None:
 
 def test_a_latency_below_nothing_becomes_nothing() -> None:
     # small tensors are far too fast
-    grows = [CollectiveTiming("all_gather", 2, size, size**1.5) for size in (1000, 10_000, 100_000)]
-    link, _ = fit_link(grows)
+    link, _ = fit_link({"all_gather": {2: tuple((size, size**1.5) for size in (1e3, 1e4, 1e5))}})
     assert link.latency_s == 0
     assert link.gb_s > 0
 
 
 def test_measured_seconds_are_used_as_they_are() -> None:
-    timings = [CollectiveTiming("all_gather", 2, size, 3e-9 * size) for size in (1000, 100_000)]
-    hardware = dataclasses.replace(load_hardware()["cpu"], collectives_s=curves_of(timings))
+    curve = tuple((size, 3e-9 * size) for size in (1e3, 1e5))
+    hardware = dataclasses.replace(load_hardware()["cpu"], collectives_s={"all_gather": {2: curve}})
     pair, four = Group(2, 2, 1), Group(4, 4, 1)
     assert collective_s("all_gather", 100_000, pair, hardware) == pytest.approx(3e-4)
     assert collective_s("all_gather", 10_000, pair, hardware) == pytest.approx(3e-5)  # between the two

@@ -25,6 +25,7 @@ from meshwright.train.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
     TrainPosition,
+    rank_file,
     read_manifest,
 )
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
@@ -37,9 +38,9 @@ ALONE = RankInfo(0, 1, 0, 1, False)
 
 def commit_step(folder: Path, step: int) -> Path:
     partial = begin_save(folder, step, 0)
-    write_synced(partial / "config.yaml", f"# {step}\n")
-    files = {"config.yaml": hash_file(partial / "config.yaml")}
-    return commit(partial, CheckpointManifest(TrainPosition(step), files, {}))
+    write_synced(partial / rank_file(0), f"# {step}\n")
+    files = {rank_file(0): hash_file(partial / rank_file(0))}
+    return commit(partial, CheckpointManifest(TrainPosition(step), files, {}, mesh={"dp_shard": 1}))
 
 
 def steps(folder: Path) -> list[int]:
@@ -116,7 +117,7 @@ def test_a_file_that_is_missing_or_short_is_not_committed(tmp_path: Path) -> Non
         if content:
             (partial / name).write_text(content)
         with pytest.raises(SaveError, match=rf"{name}: missing .*{tmp_path}.* shared by all nodes"):
-            commit(partial, CheckpointManifest(TrainPosition(1), {name: SavedFile(100, "")}, {}))
+            commit(partial, CheckpointManifest(TrainPosition(1), {name: SavedFile(100, "")}, {}, mesh={}))
     assert steps(tmp_path) == []
 
 
@@ -141,11 +142,12 @@ def test_retention(keep: int, keep_every: int, kept: list[int], tmp_path: Path) 
 
 def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Path) -> None:
     partial = begin_save(tmp_path, 2, 0)
-    write_synced(partial / "a.safetensors", "x" * 102)
+    write_synced(partial / rank_file(0), "x" * 102)
     manifest = CheckpointManifest(
         TrainPosition(2, 16, 2**63 - 1, 32, 1, "é\n"),
-        {"a.safetensors": hash_file(partial / "a.safetensors")},
+        {rank_file(0): hash_file(partial / rank_file(0))},
         {"model.a": SavedTensor((5, 5), "float32"), "optim.a.step": SavedTensor((), "bfloat16")},
+        {"dp_replicate": 1},
     )
     final = commit(partial, manifest)
     assert read_manifest(final) == manifest
@@ -170,21 +172,21 @@ def test_damaged_checkpoints_are_skipped_and_renamed_if_another_one_verifies(
     group: None, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3):
-        (commit_step(tmp_path, step) / "config.yaml").write_text("x")
+        (commit_step(tmp_path, step) / rank_file(0)).write_text("x")
     (tmp_path / "damaged-step-00000003").mkdir()  # of an earlier resume
     with pytest.raises(
         CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*step-00000003 is damaged"
     ):
         find_checkpoint(CheckpointConfig(), tmp_path, ALONE)
     assert steps(tmp_path) == [1, 2, 3]
-    (tmp_path / "step-00000001" / "config.yaml").write_text("# 1\n")
+    (tmp_path / "step-00000001" / rank_file(0)).write_text("# 1\n")
     start = find_checkpoint(CheckpointConfig(), tmp_path, ALONE)
     assert (start.step, steps(tmp_path)) == (1, [1, 2, 3])
     message, _ = put_damaged_aside(start, ALONE)
     assert steps(tmp_path) == [1]
     assert f"{tmp_path}/step-00000003 is damaged" in message
     assert message.endswith(f"Renamed to {tmp_path}/damaged-step-00000003-2")
-    assert (tmp_path / "damaged-step-00000003-2" / "config.yaml").exists()
+    assert (tmp_path / "damaged-step-00000003-2" / rank_file(0)).exists()
     assert find_checkpoint(CheckpointConfig(resume="none"), tmp_path, ALONE).checkpoint is None
     assert find_checkpoint(CheckpointConfig(), tmp_path / "new", ALONE).step == 0
 
@@ -203,7 +205,8 @@ def test_a_checkpoint_that_cannot_be_read_for_the_moment_is_not_damaged(
         patched.setattr(verify_module, "hash_file", fail)
         for resume in ("auto", str(newest)):
             with pytest.raises(
-                UnreadableError, match=r"config\.yaml cannot be read \(Input/output error\).*start again"
+                UnreadableError,
+                match=r"rank-00000\.safetensors cannot be read \(Input/output.*start again",
             ):
                 find_checkpoint(CheckpointConfig(resume=resume), tmp_path, ALONE)
     assert steps(tmp_path) == [1, 2]

@@ -1,8 +1,7 @@
-"""Files that do not contain what the manifest says are refused by name, whether the manifest has the mesh of
-the ranks that wrote them or not (imports, whose files have full tensors)."""
+"""Files that do not contain what the manifest says are refused by name."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,21 +23,18 @@ TENSORS = {
 Shards = dict[str, TensorShard]
 
 
-def write(folder: Path, mesh: Mapping[str, int], change: Callable[[Shards], object]) -> CheckpointManifest:
-    """Write the checkpoint of two ranks, or without a mesh an import of two files, the second of which has
-    both tensors; `change` changes the second file before."""
+def write(folder: Path, change: Callable[[Shards], object] = lambda shards: None) -> CheckpointManifest:
+    """Write the checkpoint of two ranks; `change` changes the second file before."""
     ranks: list[Shards] = []
-    halves = (slice(0, 5), slice(0, 4)), (slice(5, 10), slice(4, 7))
-    for rows, numbers in halves if mesh else [(slice(0, 10), slice(0, 7))]:
+    for rows, numbers in ((slice(0, 5), slice(0, 4)), (slice(5, 10), slice(4, 7))):
         weight, bias = VALUES[WEIGHT][rows], VALUES[BIAS][numbers]
         ranks.append(
             {WEIGHT: TensorShard(weight, (rows.start, 0)), BIAS: TensorShard(bias, (numbers.start,))}
         )
     change(ranks[-1])
-    ranks = ranks if mesh else [{"model.norm": TensorShard(torch.ones(4), (0,))}, *ranks]
     names = [rank_file(rank) for rank in range(2)]
     files = {name: write_shard_file(folder / name, shards) for name, shards in zip(names, ranks, strict=True)}
-    return CheckpointManifest(TrainPosition(), files, TENSORS, mesh=mesh)
+    return CheckpointManifest(TrainPosition(), files, TENSORS, mesh={"dp_shard": 2})
 
 
 def read(folder: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
@@ -47,19 +43,15 @@ def read(folder: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
     return into
 
 
-BOTH = pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {}], ids=["with mesh", "without"])
-
-
-@BOTH
-def test_all_parts_are_read(mesh: Mapping[str, int], tmp_path: Path) -> None:
-    read_back = read(tmp_path, write(tmp_path, mesh, lambda shards: None))
+def test_all_parts_are_read(tmp_path: Path) -> None:
+    read_back = read(tmp_path, write(tmp_path))
     assert all(torch.equal(read_back[name], value) for name, value in VALUES.items())
 
 
 def test_values_are_converted_to_the_dtype_of_the_target(tmp_path: Path) -> None:
     """As `checkpoint.init_from` needs it."""
     into = {BIAS: torch.zeros(7, dtype=torch.float64)}
-    read_tensors(open_checkpoint(tmp_path, write(tmp_path, {"dp_shard": 2}, lambda shards: None)), into)
+    read_tensors(open_checkpoint(tmp_path, write(tmp_path)), into)
     assert torch.equal(into[BIAS], VALUES[BIAS].double())
 
 
@@ -87,22 +79,16 @@ FAULTS: dict[str, tuple[Callable[[Shards], object], str]] = {
 }
 
 
-@BOTH
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_file_without_what_it_should_contain_is_refused(
-    fault: str, mesh: Mapping[str, int], tmp_path: Path
-) -> None:
+def test_a_file_without_what_it_should_contain_is_refused(fault: str, tmp_path: Path) -> None:
     change, named = FAULTS[fault]
     with pytest.raises(CheckpointError) as error:
-        read(tmp_path, write(tmp_path, mesh, change))
-    # without the mesh it is unknown which file should have contained a missing tensor
-    place = rank_file(1) if mesh or fault != "no tensor" else "of 40 elements"
-    for text in (str(tmp_path), place, named, "use another checkpoint"):
+        read(tmp_path, write(tmp_path, change))
+    for text in (str(tmp_path / rank_file(1)), named, "use another checkpoint"):
         assert text in str(error.value)
 
 
-@BOTH
-def test_a_file_that_cannot_be_read_is_named(mesh: Mapping[str, int], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     damages: list[Callable[[Path], object]] = [
         lambda path: path.unlink(),
         lambda path: os.truncate(path, 20),
@@ -111,7 +97,7 @@ def test_a_file_that_cannot_be_read_is_named(mesh: Mapping[str, int], tmp_path: 
     for number, damage in enumerate(damages):
         folder = tmp_path / str(number)
         folder.mkdir()
-        manifest = write(folder, mesh, lambda shards: None)
+        manifest = write(folder)
         damage(folder / rank_file(1))
         with pytest.raises(CheckpointError, match="cannot be read") as error:
             read(folder, manifest)

@@ -299,3 +299,24 @@ def test_an_image_that_cannot_be_drawn_is_a_warning_and_ends_nothing(tmp_path: P
     (warning,) = warnings
     assert_contains(warning, "warning: ", " predicted_step ", "ImportError: no library")
     assert steps_in(tmp_path) == [1, 2]
+
+
+def test_an_image_that_takes_long_to_draw_is_not_a_disk_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun, goes_on, warnings = threading.Event(), threading.Event(), list[str]()
+
+    def draw() -> bytes:
+        monkeypatch.setattr(writer, "HANGS_S", 0.0)
+        begun.set()
+        goes_on.wait(LIMIT_S)
+        monkeypatch.undo()
+        return bytes(24)  # as much of a PNG as is read
+
+    shown = RunSummary(images={"predicted_step": draw})
+    rows = MetricsWriter(tmp_path, tensorboard=True, shown=shown, warn=warnings.append)
+    rows.write({"step": 1, "loss": 1.0}, {})
+    assert begun.wait(LIMIT_S)
+    threading.Timer(0.1, goes_on.set).start()
+    rows.close()
+    assert not warnings

@@ -112,8 +112,8 @@ def norm_gradients(rows: int, columns: int) -> KernelGraph:
 def test_sums_over_rows_and_columns_share_a_kernel_within_inductors_limits(
     rows: int, columns: int, kernels: int
 ) -> None:
-    """`tools.bench kernels` compares the rule with inductor's kernels: Llama 8B's head has one kernel, 70B's
-    has two."""
+    """tests/fake_gpu/test_planned_kernels.py compares the rule with inductor's kernels: Llama 8B's head has
+    one kernel, 70B's has two."""
     graph = norm_gradients(rows, columns)
     assert len(graph.kernels) == kernels
     moved = sum(operation.bytes.at(SEQUENCES) for operation in graph.phase().operations)

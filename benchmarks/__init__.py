@@ -1,0 +1,1 @@
+"""Measure this project and its predictions: `python -m benchmarks.NAME -h`. Records are in records/."""

@@ -1,0 +1,272 @@
+"""Fit the constants of the published runs' machines that no source tells, all together, and measure what the
+fit is worth: errors on the rows that it saw, and on rows and sources that it did not see.
+
+Every other number of those machines has a source of its own in configs/hardware. A fit minimizes the squared
+logarithms of predicted / measured tokens per second (Gauss-Newton). Each constant starts from a published
+value or an estimate; a weak prior keeps it there if the rows do not determine it.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import BenchResult, Measurement, run_benchmark
+from benchmarks.published import (
+    MEMORY_OF,
+    PublishedRun,
+    predict_reserved_gib,
+    predict_tokens_per_s,
+    published_rows,
+)
+from meshwright.parallel.planner.hardware import COLLECTIVES, Hardware, load_hardware
+from meshwright.tools.cli import format_table
+
+Kinds = Mapping[str, Hardware]
+ITERATIONS = 5
+STEP = 0.02  # of a constant, for its derivative
+PRIOR = 0.005  # error of a prediction that weighs as much as a constant e times its start
+QUANTILE_90 = 1.645  # of the normal distribution, on both sides
+TORCHTITAN, KEMPNERFORGE = "h100-500w-torchtitan", "h200-kempnerforge"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A fitted constant.
+
+    Args:
+        name: what it is
+        keys: hardware file -> key
+        start: its value without a fit
+        reason: why no source tells it
+        put: returns the kinds with another value
+    """
+
+    name: str
+    keys: Mapping[str, str]
+    start: float
+    reason: str
+    put: Callable[[Kinds, float], Kinds]
+
+
+def _network(kinds: Kinds, share: float) -> Kinds:
+    kind = kinds[KEMPNERFORGE]
+    network = replace(kind.network, efficiency=dict.fromkeys(COLLECTIVES, share))
+    return {**kinds, KEMPNERFORGE: replace(kind, network=network)}
+
+
+def _network_slowdown(kinds: Kinds, share: float) -> Kinds:
+    both = {name: replace(kinds[name], network_slowdown=share) for name in (TORCHTITAN, KEMPNERFORGE)}
+    return {**kinds, **both}
+
+
+CONSTANTS = (
+    Constant(
+        "share of 400 Gb/s that KempnerForge's network reaches",
+        {KEMPNERFORGE: "network.efficiency"},
+        0.8,
+        "the rate of its adapters is not published",
+        _network,
+    ),
+    Constant(
+        "slowdown of compute by collectives between nodes",
+        {TORCHTITAN: "network_slowdown", KEMPNERFORGE: "network_slowdown"},
+        0.16,
+        "published only for collectives within a node",
+        _network_slowdown,
+    ),
+)
+# Fitted to the published memory: what torchtitan's allocator reserves beyond the predicted pools.
+RESERVED = {TORCHTITAN: "reserved_share"}
+
+
+def fit(rows: Sequence[PublishedRun], kinds: Kinds) -> list[float]:
+    """Return the value of each of CONSTANTS."""
+    start = [constant.start for constant in CONSTANTS]
+    values = list(start)
+    for _ in range(ITERATIONS):
+        here = _log_errors(rows, kinds, values)
+        moved = [_log_errors(rows, kinds, list(values * (1 + STEP * row))) for row in np.eye(len(values))]
+        slopes = [(there - here) / math.log1p(STEP) for there in moved]
+        away = np.log(np.array(values) / start)
+        matrix = np.vstack([np.array(slopes).T, PRIOR * np.eye(len(values))])
+        change = np.linalg.lstsq(matrix, -np.concatenate([here, PRIOR * away]), rcond=None)[0]
+        values = [value * math.exp(x) for value, x in zip(values, change, strict=True)]
+    return values
+
+
+def with_values(kinds: Kinds, values: Sequence[float]) -> Kinds:
+    """Return the kinds with these values of CONSTANTS."""
+    for constant, value in zip(CONSTANTS, values, strict=True):
+        kinds = constant.put(kinds, value)
+    return kinds
+
+
+def _log_errors(rows: Sequence[PublishedRun], kinds: Kinds, values: Sequence[float]) -> np.ndarray:
+    kinds = with_values(kinds, values)
+    return np.array(
+        [math.log(predict_tokens_per_s(row, kinds[row.kind]) / row.tokens_per_s_per_gpu) for row in rows]
+    )
+
+
+def fit_reserved(rows: Sequence[PublishedRun], kinds: Kinds) -> float:
+    """Return the share that the allocator reserves beyond its predicted pools, from the published memory."""
+    kind = replace(kinds[TORCHTITAN], reserved_share=0.0)
+    known = [row for row in rows if row.peak_memory_gib and row.framework in MEMORY_OF]
+    logs = [math.log(row.peak_memory_gib / predict_reserved_gib(row, kind)) for row in known]
+    return math.expm1(statistics.mean(logs))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of predicted tokens per second."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean of the absolute errors."""
+        return statistics.mean(map(abs, self.values))
+
+    @property
+    def worst(self) -> float:
+        """The largest absolute error."""
+        return max(map(abs, self.values))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The interval that holds 90% of such errors, if they are distributed normally."""
+        middle = statistics.mean(self.values)
+        width = QUANTILE_90 * statistics.stdev(self.values)
+        return middle - width, middle + width
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """The fit to all rows and its errors.
+
+    Args:
+        values: of CONSTANTS
+        reserved_share: fitted to the published memory
+        unfitted: errors with all constants at their starts
+        seen: errors on the rows that were fitted
+        left_out: error on each row by a fit to the others
+        left_out_source: by source, the errors on its rows by a fit to the other sources
+    """
+
+    values: tuple[float, ...]
+    reserved_share: float
+    unfitted: Errors
+    seen: Errors
+    left_out: Errors
+    left_out_source: Mapping[str, Errors]
+
+
+def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
+    """Fit to all rows, to all but each, and to all but each source."""
+
+    def errors(tested: Sequence[PublishedRun], values: Sequence[float]) -> Errors:
+        return Errors(tuple(map(float, np.expm1(_log_errors(tested, kinds, values)))))
+
+    values = fit(rows, kinds)
+    left_out = [
+        errors([row], fit([*rows[:i], *rows[i + 1 :]], kinds)).values[0] for i, row in enumerate(rows)
+    ]
+    sources = dict.fromkeys(row.framework for row in rows)
+    by_source = {
+        source: errors(
+            [row for row in rows if row.framework == source],
+            fit([row for row in rows if row.framework != source], kinds),
+        )
+        for source in sources
+    }
+    return FitReport(
+        tuple(values),
+        fit_reserved(rows, kinds),
+        errors(rows, [constant.start for constant in CONSTANTS]),
+        errors(rows, values),
+        Errors(tuple(left_out)),
+        by_source,
+    )
+
+
+def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
+    """Return the constants and the errors as tables."""
+    constants = [
+        (constant.name, f"{constant.start:.3g}", f"{value:.3g}", _places(constant.keys))
+        for constant, value in zip(CONSTANTS, report.values, strict=True)
+    ]
+    reserved = f"{report.reserved_share:.3g}"
+    constants.append(("memory reserved beyond the pools", "0", reserved, _places(RESERVED)))
+    groups = {
+        "nothing fitted": report.unfitted,
+        "seen: fitted to all rows": report.seen,
+        "unseen: each row by a fit to the others": report.left_out,
+        **{f"unseen: {name} by a fit to the rest": each for name, each in report.left_out_source.items()},
+    }
+    cells = [
+        (name, str(len(e.values)), f"{e.mean:.1%}", f"{e.worst:.1%}", f"{low:+.1%} to {high:+.1%}")
+        for name, e in groups.items()
+        for low, high in [e.interval]
+    ]
+    by_row = [
+        (row.name, f"{seen:+.1%}", f"{unseen:+.1%}")
+        for row, seen, unseen in zip(rows, report.seen.values, report.left_out.values, strict=True)
+    ]
+    return "\n\n".join(
+        [
+            format_table(("fitted constant", "start", "value", "in configs/hardware"), constants),
+            format_table(("error of tokens per second", "rows", "mean", "worst", "90% interval"), cells),
+            format_table(("row", "seen", "left out"), by_row),
+        ]
+    )
+
+
+def _places(keys: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind}.yaml: {key}" for kind, key in keys.items())
+
+
+def fit_figures(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, Any]:
+    """Return the report as plain data."""
+    groups = {"unfitted": report.unfitted, "seen": report.seen, "left_out": report.left_out}
+    groups |= {f"left_out_{source}": errors for source, errors in report.left_out_source.items()}
+    return {
+        "constants": {
+            constant.name: {"value": value, "start": constant.start, "keys": dict(constant.keys)}
+            for constant, value in zip(CONSTANTS, report.values, strict=True)
+        },
+        "reserved_share": report.reserved_share,
+        "rows": [row.name for row in rows],
+        **{
+            name: {"errors": e.values, "mean": e.mean, "worst": e.worst, "interval_90": e.interval}
+            for name, e in groups.items()
+        },
+    }
+
+
+def fit_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
+    """Fit the constants to all published runs."""
+    rows = published_rows()
+    report = report_fit(rows, load_hardware())
+    return BenchResult(None, fit_figures(report, rows), fit_text(report, rows))
+
+
+MEASUREMENT = Measurement(
+    "fit",
+    lambda parser: None,
+    fit_published,
+    description=(
+        "Fit those constants of the published runs' machines that no source tells to the published tokens "
+        "per second, all together, and print their values and the errors on seen and unseen rows: by a fit "
+        "to all other rows, and by a fit to the other sources. The values are put into configs/hardware by "
+        "hand. It takes about two minutes."
+    ),
+    takes_keys=False,
+)
+
+if __name__ == "__main__":
+    run_benchmark(MEASUREMENT)

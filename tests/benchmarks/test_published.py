@@ -1,0 +1,92 @@
+"""The planner's predictions of published runs, and the fit of its constants."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+from benchmarks.fit import CONSTANTS, KEMPNERFORGE, RESERVED, TORCHTITAN, fit, fit_reserved, with_values
+from benchmarks.published import (
+    ComparedRun,
+    PublishedComparison,
+    compare_published,
+    mean_error,
+    plan_published,
+    predict_tokens_per_s,
+    published_rows,
+    worst_error,
+    wrong_order,
+)
+from meshwright.parallel.planner.hardware import load_hardware
+
+# The compiler traces in this process and emits several warnings.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sampled(10),
+    pytest.mark.filterwarnings("ignore"),
+]
+RUNS = published_rows()
+
+
+@cache
+def comparison() -> PublishedComparison:
+    return compare_published(RUNS)
+
+
+def test_each_run_becomes_the_plan_it_was() -> None:
+    assert len({run.name for run in RUNS}) == len(RUNS) == 18
+    for run in RUNS:
+        _, plan = plan_published(run)
+        degrees = (plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp)
+        assert degrees == (run.dp_replicate, run.dp_shard, run.tp)
+        assert (plan.micro_batch_size, plan.accumulation) == (run.micro_batch, run.grad_accum)
+        blocks = [unit for unit in plan.units if unit.modules[0].startswith("layers.")]
+        assert {unit.activation_checkpoint for unit in blocks} == {run.activation_checkpoint}
+        assert {unit.compiled for unit in blocks} == {run.compile}
+        assert not (plan.units[-1].compiled and run.framework == "torchtitan")
+        assert (plan.units[0].modules == ("tok_embeddings", "head")) == (run.framework == "KempnerForge")
+
+
+def test_the_hardware_files_have_the_fitted_values() -> None:
+    assert len(CONSTANTS) + len(RESERVED) < len(RUNS) / 3
+    given = load_hardware()
+    fitted = with_values(given, fit(RUNS, given))
+    for kind in (TORCHTITAN, KEMPNERFORGE):
+        assert given[kind].network_slowdown == pytest.approx(fitted[kind].network_slowdown, rel=0.02)
+    shares = [kinds[KEMPNERFORGE].network.efficiency["all_gather"] for kinds in (given, fitted)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.02)
+    assert given[TORCHTITAN].reserved_share == pytest.approx(fit_reserved(RUNS, given), rel=0.02)
+
+
+def test_a_fit_finds_the_constants_that_made_the_rows() -> None:
+    true = [0.6, 0.05]
+    kinds = with_values(load_hardware(), true)
+    made = [
+        dataclasses.replace(run, tokens_per_s_per_gpu=predict_tokens_per_s(run, kinds[run.kind]))
+        for run in RUNS
+    ]
+    assert fit(made, load_hardware()) == pytest.approx(true, rel=0.1)
+
+
+def test_speed_reserved_memory_and_order_are_predicted() -> None:
+    speed, memory = comparison().speed, comparison().memory
+    assert (len(speed), len(memory)) == (18, 7)
+    assert mean_error(speed) <= 0.04
+    assert worst_error(speed) <= 0.10
+    assert mean_error(memory) <= 0.05
+    assert worst_error(memory) <= 0.12
+    assert comparison().wrong_order == ()
+
+
+def test_errors_and_a_wrong_order_are_seen() -> None:
+    rows = [ComparedRun(RUNS[0], 110.0, 100.0), ComparedRun(RUNS[1], 80.0, 100.0)]
+    assert (mean_error(rows), worst_error(rows)) == pytest.approx((0.15, 0.2))
+    runs = [run for run in RUNS if run.framework == "KempnerForge"][:3]
+    for predicted, pairs in (
+        ((1.0, 2.0, 3.0), []),
+        ((3.0, 2.0, 4.0), []),  # 9% apart: neither order is wrong
+        ((5.0, 4.0, 4.5), [(120.0, 100.0)]),
+        ((4.0, 6.0, 5.0), []),  # 120 is less than 10% above 109.5
+    ):
+        rows = [ComparedRun(*row) for row in zip(runs, predicted, (100.0, 109.5, 120.0), strict=True)]
+        assert [(fast.measured, slow.measured) for fast, slow in wrong_order(rows)] == pairs

@@ -1,1 +1,0 @@
-"""Benchmarks of real runs: `python -m tools.bench -h`. The folder records/ contains their records."""

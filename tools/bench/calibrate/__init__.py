@@ -1,1 +1,0 @@
-"""`bench calibrate`: measure this machine and write a hardware file for the planner."""

@@ -1,1 +1,0 @@
-"""Compare the planner's predictions with real runs, the real code, and published figures."""

@@ -1,0 +1,178 @@
+"""`python -m tools.calibrate --name NAME`: measure this machine and write a hardware file for the planner."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.planner.hardware import (
+    HARDWARE_FOLDER,
+    Hardware,
+    find_hardware,
+    load_hardware,
+    read_hardware,
+)
+from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.plan.report import find_kind
+from meshwright.tools.processes import BenchError
+from meshwright.tools.workers import run_workers
+from meshwright.train.calibration.compute import Scale, measure_compute
+from meshwright.train.calibration.fsdp_unit import UnitTiming
+from meshwright.train.calibration.hardware_file import Calibration, hardware_text
+from meshwright.train.calibration.machine import device_model
+from meshwright.train.calibration.measure import measure_links
+from meshwright.train.calibration.timing import AttentionShape
+from meshwright.train.distributed.process_group import usable_cores
+
+LINKED_CPU_RANKS = 4  # processes between which collectives are measured, also in pairs
+# processes that measure a CPU at the same time: they share only the memory bandwidth, which 4 saturate
+MOST_LOADED = 4
+CPU_BASE = "cpu"
+# Layers of models that a laptop can train, dim 128 to 1024, full and sharded by tp: their inputs and outputs,
+# by tokens.
+CPU_LAYERS = {
+    256: [(128, 128)],
+    512: [(256, 128), (256, 256)],
+    1024: [(256, 256), (256, 768), (512, 768), (512, 1536)],
+    2048: [(512, 1536), (512, 4096), (1024, 3072)],
+}
+# Layers of Llama 8B, 70B and 405B, full and sharded by tp, and the head of the 8B.
+GPU_LAYERS = {
+    1024: [(4096, 512)],
+    2048: [(4096, 1024), (4096, 4096)],
+    4096: [(4096, 4096), (8192, 3584)],
+    8192: [(4096, 4096), (4096, 14336), (8192, 28672), (4096, 128256)],
+    16384: [(16384, 53248)],
+}
+CPU_SCALE = Scale(
+    products=[(tokens, *layer) for tokens, layers in CPU_LAYERS.items() for layer in layers],
+    attention=[AttentionShape(4, n, 4, 64, 256) for n in (8, 4)] + [AttentionShape(2, 8, 4, 64, 512)],
+    memory=(1024, 256, 768),
+    dtypes=("float32", "bfloat16"),
+    # 16 KiB to 16 MiB: layers of small models
+    collectives_bytes=(2**14, 2**17, *(2**power for power in range(19, 25))),
+    unit_values=2**19,
+    budget_s=0.3,
+    rotated_bytes=2**26,
+)
+GPU_SCALE = Scale(
+    products=[(tokens, *layer) for tokens, layers in GPU_LAYERS.items() for layer in layers],
+    attention=[AttentionShape(8192 // seq, 32, 8, 128, seq) for seq in (2048, 4096, 8192)],
+    memory=(8192, 4096, 14336),
+    dtypes=("float32", "bfloat16"),
+    collectives_bytes=tuple(2**power for power in range(14, 31, 2)),  # 16 KiB to 1 GiB
+    unit_values=2**27,
+    budget_s=0.5,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure this machine, write the file, and print it.
+
+    Raises BenchError and ConfigError for wrong options before measuring, and BenchError if a process fails.
+    """
+    options = make_parser().parse_args(arguments)
+    path = HARDWARE_FOLDER / f"{options.name}.yaml"
+    if path.exists() and not options.overwrite:
+        raise BenchError(f"{path} exists: use --overwrite to replace it, or another --name")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # as in training
+    base = find_base(options.base, device.type, device_model(device))
+    measured = measure(device, options.quick)
+    how = "`python -m tools.calibrate --quick`" if options.quick else "`python -m tools.calibrate`"
+    text = hardware_text(f"{measured.name}, measured by {how}.", measured, base)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    read_hardware(path)
+    if options.json:
+        print(to_json({"file": path.name, "measured": measured}))
+    else:
+        print(f"{text}\nwritten: {path}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.calibrate",
+        description="Measure matrix products by size and dtype, attention, memory bandwidth, the overhead of "
+        "an operation, and collectives between 2 and 4 processes (gloo) or this node's GPUs (NCCL), and "
+        "write a hardware file for the planner. A CPU's rates are per process, with one process per core but "
+        f"at most {MOST_LOADED}. It takes about two minutes; run nothing else meanwhile.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--name", required=True, metavar="NAME", help="write configs/hardware/NAME.yaml")
+    add("--overwrite", action="store_true", help="replace the file if it exists")
+    text = (
+        "hardware file from which to copy what cannot be measured on one machine, such as the network "
+        "between nodes (default: the file of this device)"
+    )
+    add("--base", metavar="KIND", help=text)
+    add("--quick", action="store_true", help="fewer sizes and repeats, to test the command")
+    add("--json", action="store_true", help="print what was measured as one JSON document, not the file")
+    return parser
+
+
+def find_base(base: str | None, device: str, name: str) -> Hardware:
+    """Return the hardware file to copy values from. Raises BenchError and ConfigError."""
+    if base is not None:
+        return find_kind(base, "--base")
+    kinds = load_hardware()
+    found = kinds.get(CPU_BASE) if device == "cpu" else find_hardware(name)
+    if found is None:
+        raise BenchError(
+            f"{name}: no file in configs/hardware describes this device: name one from which to copy what "
+            f"cannot be measured: --base {' | '.join(kinds)}"
+        )
+    return found
+
+
+def measure(device: torch.device, quick: bool) -> Calibration:
+    """Measure computation, then collectives, in separate processes. Raises BenchError if one fails."""
+    place, settings = "meshwright.tools.calibrate", {"quick": quick}
+    if device.type == "cpu":
+        count, linked = usable_cores(), LINKED_CPU_RANKS
+        processes = min(MOST_LOADED, count)
+    else:
+        processes, count = 1, torch.cuda.device_count()
+        linked = count
+    compute = run_workers(f"{place}:compute_in_worker", processes, 1, device.type, settings)
+    links = run_workers(f"{place}:links_in_worker", linked, 1, device.type, settings)[0]
+    collectives_s = {
+        op: {int(ranks): curve for ranks, curve in curves.items()}  # JSON's keys are strings
+        for op, curves in links["collectives_s"].items()
+    }
+    units = [UnitTiming(**unit) for unit in links["units"]]
+    return Calibration(device.type, device_model(device), count, compute, collectives_s, units)
+
+
+def compute_in_worker(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Measure the rates of one device."""
+    return measure_compute(device, scale_of(device, quick))
+
+
+def links_in_worker(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Measure collectives and FSDP2 between all processes."""
+    collectives_s, units = measure_links(device, scale_of(device, quick), dist.get_world_size())
+    return {"collectives_s": collectives_s, "units": [vars(unit) for unit in units]}
+
+
+def scale_of(device: torch.device, quick: bool) -> Scale:
+    """Return the sizes to measure. Quick: the smallest, a middle and the second largest product, one
+    attention call, three collectives, a fifth of the time."""
+    scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
+    if not quick:
+        return scale
+    return replace(
+        scale,
+        products=[scale.products[i] for i in (0, len(scale.products) // 2, -2)],
+        attention=scale.attention[:1],
+        collectives_bytes=(2**14, 2**18, 2**22),
+        budget_s=scale.budget_s / 5,
+    )
+
+
+if __name__ == "__main__":
+    run_tool(main)
