@@ -6,6 +6,7 @@ Keys that have a value in the config keep it; keys at `auto` are searched.
 import dataclasses
 import gc
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
@@ -31,7 +32,6 @@ from meshwright.parallel.planner.search_space import (
     Choices,
     combinations,
     part_s,
-    smallest,
     with_choices,
     with_gathering,
 )
@@ -300,22 +300,18 @@ class _Search:
             return None
         if self.is_slower(settled := self.candidate(with_blocks(choices, least))):
             return settled
-        count = self.blocks
-        if (of_most := self.excess(with_blocks(choices, count - 1))) <= 0:
-            of_least, most = self.excess(with_blocks(choices, least)), count - 1
-            # what is needed is nearly linear in the number of blocks
-            share = max(0, of_least) / max(of_least - of_most, 1)
-            guess = least + math.ceil((most - least) * share)
-            count = smallest(least, most, guess, lambda n: self.excess(with_blocks(choices, n)) <= 0)
+        counts = range(least, self.blocks)
+        count = least + bisect_left(counts, True, key=lambda n: self.on_device(with_blocks(choices, n)))
         self.fewest.setdefault(key, count)
         if count == self.blocks:
             return None
         settled = self.candidate(with_blocks(choices, count))
         return None if self.host_mistake(settled) else settled
 
-    def excess(self, choices: Choices) -> int:
-        """Return the bytes by which the device's memory is exceeded; 0 or less if it is enough."""
-        return self.machines.needed_bytes(self.memory(choices), HostMemory()) - self.machines.available_bytes
+    def on_device(self, choices: Choices) -> bool:
+        """Whether the device has the memory, whatever the host has."""
+        needed_bytes = self.machines.needed_bytes(self.memory(choices), HostMemory())
+        return needed_bytes <= self.machines.available_bytes
 
     def host_mistake(self, candidate: Candidate) -> PlanError | None:
         """Return why the host rules a candidate out. Offloading to the device's own memory saves nothing."""

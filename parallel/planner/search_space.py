@@ -1,9 +1,8 @@
 """The search space of the planner: combinations of values for the keys that the config leaves at `auto`; and
 the bounds that find the fewest recomputed or offloaded blocks with which a plan fits."""
 
-import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -222,14 +221,3 @@ def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> f
         part = {name: seconds * share for name, seconds in offload_s.items()}
         return replace(treated.times, offload_s=part).step_lower_bound_s(micro_batches)
     return kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
-
-
-def smallest(low: int, high: int, guess: int, fits: Callable[[int], bool]) -> int:
-    """Return the smallest number from `low` to `high` that fits, by binary search from `guess`; a correct
-    guess costs two calls of `fits`. `high` must fit, and so must every number above one that fits."""
-    guess = min(max(guess, low), high)
-    if guess > low and not fits(guess - 1):
-        low = guess
-    if guess < high and fits(guess):
-        high = guess
-    return low + bisect.bisect_left(range(low, high), True, key=fits)

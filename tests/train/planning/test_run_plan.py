@@ -26,7 +26,7 @@ def check(free_bytes: list[int]) -> tuple[str, RunPlan | None, int]:
         mock.patch.object(torch.cuda, "memory_reserved", return_value=0),
         mock.patch.object(run_plan, "free_host_bytes", return_value=16 * GIB),
         mock.patch.object(fit, "suggest_fits", return_value=[]),  # test_fit.py has them
-        mock.patch.object(fit, "predict_memory", wraps=predict.predict_memory) as predictions,
+        mock.patch.object(fit, "predict_needs", wraps=predict.predict_needs) as predictions,
     ):
         try:
             message, checked = "", check_memory(job, planned, RankInfo(rank, 2, rank, 2, True))
