@@ -90,8 +90,8 @@ MENDED = (
     Fault(
         "saving-changes-the-batch",
         "advice on memory gives up data-parallel ranks, and with them a part of the global batch",
-        '{"parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}',
-        '{"parallel.dp_shard": plan.mesh.dp_shard // 2}',
+        "yield {**keys, **micro, **batch}",
+        "yield {**keys, **micro}",
         tests=("tests/train/fault_tolerance/test_out_of_memory.py",),
     ),
     # Training

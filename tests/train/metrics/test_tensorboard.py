@@ -1,6 +1,7 @@
 """TensorBoard's page, read by TensorBoard's own code: tags, charts, texts, images, and rows of the HParams
 tab."""
 
+import dataclasses
 import io
 import json
 import math
@@ -150,8 +151,9 @@ def config() -> Config:
 
 def test_a_run_shows_config_plan_and_the_predicted_step(config: Config, tmp_path: Path) -> None:
     plan = plan_run(config.job, 2)
-    timeline = predict(config.job, plan, load_hardware()["cpu"], 2).timeline
-    planned = RunPlan(torch.device("cpu"), CPU, plan, 0, {}, ("tp=2: faster",), timeline)
+    prediction = predict(config.job, plan, load_hardware()["cpu"], 2)
+    prediction = dataclasses.replace(prediction, reasons=("tp=2: faster",))
+    planned = RunPlan(torch.device("cpu"), CPU, plan, 0, prediction=prediction)
     board_of(tmp_path / "run", describe_run(config, planned, "1,000 tokens", range(1, 351)), range(2))
     page = Page(tmp_path)
     texts = {
