@@ -10,7 +10,7 @@ from tests.support.launch import TORCHRUN_GRACE_S
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_seven_kills_one_of_them_with_tensor_parallelism() -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     options = argparse.Namespace(training=4, saving=3, asynchronous="both", seed=seed, processes=2, steps=20)

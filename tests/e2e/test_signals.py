@@ -112,7 +112,7 @@ def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous, data, tmp_path):
     folder = tmp_path / "run"

@@ -26,7 +26,7 @@ STEP_S = 4
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_is_named_when_the_time_out_is_over(stopped, data, tmp_path):
     """In real time. Before, all are stopped for longer than their timeout, and continue."""
@@ -70,7 +70,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(data, tmp_path):
     folder, arguments = (
         tmp_path / "run",

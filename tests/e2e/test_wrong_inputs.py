@@ -165,7 +165,7 @@ def check(module: str, arguments: list[str], facts: str, inputs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("line", "facts"), rows(TRAIN), ids=[line for line, _ in rows(TRAIN)])
 def test_a_wrong_input_of_a_run_is_refused_with_its_facts(
     line: str, facts: str, inputs: Path, data: list[str], tmp_path: Path
@@ -177,7 +177,7 @@ def test_a_wrong_input_of_a_run_is_refused_with_its_facts(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("line", "facts"), rows(TOOLS), ids=[line for line, _ in rows(TOOLS)])
 def test_a_wrong_input_of_a_tool_is_refused_with_its_facts(
     line: str, facts: str, inputs: Path, tmp_path: Path

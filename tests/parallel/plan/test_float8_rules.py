@@ -55,7 +55,7 @@ def test_a_plan_file_lists_the_linears_and_a_config_beside_it_says_the_same(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
     """Of w2, a quarter of a block's weights; each further set of linears is traced for seconds."""
     w2 = [TENSORWISE, "--parallel.float8.linears=['*.w2']"]

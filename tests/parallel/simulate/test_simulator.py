@@ -19,7 +19,7 @@ REPLICAS = "--parallel.dp_replicate=2"
 
 def slow(*values: object) -> object:
     """A case that only combines other cases."""
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.sampled(4)])
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.sampled(8)])
 
 
 def prefetch(k: int) -> tuple[str, str]:

@@ -171,7 +171,7 @@ def test_what_does_not_fit_comes_last_with_its_reason(capsys: Output) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_fewest_gpus(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "list_configs", list)  # test_fit.py has smaller models
     larger = [*LARGE, "--model.n_layers=24", "--parallel.activation_checkpoint=full", H100]

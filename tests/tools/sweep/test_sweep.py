@@ -167,7 +167,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_an_interrupted_sweep_saves_and_the_same_command_resumes_its_run(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(
     assert before.items() <= caches(many).items()
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.sampled(5)])])
 def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(rounds: int, many: DataConfig) -> None:
     """Many rounds: a run that ends removes the work folder while others wait for it, at any moment."""
     for name in sorted(os.listdir(many.source))[3:]:

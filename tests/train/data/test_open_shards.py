@@ -19,7 +19,7 @@ from tests.support.worlds import run_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_2000_shards_are_trained_on_where_256_files_may_be_open(tmp_path: Path) -> None:
     shards = [[[number % 251] * 40] for number in range(2000)]
     write_store(tmp_path / "store", shards[:1900], shards[1900:])

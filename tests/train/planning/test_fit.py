@@ -39,7 +39,7 @@ def changed(job: TrainingJob, change: Suggestion) -> TrainingJob:
     return with_keys(job, change.keys)
 
 
-SAMPLED = [pytest.mark.slow, pytest.mark.sampled(5)]
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(10)]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_fewest_processes_are_asked_what_so_many_run_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_leanest_plans_of_the_planner_are_said_with_their_peak() -> None:
     job = job_of("--parallel.plan=auto", "--model.n_layers=4", "--train.global_batch_size=8")
     first = next(suggest_fits(job, Machines(2, 2, 10 * GIB, H100)))

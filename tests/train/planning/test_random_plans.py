@@ -40,7 +40,7 @@ FEW = settings(MANY, derandomize=True, database=None)  # the same examples every
 def more(test: Any, examples: int, **inputs: st.SearchStrategy[Any]) -> Any:
     """The slow test of other examples than the everyday test's, those of the seed."""
     slow = OF_THE_SEED(settings(MANY, max_examples=examples)(given(**inputs)(test.hypothesis.inner_test)))
-    return pytest.mark.slow(pytest.mark.sampled(5)(slow))
+    return pytest.mark.slow(pytest.mark.sampled(10)(slow))
 
 
 def mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -177,7 +177,7 @@ def test_every_type_of_text_column_is_read_and_null_is_no_text(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
     """In separate processes, because the library reads HF_HOME once; the second one reuses the existing
     folder."""
