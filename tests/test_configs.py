@@ -43,7 +43,7 @@ def test_it_has_the_published_number_of_parameters(name: str) -> None:
     assert parameters == source.parameters
 
 
-SLOW = [pytest.mark.slow, pytest.mark.sampled(4)]
+SLOW = [pytest.mark.slow, pytest.mark.sampled(8)]
 
 
 def _slow_if_of_transformers(name: str) -> object:

@@ -1,7 +1,7 @@
 """Line charts and bar charts of runs; `parallel.planner.timeline_plot` writes them as SVG and PNG."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ TITLE = 13  # font size
 WIDTH, HEIGHT = 460, 270  # of a chart, in points: readable on a phone, where it shrinks to three quarters
 SIDE, TOP, BAR_ROW = 8, 34, 36  # margin; title; a name with its bar below
 NOT_FINITE_SHOWN = 12
-MOST_ERROR = 1.0  # longest bar; those of larger errors are cut there and labeled with their value
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     known = [bar.high or bar.value for bar in bars if bar.value is not None]
     if not known:
         return _empty_chart(title)
-    figure, axes = _rows([bar.name for bar in bars], title, TOP, SIDE)
+    figure, axes = _rows([bar.name for bar in bars], title)
     longest = WIDTH - 3 * SIDE - LETTER * SMALL * max(len(bar.label) for bar in bars)
     axes.set_xlim(0, (max(known) or 1.0) * (WIDTH - 2 * SIDE) / longest)
     rows, values = [row + 0.68 for row in range(len(bars))], [bar.value or 0.0 for bar in bars]
@@ -109,41 +108,13 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     return figure
 
 
-@with_default_style
-def draw_errors(title: str, names: Sequence[str], errors: Mapping[str, Sequence[float | None]]) -> "Figure":
-    """Return a chart with one row per name and one bar per kind of `errors`: the relative error of the
-    prediction, to the left if it is below the measurement."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    known = [abs(error) for of_kind in errors.values() for error in of_kind if error is not None]
-    if not known:
-        return _empty_chart(title)
-    figure, axes = _rows(names, title, TOP + 20, 26)
-    most = min(max(0.1, math.ceil(max(known) * 10) / 10), MOST_ERROR)
-    axes.set_xlim(-1.25 * most, 1.25 * most)
-    axes.xaxis.set_visible(True)
-    axes.xaxis.set_major_locator(MaxNLocator(6, prune="both"))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+.0%}" if x else "as measured"))
-    axes.grid(axis="x", color=GRID)
-    axes.axvline(0, color=FAINT, lw=1)
-    for number, (kind, of_kind) in enumerate(errors.items()):
-        rows = [row + 0.6 + 0.27 * number for row in range(len(names))]
-        lengths = [max(-most, min(error or 0.0, most)) for error in of_kind]
-        drawn = axes.barh(rows, lengths, 0.22, color=COLORS[5 * number], label=kind)
-        labels = ["" if error is None else f"{error:+.0%}" for error in of_kind]
-        axes.bar_label(drawn, labels, padding=3, fontsize=SMALL, color=INK)
-    place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
-    axes.legend(**place, ncols=len(errors), fontsize=SMALL, frameon=False, handlelength=1.0)
-    return figure
-
-
-def _rows(names: Sequence[str], title: str, above: float, below: float) -> "tuple[Figure, Axes]":
+def _rows(names: Sequence[str], title: str) -> "tuple[Figure, Axes]":
     """Return a chart with one row per name at y = 0, 1 and so on, the name at the top of its row."""
-    height = above + len(names) * BAR_ROW + below
+    height = TOP + len(names) * BAR_ROW + SIDE
     figure = new_figure(WIDTH, height)
-    place = (SIDE / WIDTH, below / height, 1 - 2 * SIDE / WIDTH, len(names) * BAR_ROW / height)
+    place = (SIDE / WIDTH, SIDE / height, 1 - 2 * SIDE / WIDTH, len(names) * BAR_ROW / height)
     axes = figure.add_axes(place, ylim=(len(names), 0))
-    style_axes(axes, title, pad=above - 20)
+    style_axes(axes, title, pad=TOP - 20)
     axes.yaxis.set_visible(False)
     axes.xaxis.set_visible(False)
     style: Any = {"fontsize": SMALL, "color": FAINT, "parse_math": False}

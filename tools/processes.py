@@ -93,7 +93,7 @@ def run_to_end(
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:
-                _end(process)
+                end(process)
     if process.returncode:
         line = command if isinstance(command, str) else " ".join(command)
         raise BenchError(f"exit code {process.returncode} from this command: {line}\n{_reason(log)}")
@@ -131,7 +131,7 @@ def find_reason(output: str, letters: int) -> str:
     return one_line(" ".join(map(str.strip, reason)), letters)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM to a command and its descendants, and SIGKILL to those left after GRACE_S.
 
     A signal to the process group would not reach torchrun's workers, which have their own sessions.

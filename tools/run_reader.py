@@ -1,6 +1,7 @@
 """Read a run's folder, also while the run is in progress: rows of metrics.jsonl, status, config and plan,
 and summary figures of them."""
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -77,17 +78,6 @@ def read_rows(path: Path) -> tuple[dict[int, Row], int]:
     return dict(sorted(rows.items())), unreadable
 
 
-def read_tail(path: Path, most: int, start: int = 0) -> bytes:
-    """Return at most the last `most` bytes of a file that may be growing, none of them before byte
-    `start`; empty if the file cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(start, file.seek(0, 2) - most))
-            return file.read()
-    except OSError:
-        return b""
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.yaml of a run's folder with dotted keys; {} without the file. Raises ConfigError if it is
     not valid YAML."""
@@ -118,6 +108,18 @@ def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
     return (isinstance(a, bool) != isinstance(b, bool)) or a != b
+
+
+def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Describe changed config keys; run.dir is omitted."""
+    return [
+        f"{key}: {value_text(a)} -> {value_text(b)}" for key, (a, b) in changes.items() if key != "run.dir"
+    ]
+
+
+def value_text(value: Any) -> str:
+    """Format a YAML value on one line, even one that is not valid in a config."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def value_of(row: Row, key: str) -> float | None:
@@ -222,28 +224,17 @@ class Figures:
     mfu: float | None
     predicted: Mapping[str, float]
 
-    def measured(self, name: str) -> float | None:
-        """Return the measured figure that corresponds to a predicted one."""
-        if name == "step_time_s":
-            return self.step_time_s.median if self.step_time_s else None
-        return self.peak_memory_gib
-
-    def error_of(self, name: str) -> float | None:
-        """Return the relative error of a prediction, (predicted - measured) / measured."""
-        measured = self.measured(name)
-        return self.predicted[name] / measured - 1 if name in self.predicted and measured else None
-
 
 def format_number(value: float | None, form: str) -> str:
     """Format a number; "" for None, "not finite" for NaN and infinity."""
     return "" if value is None else format(value, form) if math.isfinite(value) else "not finite"
 
 
-def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> Figures:
-    """Summarize a run's rows. `predicted` supplies predictions that the rows lack."""
+def figures_of(run: RunFolder) -> Figures:
+    """Summarize a run's rows."""
     counted = rows_after_warm_up(run.rows)
     memory = series(run.rows, "peak_memory_gib")
-    reported = {
+    predicted = {
         name: values[max(values)] for name in PREDICTED if (values := series(run.rows, f"predicted_{name}"))
     }
     mfu = [value for value in series(counted, "mfu").values() if math.isfinite(value)]
@@ -255,7 +246,7 @@ def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> 
         step_time_s=_rate(series(counted, "step_time_s")),
         peak_memory_gib=max((value for value in memory.values() if math.isfinite(value)), default=None),
         mfu=statistics.median(mfu) if mfu else None,
-        predicted={**(predicted or {}), **reported},
+        predicted=predicted,
     )
 
 

@@ -203,6 +203,20 @@ def _make_context(
     return ContextPlan(_resolve(config.cp_exchange, "heads" if possible else "gather"), model.attention_cores)
 
 
+def on_mesh(plan: Plan, mesh: MeshPlan, config: ParallelConfig, model: ModelUnits) -> Plan:
+    """Return the plan on another mesh of as many processes, with the same global batch if the mesh divides
+    it."""
+    tensor = _make_tensor(config, model, mesh.tp)
+    per_pass = plan.micro_batch_size * mesh.data_parallel
+    return dataclasses.replace(
+        plan,
+        mesh=mesh,
+        accumulation=plan.global_batch_size // per_pass,
+        tensor=tensor,
+        context=_make_context(config, model, mesh, tensor),
+    )
+
+
 def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPlan:
     """Return the style of every weight; parts that are not split get the `whole_` styles."""
     if tp <= 1:
@@ -216,44 +230,61 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
 
 def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
+    units = [
+        UnitPlan(
+            modules=modules,
+            # The last unit of the forward is the first of the backward: resharding it in between would
+            # gather it twice in a row.
+            reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
+            unshard_in_backward=not only_look_up(modules, model),
+            reshard_after_backward=_resolve(config.reshard_after_backward, True),
+            reduce_gradients=_resolve(config.reduce_gradients, "every_micro_batch"),
+            forward_prefetch=_resolve(config.forward_prefetch, 1),
+            backward_prefetch=_resolve(config.backward_prefetch, 1),
+            activation_checkpoint="none",
+            saved_ops=(),
+            activation_budget=1.0,
+            compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
+            param_dtype=_resolve(config.param_dtype, shape.param_dtype),
+            reduce_dtype=config.reduce_dtype,
+            output_dtype="same",
+        )
+        for modules in groups
+    ]
+    blocks = _resolve(config.activation_checkpoint_blocks, len(groups))
     mode = _resolve(config.activation_checkpoint, "none")
-    max_blocks = _resolve(config.activation_checkpoint_blocks, len(groups))
+    return with_activation_checkpoint(units, mode, config, model, blocks)
+
+
+def with_activation_checkpoint(
+    units: Sequence[UnitPlan], mode: str, config: ParallelConfig, model: ModelUnits, most: int | None = None
+) -> tuple[UnitPlan, ...]:
+    """Return the units with a mode of activation checkpointing, and with the config's policy or budget for
+    it, in the first `most` units of blocks (None: in all)."""
     every, ops = 0, tuple[str, ...]()
     if mode == "selective":
-        every, ops = (
-            blocks_of_every(config.selective_policy),
-            saved_ops(config.selective_policy, model.attention_ops),
-        )
-    units, blocks = [], 0
-    for modules in groups:
-        unit_mode = mode if model.checkpointed.issuperset(modules) else "none"
-        if unit_mode != "none":
-            blocks += 1
-            if every:
-                unit_mode = "full" if blocks % every == 0 else "none"
-            if blocks > max_blocks:
-                unit_mode = "none"
-        units.append(
-            UnitPlan(
-                modules=modules,
-                # The last unit of the forward is the first of the backward: resharding it in between would
-                # gather it twice in a row.
-                reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
-                unshard_in_backward=not only_look_up(modules, model),
-                reshard_after_backward=_resolve(config.reshard_after_backward, True),
-                reduce_gradients=_resolve(config.reduce_gradients, "every_micro_batch"),
-                forward_prefetch=_resolve(config.forward_prefetch, 1),
-                backward_prefetch=_resolve(config.backward_prefetch, 1),
-                activation_checkpoint=unit_mode,
-                saved_ops=ops if unit_mode == "selective" else (),
-                activation_budget=config.activation_budget if unit_mode == "budget" else 1.0,
-                compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
-                param_dtype=_resolve(config.param_dtype, shape.param_dtype),
-                reduce_dtype=config.reduce_dtype,
-                output_dtype="same",
-            )
-        )
-    return tuple(units)
+        every = blocks_of_every(config.selective_policy)
+        ops = saved_ops(config.selective_policy, model.attention_ops)
+    changed, blocks = [], 0
+    for unit in units:
+        of_blocks = model.checkpointed.issuperset(unit.modules)
+        blocks += of_blocks
+        unit_mode = mode if of_blocks and (most is None or blocks <= most) else "none"
+        if every and unit_mode != "none":
+            unit_mode = "full" if blocks % every == 0 else "none"
+        settings = {
+            "activation_checkpoint": unit_mode,
+            "saved_ops": ops if unit_mode == "selective" else (),
+            "activation_budget": config.activation_budget if unit_mode == "budget" else 1.0,
+        }
+        changed.append(dataclasses.replace(unit, **settings))  # type: ignore[arg-type]
+    return tuple(changed)
+
+
+def count_blocks(config: ParallelConfig, model: ModelUnits) -> int:
+    """Return the number of units that can use activation checkpointing."""
+    groups = _join_small(model.units, model, config.unit_min_params)
+    return sum(map(model.checkpointed.issuperset, groups))
 
 
 def _join_small(

@@ -9,16 +9,16 @@ from typing import Any
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import MeshPlan, regathered
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.devices import Devices
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult
-from meshwright.parallel.planner.search_space import CHOICES
+from meshwright.parallel.planner.search_space import CHOICES, Choices
 from meshwright.parallel.planner.timeline import OFFLOAD
 
 MILLI = 1e3
 MOST_COMPARED = 3  # alternatives listed per key
 
 
-def give_reasons(choice: SearchResult, machines: Devices, times: StepTimes) -> list[str]:
+def give_reasons(choice: SearchResult, machines: Machines, times: StepTimes) -> list[str]:
     """Return one sentence on memory, one on communication, and one per key with alternatives, which states
     the cost of the nearest other values. `times` are those of the best plan."""
     best = choice.best
@@ -39,7 +39,7 @@ def _tie(choice: SearchResult) -> Iterator[str]:
         yield f"plans within {EQUAL:.0%} of the fastest count as equal; this is the simplest of them"
 
 
-def _memory(choice: SearchResult, machines: Devices) -> str:
+def _memory(choice: SearchResult, machines: Machines) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
         f"{tried} plans tried, {len(choice.does_not_fit)} too large for the memory and {len(choice.pruned)} "
@@ -128,7 +128,7 @@ ACCUMULATION = {
 }
 
 
-def _accumulation(choice: SearchResult, machines: Devices) -> Iterator[str]:
+def _accumulation(choice: SearchResult, machines: Machines) -> Iterator[str]:
     """Compare the ways to accumulate gradients: the step, and the memory that is free for what they keep."""
     for key, way in ACCUMULATION.items():
         for other in _alternatives_for(choice, key):
@@ -136,13 +136,11 @@ def _accumulation(choice: SearchResult, machines: Devices) -> Iterator[str]:
             yield f"{key}={chosen}: {_compare_accumulation(choice.best, other, key, machines, way)}"
 
 
-def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Devices, way: _Way) -> str:
+def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines: Machines, way: _Way) -> str:
     """Return what the best plan saves by its value of `key`, or what the other value would."""
     assert best.timeline is not None
-    available = machines.available_bytes
-    if other.timeline is None and other.needed_bytes > available:
-        value = _format_value(other.choices[key])
-        return f"{value} does not fit ({needed_gib(other)} GiB of {available / GIB:.1f} GiB)"
+    if other.timeline is None and other.needed_bytes > machines.available_bytes:
+        return f"{_format_value(other.choices[key])} {_does_not_fit(other, machines)}"
     if other.timeline is None:
         return f"{way.words} it could be at most {max(0.0, other.rate() / best.rate() - 1):.1%} faster"
     saves = best.choices[key] == way.value
@@ -151,7 +149,7 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
     assert with_it.timeline is not None
     assert without.timeline is not None
     kept = getattr(with_it.memory.memory, way.kind)
-    free = available - with_it.needed_bytes + kept
+    free = machines.available_bytes - with_it.needed_bytes + kept
     step_s = f"{with_it.timeline.step_s:.3g} s instead of {without.timeline.step_s:.3g}"
     memory = f"{kept / GIB:.1f} GiB of the {free / GIB:.1f} that are free"
     if saves:
@@ -159,20 +157,16 @@ def _compare_accumulation(best: Candidate, other: Candidate, key: str, machines:
     return f"{way.words} it would take {step_s}; {way.kept} would take {memory}"
 
 
-def _alternatives(choice: SearchResult, machines: Devices) -> Iterator[str]:
+def _alternatives(choice: SearchResult, machines: Machines) -> Iterator[str]:
+    left_out = {"dp_replicate", *ACCUMULATION}  # dp_replicate follows from the other degrees
+    left_out |= {"cp_exchange"} if choice.best.plan.mesh.cp == 1 else set()
     for key in CHOICES:
-        if key == "dp_replicate" or key in ACCUMULATION:  # it follows from the other degrees
-            continue
-        if key == "cp_exchange" and choice.best.plan.mesh.cp == 1:
-            continue
-        costs = [_compare(other, key, choice.best, machines) for other in _alternatives_for(choice, key)]
+        others = [] if key in left_out else _alternatives_for(choice, key)
+        costs = [_compare(other, key, choice.best, machines) for other in others]
+        if costs and key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best):
+            costs = ["fewer do not fit", *costs]
         if costs:
-            fewest = (
-                "fewer do not fit; "
-                if key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best)
-                else ""
-            )
-            yield f"{key}={_format_value(choice.best.choices[key])}: {fewest}" + "; ".join(costs)
+            yield f"{key}={_format_value(choice.best.choices[key])}: " + "; ".join(costs)
 
 
 def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
@@ -185,14 +179,12 @@ def _alternatives_for(choice: SearchResult, key: str) -> list[Candidate]:
         "dp_shard": {"dp_shard", "dp_replicate"},
     }.get(key, {key})
     free = free if key == "activation_checkpoint_blocks" else free | {"activation_checkpoint_blocks"}
-    best_of_value: dict[Any, Candidate] = {}
+    best, best_of_value = choice.best.choices, dict[Any, Candidate]()
     for candidate in (*choice.ranked, *choice.pruned, *choice.does_not_fit):
-        if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
+        if all(candidate.choices[k] == best[k] for k in CHOICES if k not in free):
             best_of_value.setdefault(candidate.choices[key], candidate)
-    others = [candidate for value, candidate in best_of_value.items() if value != choice.best.choices[key]]
-    return sorted(others, key=lambda other: _distance(other.choices[key], choice.best.choices[key]))[
-        :MOST_COMPARED
-    ]
+    others = [candidate for value, candidate in best_of_value.items() if value != best[key]]
+    return sorted(others, key=lambda other: _distance(other.choices[key], best[key]))[:MOST_COMPARED]
 
 
 def _distance(value: Any, chosen: Any) -> float:
@@ -200,15 +192,15 @@ def _distance(value: Any, chosen: Any) -> float:
     return abs(log(value / chosen)) if isinstance(value, int) and value and chosen else 0.0
 
 
-def _compare(other: Candidate, key: str, best: Candidate, machines: Devices) -> str:
+def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
     """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
     value = _format_value(other.choices[key])
     if key == "activation_checkpoint" and _has_mixed_blocks(other):
-        value += f" for {other.choices['activation_checkpoint_blocks']} blocks"
+        value += f" for {other.choices.activation_checkpoint_blocks} blocks"
     if other.timeline is None and machines.fits(other.needed_bytes, other.host):
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
-        return f"{value} does not fit ({needed_gib(other)} GiB of {machines.available_bytes / GIB:.1f} GiB)"
+        return f"{value} {_does_not_fit(other, machines)}"
     ratio = other.rate() / best.rate() - 1
     speed = (
         "is as fast" if abs(ratio) < 0.0005 else f"is {abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"
@@ -221,6 +213,10 @@ def _has_mixed_blocks(candidate: Candidate) -> bool:
     return len({unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}) > 1
 
 
+def _does_not_fit(candidate: Candidate, machines: Machines) -> str:
+    return f"does not fit ({needed_gib(candidate)} GiB of {machines.available_bytes / GIB:.1f} GiB)"
+
+
 def needed_gib(candidate: Candidate) -> str:
     """Format the memory of a plan in GiB, with "at least" if only a lower bound is known."""
     return f"{'' if candidate.memory else 'at least '}{candidate.needed_bytes / GIB:.1f}"
@@ -228,3 +224,8 @@ def needed_gib(candidate: Candidate) -> str:
 
 def _format_value(value: Any) -> str:
     return str(value).lower()
+
+
+def describe_choices(choices: Choices) -> str:
+    """Return a plan's choices as key=value, without sections."""
+    return " ".join(f"{key}={_format_value(choices[key])}" for key in CHOICES)

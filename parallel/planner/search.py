@@ -6,30 +6,31 @@ Keys that have a value in the config keep it; keys at `auto` are searched.
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import PredictedMemory
-from meshwright.parallel.plan.make import RunShape, make_plan
+from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
 from meshwright.parallel.plan.mistakes import key_line
-from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.schema import CP_EXCHANGES, ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
-from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.host_memory import HostMemory, host_memory
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
-    CHOICES,
     Bounds,
+    Choices,
     combinations,
     part_s,
-    smallest,
     with_choices,
     with_gathering,
 )
@@ -38,6 +39,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import ModelWorkload
 
+T = TypeVar("T")
 PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
 MIN_TIMED = 12  # plans simulated before any is pruned, for the list of runners-up
@@ -49,10 +51,8 @@ class Candidate:
     """One legal plan.
 
     Args:
-        choices: value by key: tp, cp, cp_exchange, dp_replicate, dp_shard, activation_checkpoint,
-            activation_checkpoint_blocks (number of blocks; 0 with none), reshard_after_forward,
-            reduce_gradients, reshard_after_backward, prefetch, micro_batch_size
-        plan: the complete plan
+        choices: of the keys that the planner may choose
+        plan: the complete plan; if `at_least`, with activation checkpointing for all blocks
         lower_bound_s: seconds of a step in which all FSDP communication is hidden
         needed_bytes: memory per rank including allocator overhead; if `memory` is None, a lower bound without
             that overhead
@@ -62,7 +62,7 @@ class Candidate:
         at_least: the number of blocks is only a lower bound; the fewest that fit are still to be found
     """
 
-    choices: Mapping[str, Any]
+    choices: Choices
     plan: Plan
     lower_bound_s: float
     needed_bytes: int
@@ -101,7 +101,7 @@ def search(
     config: ParallelConfig,
     model: ModelUnits,
     shape: RunShape,
-    machines: Devices,
+    machines: Machines,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
     """Search the legal plans by branch and bound. `ranked` of the result is empty if none fits.
@@ -128,18 +128,22 @@ def search(
     return SearchResult(tuple(_ranked(state.ranked)), tuple(state.does_not_fit), tuple(state.pruned))
 
 
-def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape, gpus_per_node: int) -> None:
+def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> None:
     """Raise the PlanError of the simplest combination if none is legal. Needs no machine and no traces."""
     mistakes: list[PlanError] = []
-    for choices in combinations(config, shape, gpus_per_node):
-        chosen, sizes = with_choices(config, shape, choices)
+    for choices in combinations(config, shape):
         try:
-            make_plan(chosen, model, sizes)
+            _make(config, model, shape, choices)
         except PlanError as error:
             mistakes.append(error)
         else:
             return
     raise mistakes[0]
+
+
+def _make(config: ParallelConfig, model: ModelUnits, shape: RunShape, choices: Choices) -> Plan:
+    chosen, sizes = with_choices(config, shape, choices)
+    return make_plan(chosen, model, sizes)
 
 
 @contextmanager
@@ -156,54 +160,53 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def least_memory(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
-    """Return config and shape with all open keys except tp set to the values that need the least memory.
-    `blocks` is the model's number of blocks."""
-    least: dict[str, Any] = {
-        "dp_replicate": 1,
-        "activation_checkpoint": "full",
-        "reshard_after_forward": True,
-        "reduce_gradients": "every_micro_batch",
-        "reshard_after_backward": True,
-        "forward_prefetch": 1,
-        "backward_prefetch": 1,
-    }
-    if config.activation_checkpoint != "none":
-        least["activation_checkpoint_blocks"] = blocks
-    closed: dict[str, Any] = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
-    micro_batch_size = 1 if shape.micro_batch_size == "auto" else shape.micro_batch_size
-    return dataclasses.replace(config, **closed), dataclasses.replace(
-        shape, micro_batch_size=micro_batch_size
-    )
-
-
-@dataclasses.dataclass(eq=False)
 class _Search:
-    """The state of a search: its input, the classified candidates, and caches."""
+    """A search: its input, the classified candidates, and caches of what is known of choices."""
 
-    config: ParallelConfig
-    model: ModelUnits
-    shape: RunShape
-    machines: Devices
-    trace: Callable[[Plan], ModelWorkload]
-    ranked: list[Candidate] = field(default_factory=list)
-    does_not_fit: list[Candidate] = field(default_factory=list)
-    pruned: list[Candidate] = field(default_factory=list)
-    # by all choices except resharding, reducing and prefetching, which `with_gathering` changes
-    plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
-    # by all choices except resharding, reducing and prefetching, which do not change the bounds
-    bounds: dict[tuple[Any, ...], Bounds] = field(default_factory=dict)
-    # by the same choices as `plans`, which decide what is computed
-    works: dict[tuple[Any, ...], ModelWorkload] = field(default_factory=dict)
-    # by all choices
-    memories: dict[tuple[Any, ...], PredictedMemory] = field(default_factory=dict)
-    steps_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    # fewest blocks that fit, by the same choices without the number of blocks; the first resharding and
-    # prefetching tried decides
-    fewest: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    # choices with which the plan fits without activation checkpointing
-    fits_with_none: set[tuple[Any, ...]] = field(default_factory=set)
-    best_rate: float = 0.0
+    def __init__(
+        self,
+        config: ParallelConfig,
+        model: ModelUnits,
+        shape: RunShape,
+        machines: Machines,
+        trace: Callable[[Plan], ModelWorkload],
+    ) -> None:
+        self.config, self.model, self.shape, self.machines = config, model, shape, machines
+        self.blocks = count_blocks(config, model)
+        self.ranked, self.does_not_fit, self.pruned = list[Candidate](), list[Candidate](), list[Candidate]()
+        self.best_rate = 0.0
+        # choices, but for the number of blocks, with which the plan fits without activation checkpointing
+        self.fits_with_none = set[Choices]()
+        # fewest blocks that fit; the resharding and prefetching tried first decides
+        self.fewest = dict[Choices, int]()
+        self.first = dict[Choices, Choices]()
+        self.made = self.once_for_all(lambda choices: _make(config, model, shape, choices))
+        self.work = self.once_for_all(lambda choices: trace(self.made(choices)))
+        self.bounds = self.once_for_all(self.bound)
+        self.memory = cache(lambda choices: predict_step_memory(self.plan(choices), self.work(choices)))
+        self.step_s = cache(lambda choices: step_seconds(*self.timed(choices)))
+
+    def once_for_all(self, find: Callable[[Choices], T]) -> Callable[[Choices], T]:
+        """Cache a function of what is computed: the first of all choices that compute the same stands for
+        them."""
+        cached = cache(find)
+        return lambda choices: cached(self.first.setdefault(choices.computed, choices))
+
+    def plan(self, choices: Choices) -> Plan:
+        """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the plans
+        that differ in nothing else only one is made and checked."""
+        return with_gathering(self.made(choices), self.config, choices)
+
+    def timed(self, choices: Choices) -> tuple[Plan, StepTimes]:
+        """Return the plan and the times of the parts of its step."""
+        plan = self.plan(choices)
+        return plan, step_times(plan, self.work(choices), self.machines.kind, self.machines.per_node)
+
+    def bound(self, choices: Choices) -> Bounds:
+        """Return quick estimates of a plan."""
+        (plan, times), work = self.timed(choices), self.work(choices)
+        fastest_s = times.step_lower_bound_s(plan.accumulation)
+        return Bounds(times, fastest_s, least_bytes(plan, work), host_memory(plan, work))
 
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
@@ -211,14 +214,14 @@ class _Search:
         mistakes: list[PlanError] = []
         on_hosts: list[PlanError] = []
         any_legal = False
-        for choices in combinations(self.config, self.shape, self.machines.gpus_per_node):
+        for choices in combinations(self.config, self.shape, self.blocks):
             try:
-                plan = self._plan(choices)
+                candidates = self.candidate(choices), self.with_fewest_blocks(choices)
             except PlanError as error:
                 mistakes.append(error)
                 continue
-            for candidate in (self._with_all_blocks(choices, plan), self._with_fewest_blocks(choices, plan)):
-                if candidate and (mistake := self._host_mistake(candidate)):
+            for candidate in candidates:
+                if candidate and (mistake := self.host_mistake(candidate)):
                     on_hosts.append(mistake)
                 elif candidate:
                     any_legal = True
@@ -226,173 +229,91 @@ class _Search:
         if not any_legal:
             raise (on_hosts or mistakes)[0]
 
+    def candidate(self, choices: Choices) -> Candidate:
+        """Return the candidate of the choices. Raises PlanError if they are not legal."""
+        plan, bounds = self.plan(choices), self.bounds(choices)
+        needed = bounds.needed_bytes + whole_gradient_bytes(plan, self.work(choices))
+        return Candidate(choices, plan, bounds.lower_bound_s, needed, bounds.host)
+
+    def with_fewest_blocks(self, choices: Choices) -> Candidate | None:
+        """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
+        blocks. None if all are needed, the mode has no partial form, or the config sets the number."""
+        if choices.activation_checkpoint not in PARTIAL_MODES or self.blocks < 2:
+            return None
+        if self.config.activation_checkpoint_blocks != "auto":
+            return None
+        plan, treated, kept = self.plan(choices), self.bounds(choices), self.bounds(with_none(choices))
+        available = self.machines.available_bytes - whole_gradient_bytes(plan, self.work(choices))
+        excess = kept.needed_bytes - available
+        share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / self.blocks)
+        if (count := math.ceil(share * self.blocks)) >= self.blocks:
+            return None
+        lower_bound_s = part_s(kept, treated, share, plan.accumulation)
+        needed = min(kept.needed_bytes, self.machines.available_bytes)
+        return Candidate(with_blocks(choices, count), plan, lower_bound_s, needed, at_least=True)
+
     def classify(self, candidate: Candidate) -> None:
         """Add a candidate to `ranked`, `does_not_fit` or `pruned`, and simulate it if it can be the best.
         Candidates must come in the order of their bounds, the fastest first."""
-        if not candidate.at_least and not self._fits(candidate):
+        if not candidate.at_least and not self.fits(candidate):
             self.does_not_fit.append(candidate)
-        elif self._is_slower(candidate) or self._is_slower(
-            candidate := self._with_simulated_bound(candidate)
-        ):
+        elif self.is_slower(candidate) or self.is_slower(candidate := self.with_simulated_bound(candidate)):
             self.pruned.append(candidate)
         elif not candidate.at_least:
             evaluated = self.evaluate(candidate)
             (self.ranked if evaluated.timeline else self.does_not_fit).append(evaluated)
             self.best_rate = max(self.best_rate, evaluated.rate() if evaluated.timeline else 0.0)
-            if evaluated.timeline and candidate.choices["activation_checkpoint"] == "none":
-                self.fits_with_none.add(_without_checkpointing(candidate.choices))
-        elif _without_checkpointing(candidate.choices) not in self.fits_with_none and (
-            settled := self._settle_blocks(candidate)
+            if evaluated.timeline and candidate.choices.activation_checkpoint == "none":
+                self.fits_with_none.add(candidate.choices)
+        elif with_none(candidate.choices) not in self.fits_with_none and (
+            settled := self.settle_blocks(candidate)
         ):
             self.classify(settled)
 
     def evaluate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory and, if it fits, its simulated step."""
-        memory = self._memory(candidate.choices, candidate.plan)
+        memory = self.memory(candidate.choices)
         needed = self.machines.needed_bytes(memory, candidate.host)
         evaluated = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
-        if not self._fits(evaluated):
+        if not self.fits(evaluated):
             return evaluated
-        return dataclasses.replace(
-            evaluated, timeline=simulate_step(*self._timed(candidate.choices, candidate.plan))
-        )
+        return dataclasses.replace(evaluated, timeline=simulate_step(*self.timed(candidate.choices)))
 
-    def _with_simulated_bound(self, candidate: Candidate) -> Candidate:
+    def with_simulated_bound(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the simulated step as its lower bound, which costs less than its memory:
         with the fewest blocks that could fit, if they are still to be counted."""
         if len(self.ranked) < MIN_TIMED:
             return candidate
-        plan = self._plan(candidate.choices) if candidate.at_least else candidate.plan
-        return dataclasses.replace(candidate, lower_bound_s=self._step_s(candidate.choices, plan))
+        return dataclasses.replace(candidate, lower_bound_s=self.step_s(candidate.choices))
 
-    def _is_slower(self, candidate: Candidate) -> bool:
+    def is_slower(self, candidate: Candidate) -> bool:
+        """Whether the candidate is slower than the best by its bound."""
         return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= MIN_TIMED
 
-    def _plan(self, choices: Mapping[str, Any]) -> Plan:
-        """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the
-        plans that differ in nothing else only one is made and checked."""
-        key = _plan_key(choices)
-        if key not in self.plans:
-            config, shape = with_choices(self.config, self.shape, choices)
-            self.plans[key] = make_plan(config, self.model, shape)
-        return with_gathering(self.plans[key], self.config, choices)
-
-    def _work(self, choices: Mapping[str, Any], plan: Plan) -> ModelWorkload:
-        key = _plan_key(choices)
-        if key not in self.works:
-            self.works[key] = self.trace(plan)
-        return self.works[key]
-
-    def _memory(self, choices: Mapping[str, Any], plan: Plan) -> PredictedMemory:
-        key = tuple(choices.values())
-        if key not in self.memories:
-            self.memories[key] = predict_step_memory(plan, self._work(choices, plan))
-        return self.memories[key]
-
-    def _step_s(self, choices: Mapping[str, Any], plan: Plan) -> float:
-        key = tuple(choices.values())
-        if key not in self.steps_s:
-            self.steps_s[key] = step_seconds(*self._timed(choices, plan))
-        return self.steps_s[key]
-
-    def _timed(self, choices: Mapping[str, Any], plan: Plan) -> tuple[Plan, StepTimes]:
-        kind, per_node = self.machines.kind, self.machines.gpus_per_node
-        return plan, step_times(plan, self._work(choices, plan), kind, per_node)
-
-    def _blocks(self, plan: Plan) -> int:
-        """The number of units that can use activation checkpointing."""
-        return sum(self.model.checkpointed.issuperset(unit.modules) for unit in plan.units)
-
-    def _with_all_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
-        """Return the candidate with activation checkpointing for all blocks, or the config's number."""
-        requested, blocks = self.config.activation_checkpoint_blocks, self._blocks(plan)
-        treated = (
-            0
-            if choices["activation_checkpoint"] == "none"
-            else blocks
-            if requested == "auto"
-            else min(requested, blocks)
-        )
-        return self._candidate({**choices, "activation_checkpoint_blocks": treated}, plan)
-
-    def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
-        bounds = self._bounds_of(choices, plan)
-        in_order = {name: choices[name] for name in CHOICES}
-        needed = bounds.needed_bytes + whole_gradient_bytes(plan, self._work(choices, plan))
-        return Candidate(in_order, plan, bounds.lower_bound_s, needed, bounds.host)
-
-    def _bounds_of(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
-        key = _plan_key(choices)
-        if key not in self.bounds:
-            work, (_, times) = self._work(choices, plan), self._timed(choices, plan)
-            self.bounds[key] = Bounds(
-                times,
-                times.step_lower_bound_s(plan.accumulation),
-                least_bytes(plan, work),
-                host_memory(plan, work),
-            )
-        return self.bounds[key]
-
-    def _with_fewest_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate | None:
-        """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
-        blocks. None if all are needed, the mode has no partial form, or the config sets the number."""
-        mode, blocks = choices["activation_checkpoint"], self._blocks(plan)
-        if mode not in PARTIAL_MODES or self.config.activation_checkpoint_blocks != "auto" or blocks < 2:
-            return None
-        treated = self._bounds_of({**choices, "activation_checkpoint_blocks": blocks}, plan)
-        keeping = {**choices, "activation_checkpoint": "none", "activation_checkpoint_blocks": 0}
-        kept = self.bounds.get((*_without_gathering(keeping), 0)) or self._bounds_of(
-            keeping, self._plan(keeping)
-        )
-        available = self.machines.available_bytes - whole_gradient_bytes(plan, self._work(choices, plan))
-        excess = kept.needed_bytes - available
-        share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / blocks)
-        if (count := math.ceil(share * blocks)) >= blocks:
-            return None
-        in_order = {name: choices.get(name, count) for name in CHOICES}
-        lower_bound_s = part_s(kept, treated, share, plan.accumulation)
-        needed = min(kept.needed_bytes, self.machines.available_bytes)
-        return Candidate(in_order, plan, lower_bound_s, needed, at_least=True)
-
-    def _settle_blocks(self, candidate: Candidate) -> Candidate | None:
+    def settle_blocks(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with the fewest blocks that fit; memory grows with every block fewer. None if
         all are needed (a separate candidate), if even all do not fit, or if host memory is too small."""
-        key, blocks = _without_gathering(candidate.choices), self._blocks(candidate.plan)
-        needed: dict[int, int] = {}
-
-        def with_blocks(count: int) -> Candidate:
-            choices = {**candidate.choices, "activation_checkpoint_blocks": count}
-            return self._candidate(choices, self._plan(choices))
-
-        def fits(count: int) -> bool:
-            choices = {**candidate.choices, "activation_checkpoint_blocks": count}
-            memory = self._memory(choices, self._plan(choices))
-            needed[count] = self.machines.needed_bytes(memory, HostMemory())
-            return self.machines.fits(needed[count], HostMemory())  # of the device
-
-        # The resharding and prefetching tried first need the least memory: the others never need fewer
-        # blocks.
-        least = max(candidate.choices["activation_checkpoint_blocks"], self.fewest.get(key, 0))
-        if least >= blocks or self._is_slower(with_blocks(least)):
-            return with_blocks(least) if least < blocks else None
-        count = blocks
-        if fits(blocks - 1):
-            # the allocator reserves a share in addition to what is saved
-            spare = (self.machines.available_bytes - needed[blocks - 1]) / (
-                1 + self.machines.kind.reserved_share
-            )
-            keeping = (*_without_gathering({**candidate.choices, "activation_checkpoint": "none"}), 0)
-            saved = max(
-                1, (self.bounds[keeping].needed_bytes - self.bounds[*key, blocks].needed_bytes) / blocks
-            )
-            count = smallest(least, blocks - 1, blocks - 1 - int(spare / saved), fits)
-        self.fewest.setdefault(key, count)
-        if count == blocks:
+        key, choices = with_blocks(candidate.choices.computed, 0), candidate.choices
+        # The resharding and prefetching tried first need the least memory: the others never need fewer.
+        least = max(choices.activation_checkpoint_blocks, self.fewest.get(key, 0))
+        if least >= self.blocks:
             return None
-        settled = with_blocks(count)
-        return None if self._host_mistake(settled) else settled
+        if self.is_slower(settled := self.candidate(with_blocks(choices, least))):
+            return settled
+        counts = range(least, self.blocks)
+        count = least + bisect_left(counts, True, key=lambda n: self.on_device(with_blocks(choices, n)))
+        self.fewest.setdefault(key, count)
+        if count == self.blocks:
+            return None
+        settled = self.candidate(with_blocks(choices, count))
+        return None if self.host_mistake(settled) else settled
 
-    def _host_mistake(self, candidate: Candidate) -> PlanError | None:
+    def on_device(self, choices: Choices) -> bool:
+        """Whether the device has the memory, whatever the host has."""
+        needed_bytes = self.machines.needed_bytes(self.memory(choices), HostMemory())
+        return needed_bytes <= self.machines.available_bytes
+
+    def host_mistake(self, candidate: Candidate) -> PlanError | None:
         """Return why the host rules a candidate out. Offloading to the device's own memory saves nothing."""
         machines, problem = self.machines, self.machines.host_problem(candidate.host)
         if machines.host_bytes is None and candidate.host.activations:
@@ -401,29 +322,19 @@ class _Search:
             )
         return PlanError(problem) if problem else None
 
-    def _fits(self, candidate: Candidate) -> bool:
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether device and host have the memory."""
         return self.machines.fits(candidate.needed_bytes, candidate.host)
 
 
-def _without(choices: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:
-    """Return the values of the choices except `keys` and the number of blocks, which depends on others."""
-    left_out = {*keys, "activation_checkpoint_blocks"}
-    return tuple(value for key, value in choices.items() if key not in left_out)
+def with_blocks(choices: Choices, count: int) -> Choices:
+    """Return the choices with activation checkpointing for so many blocks."""
+    return dataclasses.replace(choices, activation_checkpoint_blocks=count)
 
 
-def _without_gathering(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    return _without(
-        choices, "reshard_after_forward", "reduce_gradients", "reshard_after_backward", "prefetch"
-    )
-
-
-def _plan_key(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the choices that `with_gathering` does not change."""
-    return (*_without_gathering(choices), choices.get("activation_checkpoint_blocks"))
-
-
-def _without_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    return _without(choices, "activation_checkpoint")
+def with_none(choices: Choices) -> Choices:
+    """Return the choices without activation checkpointing."""
+    return dataclasses.replace(choices, activation_checkpoint="none", activation_checkpoint_blocks=0)
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
@@ -434,28 +345,37 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
     return [best, *(c for c in ranked if c is not best)] if best else []
 
 
+# What makes a plan simpler, the first difference decides: a key, and its simpler value, all values from the
+# simplest on, or None for the smaller value. `modes`: the number of modes of activation checkpointing.
+SIMPLER: tuple[tuple[str, Any], ...] = (
+    ("tp", 1),
+    ("cp", 1),
+    ("dp_replicate", 1),
+    ("activation_checkpoint", CHECKPOINTING),
+    ("modes", None),
+    ("reduce_gradients", "every_micro_batch"),
+    ("reshard_after_backward", True),
+    ("reshard_after_forward", True),
+    ("prefetch", None),
+    ("tp", None),
+    ("cp", None),
+    ("cp_exchange", ("auto", *CP_EXCHANGES)),
+    ("dp_replicate", None),
+    ("activation_checkpoint_blocks", None),
+    ("micro_batch_size", None),
+)
+
+
 def _complexity(candidate: Candidate) -> tuple[Any, ...]:
     """A sort key, the simplest first: fewer mesh axes, less recompute, all blocks the same, default values,
     small micro batches."""
-    c = candidate.choices
-    mode, kinds = (
-        c["activation_checkpoint"],
-        {unit.activation_checkpoint for unit in candidate.plan.units[1:-1]},
-    )
-    return (
-        c["tp"] > 1,
-        c["cp"] > 1,
-        c["dp_replicate"] > 1,
-        CHECKPOINTING.index(mode) if mode in CHECKPOINTING else len(CHECKPOINTING),
-        len(kinds),
-        c["reduce_gradients"] != "every_micro_batch",
-        c["reshard_after_backward"] is not True,
-        c["reshard_after_forward"] is not True,
-        str(c["prefetch"]),
-        c["tp"],
-        c["cp"],
-        c["cp_exchange"] == "gather",
-        c["dp_replicate"],
-        c["activation_checkpoint_blocks"],
-        c["micro_batch_size"],
-    )
+    choices, units = candidate.choices, candidate.plan.units[1:-1]
+    modes = len({unit.activation_checkpoint for unit in units})
+    values = {**vars(choices), "modes": modes, "prefetch": str(choices.prefetch)}
+
+    def rank(value: Any, simpler: Any) -> Any:
+        if isinstance(simpler, tuple):
+            return simpler.index(value) if value in simpler else len(simpler)
+        return value if simpler is None else value != simpler
+
+    return tuple(rank(values[key], simpler) for key, simpler in SIMPLER)

@@ -1,10 +1,10 @@
 """The search space of the planner: combinations of values for the keys that the config leaves at `auto`; and
 the bounds that find the fewest recomputed or offloaded blocks with which a plan fits."""
 
-import bisect
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
@@ -14,20 +14,6 @@ from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.host_memory import HostMemory
 
-CHOICES = (
-    "tp",
-    "cp",
-    "cp_exchange",
-    "dp_replicate",
-    "dp_shard",
-    "activation_checkpoint",
-    "activation_checkpoint_blocks",
-    "reshard_after_forward",
-    "reduce_gradients",
-    "reshard_after_backward",
-    "prefetch",
-    "micro_batch_size",
-)
 CHECKPOINTING = ("none", "selective", "full", "offload")
 PREFETCH = (1, 2)  # units ahead; with 0 every all-gather is exposed
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # tried if the global batch is open too
@@ -35,68 +21,110 @@ MOST_SEQUENCES = 64  # per micro batch
 MIN_CONTEXT_TOKENS = 8192  # of a rank: a sequence of fewer is not divided unless the config says so
 
 
+@dataclass(frozen=True)
+class Choices:
+    """A value for every key that the planner may choose.
+
+    `activation_checkpoint_blocks`: the number of units that use activation checkpointing; 0 with none.
+    `prefetch`: of both directions, or forward/backward if the config sets them.
+    """
+
+    tp: Any
+    cp: Any
+    cp_exchange: str
+    dp_replicate: Any
+    dp_shard: Any
+    activation_checkpoint: str
+    activation_checkpoint_blocks: int
+    reshard_after_forward: Any
+    reduce_gradients: str
+    reshard_after_backward: Any
+    prefetch: Any
+    micro_batch_size: Any
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    @cached_property
+    def computed(self) -> "Choices":
+        """The choices that decide what is computed and exchanged: all but when units gather and reduce."""
+        return replace(self, **dict.fromkeys(GATHERING))  # type: ignore[arg-type]
+
+
+CHOICES = tuple(field.name for field in fields(Choices))
+# when units gather their parameters and reduce their gradients; makes no plan illegal
+GATHERING = ("reshard_after_forward", "reduce_gradients", "reshard_after_backward", "prefetch")
+
+
 def with_choices(
-    config: ParallelConfig, shape: RunShape, choices: Mapping[str, Any]
+    config: ParallelConfig, shape: RunShape, choices: Choices
 ) -> tuple[ParallelConfig, RunShape]:
     """Return config and shape with the keys set to the choices."""
-    unused = {"activation_checkpoint_blocks"} if choices["activation_checkpoint"] == "none" else set()
-    others = {"prefetch", "micro_batch_size"} | unused
-    keys = {key: value for key, value in choices.items() if key not in others}
-    keys |= dict.fromkeys(_open_prefetches(config), choices["prefetch"])
-    shape = dataclasses.replace(shape, micro_batch_size=choices["micro_batch_size"])
-    return dataclasses.replace(config, plan="manual", **keys), shape
+    keys = {key: choices[key] for key in CHOICES if key not in ("prefetch", "micro_batch_size")}
+    if choices.activation_checkpoint == "none" or config.activation_checkpoint_blocks != "auto":
+        del keys["activation_checkpoint_blocks"]
+    keys |= dict.fromkeys(_open_prefetches(config), choices.prefetch)
+    shape = replace(shape, micro_batch_size=choices.micro_batch_size)
+    return replace(config, plan="manual", **keys), shape
 
 
-def with_gathering(plan: Plan, config: ParallelConfig, choices: Mapping[str, Any]) -> Plan:
+def with_gathering(plan: Plan, config: ParallelConfig, choices: Choices) -> Plan:
     """Return a plan with other choices of when its units gather parameters and reduce gradients."""
     settings = {key: choices[key] for key in ("reduce_gradients", "reshard_after_backward")}
-    settings |= dict.fromkeys(_open_prefetches(config), choices["prefetch"])
+    settings |= dict.fromkeys(_open_prefetches(config), choices.prefetch)
     *others, last = plan.units  # the last is never resharded after its forward
-    resharded = settings | {"reshard_after_forward": choices["reshard_after_forward"]}
-    units = (
-        *(dataclasses.replace(unit, **resharded) for unit in others),
-        dataclasses.replace(last, **settings),
-    )
-    return dataclasses.replace(plan, units=units)
+    resharded = settings | {"reshard_after_forward": choices.reshard_after_forward}
+    units = (*(replace(unit, **resharded) for unit in others), replace(last, **settings))
+    return replace(plan, units=units)
+
+
+def least_memory(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
+    """Return config and shape with all open keys except tp set to the values that need the least memory.
+    `blocks` is the model's number of blocks."""
+    least: dict[str, Any] = {
+        "dp_replicate": 1,
+        "activation_checkpoint": "full",
+        "reshard_after_forward": True,
+        "reduce_gradients": "every_micro_batch",
+        "reshard_after_backward": True,
+        "forward_prefetch": 1,
+        "backward_prefetch": 1,
+    }
+    if config.activation_checkpoint != "none":
+        least["activation_checkpoint_blocks"] = blocks
+    closed = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
+    micro_batch_size = 1 if shape.micro_batch_size == "auto" else shape.micro_batch_size
+    return replace(config, **closed), replace(shape, micro_batch_size=micro_batch_size)
 
 
 def _open_prefetches(config: ParallelConfig) -> list[str]:
     return [key for key in ("forward_prefetch", "backward_prefetch") if getattr(config, key) == "auto"]
 
 
-def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """Yield a value for every key of CHOICES except activation_checkpoint_blocks: that of the config, or each
-    value to try where it is `auto`, the simplest first. `make_plan` refuses the illegal combinations."""
+def combinations(config: ParallelConfig, shape: RunShape, blocks: int = 0) -> Iterator[Choices]:
+    """Yield choices: for each key the value of the config, or each value to try where it is `auto`, the
+    simplest first. `make_plan` refuses the illegal combinations.
+
+    `blocks`: the number of units that can use activation checkpointing; all do, or the config's number.
+    """
+    requested = config.activation_checkpoint_blocks
+    most = blocks if requested == "auto" else min(requested, blocks)
     for tp, (cp, exchange) in itertools.product(
-        _degrees(config.tp, min(gpus_per_node, shape.world_size)), _context_parallel(config, shape)
+        _degrees(config.tp, min(shape.gpus_per_node, shape.world_size)), _context_parallel(config, shape)
     ):
         for replicate, shard, reshards in _data_parallel(config, shape, tp, cp):
-            prefetches = _prefetches(config, shard * cp)
-            modes, sizes = (
-                _options(config.activation_checkpoint, CHECKPOINTING),
-                _micro_batches(shape, replicate * shard),
-            )
-            for checkpointing, reshard, prefetch, micro in itertools.product(
-                modes, reshards, prefetches, sizes
-            ):
+            modes = _options(config.activation_checkpoint, CHECKPOINTING)
+            prefetches, sizes = _prefetches(config, shard * cp), _micro_batches(shape, replicate * shard)
+            for mode, reshard, prefetch, micro in itertools.product(modes, reshards, prefetches, sizes):
                 many = shard * cp > 1 and shape.global_batch_size > micro * replicate * shard
-                for reduce, free in itertools.product(
-                    _options(config.reduce_gradients, REDUCE_GRADIENTS if many else REDUCE_GRADIENTS[:1]),
-                    _options(config.reshard_after_backward, (True, False) if many else (True,)),
-                ):
-                    yield {
-                        "tp": tp,
-                        "cp": cp,
-                        "cp_exchange": exchange,
-                        "dp_replicate": replicate,
-                        "dp_shard": shard,
-                        "activation_checkpoint": checkpointing,
-                        "reshard_after_forward": reshard,
-                        "reduce_gradients": reduce,
-                        "reshard_after_backward": free,
-                        "prefetch": prefetch,
-                        "micro_batch_size": micro,
-                    }
+                reduces = _options(
+                    config.reduce_gradients, REDUCE_GRADIENTS if many else REDUCE_GRADIENTS[:1]
+                )
+                frees = _options(config.reshard_after_backward, (True, False) if many else (True,))
+                for reduce, free in itertools.product(reduces, frees):
+                    of_mode = mode, 0 if mode == "none" else most
+                    gathering = reshard, reduce, free, prefetch
+                    yield Choices(tp, cp, exchange, replicate, shard, *of_mode, *gathering, micro)
 
 
 def _context_parallel(config: ParallelConfig, shape: RunShape) -> list[tuple[Any, str]]:
@@ -163,7 +191,7 @@ def _micro_batches(shape: RunShape, data_parallel: int) -> list[Any]:
     return [n for n in range(1, min(share, MOST_SEQUENCES) + 1) if share % n == 0] or [1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Bounds:
     """Quick estimates of a plan.
 
@@ -191,16 +219,5 @@ def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> f
     """
     if offload_s := treated.times.offload_s:
         part = {name: seconds * share for name, seconds in offload_s.items()}
-        return dataclasses.replace(treated.times, offload_s=part).step_lower_bound_s(micro_batches)
+        return replace(treated.times, offload_s=part).step_lower_bound_s(micro_batches)
     return kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
-
-
-def smallest(low: int, high: int, guess: int, fits: Callable[[int], bool]) -> int:
-    """Return the smallest number from `low` to `high` that fits, by binary search from `guess`; a correct
-    guess costs two calls of `fits`. `high` must fit, and so must every number above one that fits."""
-    guess = min(max(guess, low), high)
-    if guess > low and not fits(guess - 1):
-        low = guess
-    if guess < high and fits(guess):
-        high = guess
-    return low + bisect.bisect_left(range(low, high), True, key=fits)

@@ -89,7 +89,7 @@ def test_batches_of_many_lengths_share_host_buffers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_same_training_with_less_on_the_device() -> None:
     """The tolerances are of outputs of blocks and their keys, which an autograd thread may free just before
     or after a profile ends; a block that stayed on the device would be 16 such outputs."""

@@ -166,7 +166,7 @@ def test_a_checkpoint_is_the_same_on_every_mesh(processes: int, names: Sequence[
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_every_pair_of_meshes(tmp_path: Path) -> None:
     run_ranks(4, save_on, [*SAVED], tmp_path)
     for processes, meshes in MESHES.items():

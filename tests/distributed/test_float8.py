@@ -130,7 +130,7 @@ def test_it_is_the_same_sent_or_not_and_something_else_for_fewer_linears(trained
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_weights_are_saved_plain_and_read_without_float8_on_another_mesh(data, tmp_path):
     common = [*TINY, *launch.EAGER, *data, "--checkpoint.every=2", f"--run.dir={tmp_path}"]
     first = run(2, *common, *ON, SENT, "--train.steps=2")

@@ -27,7 +27,7 @@ CASES = {
         ["--parallel.tp=2", "--parallel.forward_prefetch=2", "--parallel.backward_prefetch=2"],
     ),
 }
-SLOW = {name: [pytest.mark.slow, pytest.mark.sampled(5)] for name in CASES if name != "fsdp"}
+SLOW = {name: [pytest.mark.slow, pytest.mark.sampled(10)] for name in CASES if name != "fsdp"}
 EMBEDDING = "tok_embeddings"
 LABEL = re.compile(r"FSDP::(all_gather|all_gather_copy_out|post_backward_reduce) \(([\w.]+)")
 EVENTS = {

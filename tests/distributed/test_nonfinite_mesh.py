@@ -75,7 +75,7 @@ def on_world(text: list[str]) -> Callable[[str], Seen]:
     return results
 
 
-SAMPLED = [pytest.mark.slow, pytest.mark.sampled(5)]
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(10)]
 
 
 @pytest.fixture(params=[pytest.param(w, marks=SAMPLED if w == "compiled" else []) for w in WORLDS])

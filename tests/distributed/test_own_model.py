@@ -29,7 +29,7 @@ KINDS = {"transformers' Gemma 3": 2, "transformers' ViT": 2, "linears with dropo
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == EVERYDAY else [pytest.mark.slow, pytest.mark.sampled(5)])
+        pytest.param(name, marks=[] if name == EVERYDAY else [pytest.mark.slow, pytest.mark.sampled(10)])
         for name in MODELS
     ],
 )
@@ -129,7 +129,7 @@ def masked_of_two_models() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_masks_and_packed_positions_of_transformers_mean_the_same_with_cp() -> None:
     """Documents that begin where a rank's tokens do, and padding; another model has the same config."""
     for rank, found in enumerate(run_ranks(2, masked_of_two_models)):

@@ -74,7 +74,7 @@ def round_trip(cases: dict[str, tuple[list[str], Path, Path]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_every_family_comes_and_goes_bitwise(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -64,7 +64,7 @@ def make(kind: str) -> nn.Module | None:
     return model.eval()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_every_published_style_is_known_or_refused_by_name() -> None:
     known, words = set(), set()
     models = {kind: model for kind in kinds() if (model := make(kind)) is not None}
@@ -100,6 +100,7 @@ def compare_each(names: Sequence[str]) -> dict[tuple[str, int], dict[str, Any]]:
     return found
 
 
+@pytest.mark.sampled(5)
 def test_every_model_that_is_not_refused_computes_the_same() -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     today = {*(kinds() if seed == "all" else kinds()[int(seed) % PARTS :: PARTS])} - BROKEN

@@ -19,11 +19,11 @@ COMPILED = ["--parallel.compile.backend=aot_eager"]
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param([*OWN, *EAGER], id="own", marks=[pytest.mark.slow, pytest.mark.sampled(3)]),
+        pytest.param([*OWN, *EAGER], id="own", marks=[pytest.mark.slow, pytest.mark.sampled(6)]),
         pytest.param(
             [*causal_lm("qwen3"), *COMPILED],
             id="transformers",
-            marks=[pytest.mark.slow, pytest.mark.sampled(5)],
+            marks=[pytest.mark.slow, pytest.mark.sampled(10)],
         ),
     ],
 )

@@ -85,7 +85,7 @@ def whole(stores, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(whole):
     row = read_metrics(whole)[STEPS]
     assert {
@@ -137,7 +137,7 @@ def test_other_data_than_the_checkpoints_begins_its_order_anew_and_says_so(store
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_without_packing_it_trains_on_a_document_a_sequence(stores, tmp_path):
     folder = tmp_path / "run"
     store = json.loads((stores["web"] / MANIFEST).read_text())

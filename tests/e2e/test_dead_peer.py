@@ -77,7 +77,7 @@ def test_a_step_that_takes_longer_than_its_time_out_ends_the_run_with_a_diagnosi
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_late_ranks_and_a_late_store_end_nothing(data, tmp_path):
     """A compiler that takes 45 s on one rank; meanwhile another rank is stopped for 30 s, and torchrun, which
     hosts the store, for 10 s."""

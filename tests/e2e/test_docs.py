@@ -107,7 +107,7 @@ SECONDS = {  # of a command, roughly, so that the days are about equal
     r"70b|405b|--min-gpus|--sweep|--check|sweep prefetch": 15,
     r"train\.main|executed_code|tools\.plan|doctor|bench": 8,
 }
-DAYS = 5
+DAYS = 10
 
 
 def by_day() -> list[object]:

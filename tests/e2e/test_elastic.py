@@ -56,7 +56,7 @@ def world_size(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_lost_node_shrinks_the_world_and_the_losses_go_on(data, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     saving = ("--checkpoint.every=5", "--train.micro_batch_size=1")

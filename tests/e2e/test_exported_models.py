@@ -139,7 +139,7 @@ def look(exports: dict[str, Path], *first: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_exports_are_whole_and_the_same_in_transformers_4_and_5(
     exports: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def run(command: list[str], folder: Path) -> str:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.sampled(5, day=day)])
+        pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.sampled(10, day=day)])
         for kind, day in {"wheel": 4, "editable": 1}.items()
     ],
 )

@@ -107,7 +107,7 @@ HSDP = ("--checkpoint.every=5", "--parallel.dp_replicate=2", "--train.micro_batc
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(data, tmp_path):
     arguments = tiny(data, *HSDP)
     with two_nodes(tmp_path, 2, *arguments) as nodes:
@@ -133,7 +133,7 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(data, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_node_that_is_gone_is_said_on_the_other(data, tmp_path):
     with two_nodes(tmp_path, 1, *tiny(data, *HSDP)) as nodes:
         nodes.wait_for_step(6)
@@ -145,7 +145,7 @@ def test_a_node_that_is_gone_is_said_on_the_other(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_wrong_interface_is_named_and_is_no_dead_process(data, tmp_path):
     with two_nodes(tmp_path, 1, *tiny(data, *HSDP), GLOO_SOCKET_IFNAME="lo") as nodes:
         nodes.wait_for(

@@ -50,7 +50,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.sampled(5),
+    pytest.mark.sampled(10),
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (Debian: slurm-wlm, munge)"),
 ]
 

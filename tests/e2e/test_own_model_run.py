@@ -28,7 +28,7 @@ def figures(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(data, tmp_path: Path) -> None:
     """On 4 ranks, FSDP 2 x TP 2, killed after the first save; on 2 ranks to the end, planned by itself."""
     from transformers import AutoModelForCausalLM
@@ -83,7 +83,7 @@ def trained(data, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_model_of_ones_own_resumes_on_another_mesh(trained: Path, data, tmp_path: Path) -> None:
     resume = f"--checkpoint.resume={trained / 'checkpoints' / 'step-00000001'}"
     again = run(1, *MIXER, *data, resume, "--train.steps=3", f"--run.dir={tmp_path / 'run'}")
@@ -93,7 +93,7 @@ def test_a_model_of_ones_own_resumes_on_another_mesh(trained: Path, data, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(trained: Path) -> None:
     unnamed = run(1, str(trained), module="tools.trace")
     assert unnamed.returncode == 0, unnamed.stderr
@@ -137,7 +137,7 @@ def test_the_planning_commands_take_a_factory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_model_of_transformers_is_planned_and_its_plan_checked(tmp_path: Path) -> None:
     model = [*RUN, "--train.micro_batch_size=auto", *causal_lm("qwen3"), "--json"]
     h100 = ["--gpus=8", "--gpu=h100-sxm", "--parallel.plan=auto", f"--timeline={tmp_path / 'step.svg'}"]

@@ -14,7 +14,7 @@ KEYS = [*(key for key in SMALL if "batch_size" not in key), *STEPS]
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_unit_of_a_hand_edited_plan_keeps_float32_among_bfloat16_ones(two_ranks, data, tmp_path):
     whole = two_ranks[0]
     plan = yaml.safe_load((whole / "plan.yaml").read_text())

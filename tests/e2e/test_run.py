@@ -221,7 +221,7 @@ def test_a_mistake_is_one_clear_message_and_exit_code_2(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_model_that_does_not_fit_is_refused_with_what_would(data, tmp_path):
     # With an eighth of the machine's memory few configs fit, and trying those that fit takes long.
     result = run(
@@ -235,7 +235,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_under_torchrun_the_first_thing_on_the_screen_is_our_message_and_its_report_carries_it(tmp_path):
     result = run_command(2, "--config=llama_debug.yaml", "--train.stepz=3", f"--run.dir={tmp_path / 'run'}")
     assert result.returncode == 1, "torchrun's own exit code"

@@ -22,7 +22,9 @@ from tests.support.run_faults import LIMIT_S, rows, started, steps_of, tiny
 DOCUMENTS = 160  # of different lengths
 
 
-@pytest.mark.parametrize("draw", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))])
+@pytest.mark.parametrize(
+    "draw", [0, *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.sampled(7)]) for n in range(1, 8))]
+)
 def test_random_starts_kills_batches_and_meshes_train_exactly_the_sequences_asked_for(draw, tmp_path):
     name = f"{os.environ['MESHWRIGHT_TESTS_SEED']} {draw}"
     rng, folder = random.Random(name), tmp_path / "run"

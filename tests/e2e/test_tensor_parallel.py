@@ -75,7 +75,7 @@ def test_resumed_by_its_plan_file_the_curve_and_the_weights_are_the_uninterrupte
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
     resume_run(1, whole, tmp_path, *SMALL, *BATCH, *data)
     got, expected = curve(tmp_path), curve(whole)
@@ -86,7 +86,7 @@ def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_split_runs_consolidated_weights_are_whole_and_what_they_were_made_as(data, tmp_path):
     zero_lr = [
         *SMALL,

@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from tests.support.launch import read_status, run
-from tests.support.run_faults import check_commits, tiny, torchrun
+from tests.support.run_faults import check_commits, tiny
 
 DRAW = random.Random(os.environ["MESHWRIGHT_TESTS_SEED"])
 # processes, and what only a launcher sets: ways in which a start may look like a restart
@@ -101,20 +101,6 @@ def test_a_refused_start_ends_with_2_and_changes_nothing(refusals, data, trained
         assert "Error: " in result.stderr
         assert "Traceback" not in result.stderr
         assert not before.items() ^ contents(folder).items(), (refusal, launcher)
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-def test_torchrun_may_restart_a_refused_start_as_often_as_it_likes(data, trained, tmp_path) -> None:
-    for refusal in DRAW.sample(sorted(REFUSED), 2):
-        folder = tmp_path / refusal / "run"
-        before, arguments = refused(refusal, data, trained, folder)
-        options = ["--standalone", "--nproc-per-node=1", "--max-restarts=2"]
-        with torchrun(folder, options, arguments, name="refused") as launch:
-            assert launch.wait(240) == 1
-        assert launch.output().count("Error: ") >= 3, "three attempts"
-        assert "exitcode  : 2" in launch.output()
-        assert not before.items() ^ contents(folder).items(), refusal
 
 
 BEGINNINGS = {

@@ -45,7 +45,7 @@ def script() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_script_trains_the_same_on_1_2_and_4_processes_and_resumes(tmp_path: Path, script: str) -> None:
     results = {}
     for processes in (1, 2):
@@ -91,7 +91,7 @@ def run_check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_command_proves_a_model_of_somebody_else(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(FACTORY)
     done = run_check(tmp_path, "--model.factory=theirs:build", "--backend=aot_eager")

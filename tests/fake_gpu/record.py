@@ -18,6 +18,7 @@ from typing import Any
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.machines import machines_of_kind
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu
 from meshwright.tools.dryrun.log import Call
@@ -30,9 +31,8 @@ from meshwright.tools.dryrun.program import (
     step_command,
     stream_numbers,
 )
-from meshwright.tools.plan.report import Target
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.predict import plan_for
 from tests.fake_gpu.calls import function_name, triton_launches
 from tests.fake_gpu.commands import install_for_tests
 from tests.fake_gpu.plans import CASES
@@ -43,8 +43,8 @@ LIMIT_S = 400
 
 def plan_on_h100(arguments: Sequence[str], world_size: int) -> Plan:
     """Return the plan of the config arguments for H100s in nodes of eight."""
-    job = parse_config(arguments).job
-    return plan_run(job, world_size, 8, *Target(world_size, 8, load_hardware()["h100-sxm"]).best(job))
+    machines = machines_of_kind(load_hardware()["h100-sxm"], world_size, 8)
+    return plan_for(parse_config(arguments).job, machines)
 
 
 def run_steps(

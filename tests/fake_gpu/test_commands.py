@@ -13,7 +13,7 @@ from tests.fake_gpu.commands import run
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.sampled(5, day=2)
+@pytest.mark.sampled(10, day=4)
 def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     code, output = run(fake_gpu, tmp_path, "tools.doctor", devices=2)
     assert code == 1, output
@@ -25,7 +25,7 @@ def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> No
     assert [unimplemented(log.read_calls(path)) for path in tmp_path.glob("log.*")] == [[]] * 3
 
 
-@pytest.mark.sampled(5, day=1)
+@pytest.mark.sampled(10, day=2)
 def test_the_benchmark_of_a_gpu_runs_its_cases(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     names = ["8 layers", "float8 rowwise", "fsdp, prefetch 2"]
     keys = ["--parallel.compile.backend=aot_eager", "--model.n_layers=2"]
@@ -36,7 +36,7 @@ def test_the_benchmark_of_a_gpu_runs_its_cases(fake_gpu: FakeGpu, tmp_path: Path
     assert [name for path in tmp_path.glob("log.*") for name in unimplemented(log.read_calls(path))] == []
 
 
-@pytest.mark.sampled(5, day=0)
+@pytest.mark.sampled(10, day=0)
 def test_gpu_tests_whose_subject_is_not_a_value_pass(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     """Only a part of them: all of them take minutes (README.md in this folder has the command)."""
     compiled = ("compiled", "full", "selective", "half_matmul", "budget", "no-expandable-segments")

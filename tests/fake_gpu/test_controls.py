@@ -13,7 +13,7 @@ from tests.fake_gpu.controls import NO_WAIT, READ, WRONG_STREAM, broken_copy
 from tests.fake_gpu.record import run_steps
 from tests.fake_gpu.test_steps import check_offload
 
-pytestmark = [pytest.mark.slow, pytest.mark.sampled(5, day=4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, day=8)]
 ARGUMENTS = (
     "--config=llama_debug.yaml",
     "--model.n_layers=3",

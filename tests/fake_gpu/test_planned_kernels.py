@@ -19,7 +19,7 @@ GENERATED = "triton_"  # begins the names of the kernels that inductor generates
 @pytest.mark.parametrize(
     ("config", "gpus"),
     [
-        pytest.param(*case, marks=pytest.mark.sampled(5, day=day))
+        pytest.param(*case, marks=pytest.mark.sampled(10, day=2 * day + 1))
         for case, day in {("llama_1b", 8): 2, ("llama_8b", 8): 3, ("llama_70b", 64): 4}.items()
     ],
 )

@@ -18,7 +18,7 @@ from tests.fake_gpu.commands import run, start
 from tests.fake_gpu.controls import NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY, broken_copy
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
 
-pytestmark = [pytest.mark.slow, pytest.mark.sampled(5, day=3)]
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, day=6)]
 # head dim 16, which cuDNN requires
 HEADS = ["--model.n_heads=2", "--model.n_kv_heads=1", "--parallel.param_dtype=bfloat16"]
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")

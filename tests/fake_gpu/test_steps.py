@@ -21,7 +21,7 @@ from tests.fake_gpu.record import PATH, figures_of, plan_on_h100, run_steps
 from tests.support.simulated import simulated
 
 RECORD = json.loads(PATH.read_text())
-DAYS = 5  # the plans are distributed over so many days
+DAYS = 10  # the plans are distributed over so many days
 # in torch's default configuration for an H100 (255 registers x 8 warps), outside of the loop over unmasked
 # blocks; docs/tried.md has the alternatives
 SPILLS = "triton_tem_fused_flex_attention_backward"

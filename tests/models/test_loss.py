@@ -90,7 +90,7 @@ def run_triton_kernels() -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)  # tests/fake_gpu/test_triton_kernels.py runs what they are compiled to
+@pytest.mark.sampled(10)  # tests/fake_gpu/test_triton_kernels.py runs what they are compiled to
 def test_triton_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when triton is imported, so in a new process

@@ -102,7 +102,7 @@ def build_block(fused: bool) -> Callable[[int], TracedModule]:
 
 @pytest.mark.parametrize(
     "compiled",
-    [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sampled(3)])],
+    [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sampled(6)])],
     ids=["eager", "compiled"],
 )
 def test_fewer_products_keep_nothing_more_for_the_backward(compiled: bool) -> None:

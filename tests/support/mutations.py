@@ -8,7 +8,6 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,75 +17,21 @@ import yaml
 
 CANARY_MODULE = "meshwright_canary"  # importing it creates a file
 LIMIT_S = 30  # far more than a busy machine needs
-NUMBERS: list[Any] = [
-    0,
-    1,
-    -1,
-    2**31,
-    2**63,
-    2**64,
-    -(10**15),
-    10**400,
-    0.5,
-    1e308,
-    float("nan"),
-    float("inf"),
+ODD: list[Any] = [
+    *(None, True, 0, 1, -1, 2**31, 2**64, -(10**15), 10**400, 0.5, 1e308, float("nan"), float("inf")),
+    *("", "x" * 2000, "1e9", "9" * 5000, "../../etc/passwd", "/dev/zero", "~nobody-here/x", "<<"),
+    *("a\nb", "\0", "\x1b[31m", "\u202e", "\ud800", "layers.[0-9999]", "2001-13-45", "1:1:1.5"),
+    *([], {}, ["a", None], {"": []}, {"class_path": f"{CANARY_MODULE}.X"}, f"{CANARY_MODULE}.X"),
 ]
-TEXTS: list[Any] = [
-    "",
-    "x" * 2000,
-    "1e9",
-    "9" * 5000,
-    "../../etc/passwd",
-    "/dev/zero",
-    "~nobody-here/x",
-    "<<",
-]
-SIGNS: list[Any] = ["a\nb", "\0", "\x1b[31m", "\u202e", "\ud800", "layers.[0-9999]", "2001-13-45", "1:1:1.5"]
-NESTED: list[Any] = [[], {}, ["a", None], {"": []}, {"class_path": f"{CANARY_MODULE}.X"}]
-ODD = [None, True, f"{CANARY_MODULE}.X", *NUMBERS, *TEXTS, *SIGNS, *NESTED]
 SNIPPETS = [
-    b"!!python/object/apply:os.system ['touch CANARY']",
-    b"!!python/name:os.system",
-    b"9" * 100_000,
-    b"[" * 100_000,
-    b"{a: " * 300,
-    b"1" + b":1" * 300 + b".5",
-    b"0x" + b"f" * 300,
-    "\u2028".encode(),
+    *(b"!!python/object/apply:os.system ['touch CANARY']", b"!!python/name:os.system", b"{a: " * 300),
+    *(b"9" * 100_000, b"[" * 100_000, b"1" + b":1" * 300 + b".5", b"0x" + b"f" * 300, "\u2028".encode()),
     *b"!!int |!!set |!!binary |&a |*a|<<: |? |- |[|{|]|}|1e999|NaN|\\u0000|%YAML 9.9\n|\n---\n|#|\"|'".split(
         b"|"
     ),
-    *(b"\0", b"\x07", b"\t", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80"),
+    *(b"\0", b"\x07", b"\t", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"-1", b"1e9", b"1_0", b".inf"),
 ]
-
-
-Mutator = Callable[[random.Random, bytes], bytes]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A file from an untrusted source.
-
-    Args:
-        name: for messages
-        path: of the valid file
-        read: reads that path with the real reader, and checks the result
-        errors: exceptions that it may raise
-        lines: maximum lines of a message: 1, or more for a reader that reports every mistake
-        named: strings, one of which must be in a message; empty for a reader that another one calls
-    """
-
-    name: str
-    path: Path
-    read: Callable[[], object]
-    errors: tuple[type[Exception], ...]
-    lines: int = 1
-    named: tuple[str, ...] = ()
-
-
-class Hang(BaseException):
-    """Reading took longer than LIMIT_S."""
+PLACED = ("gone", "folder", "pipe", "link", "loop")  # in place of the file; a link leads out of the folder
 
 
 class _Commands:
@@ -96,63 +41,77 @@ class _Commands:
         return os.system, ("touch CANARY",)
 
 
-def mutate(rng: random.Random, content: bytes) -> bytes:
-    """The content with one to three changes."""
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        content = rng.choice((*_OF_BYTES, *_OF_VALUES))(rng, content)
-    return content
+@dataclass(frozen=True)
+class Target:
+    """A file from an untrusted source.
+
+    Args:
+        path: of the valid file
+        read: reads that path with the real reader, and checks the result
+        error: the exception that it may raise
+        named: strings, one of which must be in its message
+    """
+
+    path: Path
+    read: Callable[[], object]
+    error: type[Exception]
+    named: tuple[str, ...]
 
 
-def _flip(rng: random.Random, content: bytes) -> bytes:
-    changed = bytearray(content or b"\0")
-    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
+def put_in_place(rng: random.Random, path: Path, content: bytes, outside: Path) -> str:
+    """Write a mutant of the content, or sometimes replace the file; return a description."""
+    clear(path)
+    kind = rng.choice(PLACED) if rng.random() < 0.04 else "bytes"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("link", "loop"):
+        path.symlink_to(path if kind == "loop" else rng.choice((outside, Path("/dev/zero"))))
+    elif kind == "bytes":
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            content = rng.choice((_change_bytes, _change_lines, _change_value, _change_value))(rng, content)
+        path.write_bytes(content)
+        return repr(content[:300])
+    return kind
 
 
-def _overwrite(rng: random.Random, content: bytes) -> bytes:
+def clear(path: Path) -> None:
+    """Remove a file, link or folder of this name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def _change_bytes(rng: random.Random, content: bytes) -> bytes:
+    """Flip a bit, overwrite, insert or delete bytes, or replace all by another kind of file."""
     at = rng.randrange(len(content) + 1)
-    return content[:at] + rng.randbytes(rng.choice((1, 2, 8))) + content[at + 8 :]
-
-
-def _insert(rng: random.Random, content: bytes) -> bytes:
-    at = rng.randrange(len(content) + 1)
-    return content[:at] + rng.choice(SNIPPETS) + content[at:]
-
-
-def _delete(rng: random.Random, content: bytes) -> bytes:
-    at = rng.randrange(len(content) + 1)
-    return content[:at] + content[at + rng.choice((1, 1, 8, 100, len(content))) :]
+    kind = rng.randrange(5)
+    if kind == 0 and at < len(content):
+        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    if kind == 1:
+        return content[:at] + rng.randbytes(rng.choice((1, 2, 8))) + content[at + 8 :]
+    if kind == 2:
+        return content[:at] + rng.choice(SNIPPETS) + content[at:]
+    if kind == 3:
+        return content[:at] + content[at + rng.choice((1, 8, 100, len(content))) :]
+    others = (
+        b"",
+        bytes(100),
+        pickle.dumps(_Commands()),
+        b"PK\x03\x04" + content,
+        b"a: " + b"[" * 100_000,
+        b"3",
+    )
+    return rng.choice((*others, content * 2, content.decode("latin1").encode("utf-16")))
 
 
 def _change_lines(rng: random.Random, content: bytes) -> bytes:
     """Repeat, delete, indent or swap a line."""
     lines = content.splitlines(keepends=True) or [b""]
     a, b = (rng.randrange(len(lines)) for _ in range(2))
-    kind = rng.randrange(4)
-    if kind == 0:
-        lines.insert(b, lines[a])
-    elif kind == 1:
-        del lines[a]
-    elif kind == 2:
-        lines[a] = b"  " + lines[a]
-    else:
-        lines[a], lines[b] = lines[b], lines[a]
-    return b"".join(lines)
-
-
-def _replace_number(rng: random.Random, content: bytes) -> bytes:
-    """Replace a digit with another number."""
-    places = [i for i, byte in enumerate(content[:20_000]) if 48 <= byte < 58]
-    at = rng.choice(places or [0])
-    number = rng.choice((b"-1", b"1e9", b"9" * 25, b"9" * 5000, b"1.5", b"true", b"1_0", b"0o7", b".inf"))
-    return content[:at] + number + content[at + 1 :]
-
-
-def _replace_file(rng: random.Random, content: bytes) -> bytes:
-    """Replace the content with another kind of file."""
-    pickled, deep = pickle.dumps(_Commands()), b"a: " + b"[" * 100_000
-    text = content.decode("latin1").encode("utf-16")
-    return rng.choice((b"", b"\0" * 100, pickled, b"PK\x03\x04" + content, text, deep, b"3", content * 2))
+    changed = ([lines[b], lines[a]], [], [b"  " + lines[a]], [lines[b]])
+    return b"".join([*lines[:a], *rng.choice(changed), *lines[a + 1 :]])
 
 
 def _change_value(rng: random.Random, content: bytes) -> bytes:
@@ -160,17 +119,14 @@ def _change_value(rng: random.Random, content: bytes) -> bytes:
     try:
         text = content.decode()
         plain = json.loads(text) if text.startswith("{") else yaml.safe_load(text)
-    except Exception:  # an earlier mutation made it invalid
-        return _flip(rng, content)
-    places = list(_places(plain))
-    if not places:
-        return _insert(rng, content)
-    holder, key = rng.choice(places)
+        holder, key = rng.choice(list(_places(plain)))
+    except Exception:  # binary, or an earlier mutation made it invalid
+        return _change_bytes(rng, content)
     kind = rng.randrange(6)
     if kind < 3:
         holder[key] = rng.choice(ODD)
     elif kind == 3:
-        source, source_key = rng.choice(places)
+        source, source_key = rng.choice(list(_places(plain)))
         holder[key] = json.loads(json.dumps(source[source_key], default=str))
     elif kind == 4:
         del holder[key]
@@ -193,75 +149,12 @@ def _places(plain: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(value)
 
 
-_OF_BYTES: list[Mutator] = [_flip, _overwrite, _insert, _delete, _change_lines, _replace_number]
-_OF_VALUES: list[Mutator] = [_change_value] * 6 + [_replace_file]
-
-
-def put_in_place(rng: random.Random, target: Target, content: bytes, outside: Path) -> str:
-    """Write a mutant, or replace the file with a folder, pipe or link; return a description."""
-    clear(target.path)
-    kind = (
-        rng.choice(("gone", "folder", "pipe", "endless", "link outside", "loop"))
-        if rng.random() < 0.02
-        else "bytes"
-    )
-    if kind == "folder":
-        target.path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(target.path)
-    elif kind == "loop":
-        target.path.symlink_to(target.path)
-    elif kind == "endless":
-        target.path.symlink_to("/dev/zero")
-    elif kind == "link outside":
-        target.path.symlink_to(outside)
-    elif kind == "bytes":
-        mutant = mutate(rng, content)
-        target.path.write_bytes(mutant)
-        return repr(mutant[:300])
-    return kind
-
-
-def clear(path: Path) -> None:
-    """Remove a file, link or folder of this name."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    with suppress(FileNotFoundError):
-        path.unlink()
+class Hang(BaseException):
+    """Reading took longer than LIMIT_S."""
 
 
 def judge(target: Target) -> str:
     """Read a mutant, and return what is wrong with the result, or ""."""
-    try:
-        with warnings.catch_warnings(record=True) as caught, _limited():
-            warnings.simplefilter("always")
-            target.read()
-    except target.errors as error:
-        return _message_problem(str(error), target)
-    except (Exception, Hang) as error:
-        return f"{type(error).__module__}.{type(error).__name__}: {str(error)[:500]}"
-    except BaseException as error:  # a panic of a library in Rust
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        return f"{type(error).__name__}: {str(error)[:500]}"
-    return f"warns: {caught[0].message}" if caught else ""
-
-
-def _message_problem(message: str, target: Target) -> str:
-    lines = message.split("\n")
-    shown = message.replace("\n", "")
-    if len(lines) > target.lines or any(len(line) >= 1000 for line in lines):
-        return f"a message of {len(lines)} lines and {len(message)} characters: {message[:300]}"
-    if not shown.isprintable():
-        return f"a message that is not printable: {message[:300]!r}"
-    if target.named and not any(name in message for name in target.named):
-        return f"a message that names no place: {message[:500]}"
-    return ""
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Raise Hang after LIMIT_S."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Hang(f"longer than {LIMIT_S} s")
@@ -269,7 +162,20 @@ def _limited() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
-        yield
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            target.read()
+        return f"warns: {caught[0].message}" if caught else ""
+    except target.error as error:
+        message = str(error)
+        readable = message.isprintable() and len(message) < 1000  # which is one line
+        if readable and any(name in message for name in target.named):
+            return ""
+        return f"an unreadable message, or one that names no place: {message[:500]!r}"
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        return f"{type(error).__module__}.{type(error).__name__}: {str(error)[:500]}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

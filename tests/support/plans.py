@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+import yaml
 
-from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.config import CompileConfig, Float8Config, ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
@@ -42,11 +43,21 @@ def make_model(n_layers: int = 4, tied: bool = False) -> ModelUnits:
         tp_divides=TP_DIVIDES,
         shared_parts=frozenset({"embedding", "head"} if tied else ()),
         attention_ops=("aten._scaled_dot_product_flash_attention",),
+        attention_cores=("layers.*.core",),
+        core_heads={"model.n_kv_heads": 8},
+        shifted_kernels={"cpu": "cpu", "cudnn": "flash"},
+        linears={"layers.*.wq": (64, 32), "layers.*.wo": (32, 64), "layers.*.w1": (48, 32)},
     )
 
 
 MODEL, TIED = make_model(), make_model(tied=True)
 SEQ_LEN = 64
+MODELS = {
+    "tied": TIED,
+    "kernels": dataclasses.replace(MODEL, attention_kernels=("cpu", "math", "flash")),
+    "odd": dataclasses.replace(MODEL, linears={"layers.*.wq": (40, 32)}),
+}
+SECTIONS: dict[str, Any] = {"model": MODELS.get, "compile": CompileConfig, "float8": Float8Config}
 
 
 def plan_of(
@@ -62,6 +73,15 @@ def plan_of(
     return make_plan(
         ParallelConfig(**keys), model, RunShape(world_size, per_node, seq_len, micro, global_batch)
     )
+
+
+def keys_from(text: str) -> dict[str, Any]:
+    """The arguments of plan_of that a row names."""
+    keys = yaml.safe_load(f"{{{text}}}")
+    made = {name: SECTIONS[name] for name in keys if name in SECTIONS}
+    return keys | {
+        n: make(**keys[n]) if isinstance(keys[n], dict) else make(keys[n]) for n, make in made.items()
+    }
 
 
 def report_of(*sizes: Any, **keys: Any) -> str:

@@ -6,6 +6,13 @@ from typing import Any
 import pytest
 
 
+def rows(table: str) -> list[tuple[str, str]]:
+    """The rows "input -> facts" of a text. A line that begins with a space continues the row above it, and
+    "#" begins a comment."""
+    lines = [line for line in table.replace("\n ", " ").splitlines() if line and line[0] != "#"]
+    return [(left, right) for left, _, right in (line.partition(" -> ") for line in lines)]
+
+
 def try_each(rows: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
     """Call check(*row) for every row. Raises one AssertionError with every row that failed and its error."""
     failures = []

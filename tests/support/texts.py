@@ -98,9 +98,11 @@ def write_jsonl(
     return path
 
 
-def prepare_bytes(source: Path, folder: Path, **settings: object) -> TokenStoreManifest:
-    """Prepare with the byte tokenizer."""
-    return prepare(str(source), "bytes", "auto", "auto", folder, PrepareSettings(**settings))  # type: ignore[arg-type]
+def prepare_texts(
+    source: Path | str, folder: Path, tokenizer: object = "bytes", **settings: object
+) -> TokenStoreManifest:
+    """Prepare with the byte tokenizer or another."""
+    return prepare(str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(**settings))  # type: ignore[arg-type]
 
 
 def documents_of(folder: Path, manifest: TokenStoreManifest, split: str) -> list[NDArray[np.int64]]:

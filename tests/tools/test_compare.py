@@ -191,7 +191,7 @@ def test_each_of_several_runs_is_compared_with_the_first(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tmp_path: Path) -> None:
     from tests.support.pictures import assert_readable, figure_texts, lines_of
 
@@ -213,7 +213,7 @@ def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_real_runs_on_two_meshes_are_the_same_training_and_another_seed_is_not(tmp_path: Path) -> None:
     arguments = [*TINY, *EAGER, *write_text(tmp_path), "--train.steps=3", "--train.eval_every=0"]
     arguments += ["--checkpoint.every=0", "--parallel.param_dtype=float32", "--metrics.tensorboard=false"]

@@ -277,7 +277,7 @@ def test_files_are_as_few_as_the_limit_allows_and_written_one_after_another(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see a process's memory")
 def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
     """Import and export a model of 88 MB in files of 10 MB: the process never grows by half of it."""

@@ -164,7 +164,7 @@ def test_every_set_of_a_run_and_other_data_with_its_tokenizer(store_run: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_compiled_evaluation_and_one_of_a_store_are_the_same(store_run: Path) -> None:
     sets = evaluate(store_run)["sets"]
     compiled = evaluate(store_run, "--parallel.compile.enabled=true", "--parallel.compile.backend=aot_eager")[

@@ -1,7 +1,5 @@
-"""tools/import_accelerate: every accelerate key is mapped, dropped with a reason or refused, and the result
-plans."""
+"""tools.import_accelerate: what becomes of an accelerate config, by a table of files."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,15 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.parallel.plan.schema import Plan
-from meshwright.tools.import_accelerate.__main__ import main
+from meshwright.tools.import_accelerate import ROWS, convert, main
 from meshwright.train.config_parser import known_keys, load_config, parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import check_facts
 from tests.support.tables import try_each
 
-Importer = Callable[..., dict[str, Any]]
 SHARDING, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 
 
@@ -33,30 +29,9 @@ def sizes(**degrees: int) -> str:
     return yaml.safe_dump({"parallelism_config": axes})
 
 
-@pytest.fixture
-def imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Importer:
-    """Return a function from a config's text to the tool's JSON document, through a real file."""
-
-    def call(text: str) -> dict[str, Any]:
-        path = tmp_path / "theirs.yaml"
-        path.write_text(text, encoding="utf-8")
-        capsys.readouterr()
-        main([str(path), "--json"])
-        return json.loads(capsys.readouterr().out)
-
-    return call
-
-
-@pytest.fixture
-def plans(imports: Importer, tmp_path: Path) -> Callable[..., Plan]:
-    """Return a function from a config's text to the imported config's plan for 8 processes."""
-
-    def call(text: str) -> Plan:
-        path = tmp_path / "ours.yaml"
-        path.write_text(yaml.safe_dump(imports(text)["config"]), encoding="utf-8")
-        return plan_run(parse_config([f"--config={path}"]).job, 8)
-
-    return call
+def imported(folder: Path, text: str) -> dict[str, Any]:
+    (folder / "theirs.yaml").write_text(text)
+    return convert(folder / "theirs.yaml")
 
 
 # Text, degrees (dp_replicate, dp_shard, tp, cp), and resharding of the blocks
@@ -78,9 +53,10 @@ MESHES: list[tuple[str, tuple[int, ...], bool]] = [
 ]
 
 
-def test_degrees_and_resharding_are_those_of_accelerate(plans: Callable[..., Plan]) -> None:
+def test_degrees_and_resharding_are_those_of_accelerate(tmp_path: Path) -> None:
     def check(text: str, degrees: tuple[int, ...], reshard: bool) -> None:
-        plan = plans(text)
+        (tmp_path / "ours.yaml").write_text(yaml.safe_dump(imported(tmp_path, text)["config"]))
+        plan = plan_run(parse_config([f"--config={tmp_path}/ours.yaml"]).job, 8)
         assert (plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp, plan.mesh.cp) == degrees
         assert {unit.reshard_after_forward for unit in plan.units[:-1]} == {reshard}
 
@@ -123,11 +99,11 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_keys_become_settings_of_ours(imports: Importer) -> None:
+def test_keys_become_settings_of_ours(tmp_path: Path) -> None:
     def check(text: str, settings: dict[str, Any]) -> None:
-        done = imports(text)
+        config = imported(tmp_path, text)["config"]
         for key, expected in settings.items():
-            value: Any = done["config"]
+            value: Any = config
             for name in key.split("."):
                 value = value.get(name)
             assert value == expected, key
@@ -149,8 +125,8 @@ NOTES: list[tuple[str, str]] = [
 ]
 
 
-def test_what_will_be_otherwise_is_a_note(imports: Importer) -> None:
-    try_each(NOTES, lambda text, facts: check_facts(" ".join(imports(text)["notes"]), facts))
+def test_what_will_be_otherwise_is_a_note(tmp_path: Path) -> None:
+    try_each(NOTES, lambda text, facts: check_facts(" ".join(imported(tmp_path, text)["notes"]), facts))
 
 
 # Text, and facts of the lines that refuse it
@@ -178,26 +154,25 @@ REFUSED: list[tuple[str, str]] = [
 ]
 
 
-def test_what_is_refused_has_key_value_and_way_out(imports: Importer) -> None:
+def test_what_is_refused_has_key_value_and_way_out(tmp_path: Path) -> None:
     def check(text: str, facts: str) -> None:
-        with pytest.raises(ConfigError) as refused:
-            imports(text)
-        check_facts(str(refused.value), facts)
+        with pytest.raises(ConfigError) as error:
+            imported(tmp_path, text)
+        check_facts(str(error.value), facts)
 
     try_each(REFUSED, check)
 
 
-def test_every_key_has_one_fate_and_every_target_exists(imports: Importer) -> None:
-    keys = {SHARDING: "HYBRID_SHARD", "fsdp_use_orig_params": True, "fsdp_backward_prefetch_policy": "X"}
-    done = imports(accelerate(2, top="machine_rank: 0\ndynamo_config: {}\ndebug: false\n", **keys))
-    theirs = [item["key"] for item in done["items"]]
-    assert sorted(theirs) == sorted({*theirs})
-    assert {*(f"fsdp_config.{key}" for key in keys), "machine_rank", "dynamo_config", "num_machines"} < {
-        *theirs
-    }
-    verdicts = [item["verdict"] for item in done["items"]]
-    assert all(verdict["kind"] in ("mapped", "dropped") and len(verdict["why"]) > 5 for verdict in verdicts)
-    assert {name for verdict in verdicts for name in verdict["settings"]} <= {*known_keys()}
+def test_what_becomes_of_each_key_is_said_once_and_every_target_exists(tmp_path: Path) -> None:
+    keys = {SHARDING: "HYBRID_SHARD", "use_orig_params": True}
+    items = imported(tmp_path, accelerate(2, top="machine_rank: 0\ndebug: false\ngpu_ids:\n", **keys))[
+        "items"
+    ]
+    given = ["num_processes=8", "num_machines=2", "fsdp_config.use_orig_params=true", "gpu_ids=None"]
+    assert {*given, f"fsdp_config.{SHARDING}=HYBRID_SHARD", "machine_rank=0", "debug=false"} < {*items}
+    assert all(len(becomes) > 5 for becomes in items.values())
+    targets = {becomes.split()[1] for _, becomes in ROWS.values() if becomes.startswith("sets ")}
+    assert {"parallel.tp", "parallel.cpu_offload"} < targets < {*known_keys()}
 
 
 @pytest.mark.parametrize(
@@ -208,10 +183,11 @@ def test_every_key_has_one_fate_and_every_target_exists(imports: Importer) -> No
             accelerate(2, top="main_process_ip: 10.0.0.1\nmain_process_port: 29501\nmachine_rank: 1\n"),
             "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29501",
         ),
+        ("distributed_type: 'NO'\nnum_processes: 4\ngpu_ids: 2\n", "CUDA_VISIBLE_DEVICES=2 python"),
     ],
 )
-def test_the_launch_line(imports: Importer, text: str, launch: str) -> None:
-    assert imports(text)["launch"] == f"{launch} -m train.main --config CONFIG.yaml"
+def test_the_launch_line(tmp_path: Path, text: str, launch: str) -> None:
+    assert imported(tmp_path, text)["launch"] == f"{launch} -m train.main --config CONFIG.yaml"
 
 
 def test_as_a_command(tool: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
@@ -221,6 +197,6 @@ def test_as_a_command(tool: Callable[..., CompletedProcess[str]], tmp_path: Path
     ours.write_text(done.stdout)
     assert (done.returncode, load_config(ours).parallel.strategy) == (0, "no_shard")
     assert "torchrun --nproc-per-node 8" in done.stderr
-    for arguments in (["titan.toml"], ["--flags", "--compile.enable"], [str(tmp_path)]):
-        with pytest.raises(ConfigError):
-            main(arguments)
+    assert f"fsdp_config.{SHARDING}=NO_SHARD: decides parallel.strategy" in done.stderr
+    with pytest.raises(ConfigError):
+        main([str(tmp_path)])

@@ -60,7 +60,7 @@ def test_what_cannot_be_is_refused_before_anything_is_simulated() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_compare_puts_three_strategies_side_by_side(capsys: Output) -> None:
     arguments = [*DEBUG, "--model.n_layers=1", "--gpus=16", "--gpus-per-node=4", "--compare"]
     arguments.append("--parallel.compile.enabled=false")

@@ -73,7 +73,7 @@ def test_every_rank_names_every_units_work_and_communication(recomputed: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_compiled_run_names_them_too_and_its_graphs(tmp_path: Path) -> None:
     folder = profiled_run(2, tmp_path, "--parallel.compile.backend=aot_eager", "--profile.all_ranks=true")
     check_ranks(folder)

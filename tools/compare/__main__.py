@@ -23,6 +23,16 @@ from meshwright.train.errors import ConfigError
 
 EXIT_DIFFERENT = 1  # the exit code of the diff command
 PICTURES = (".svg", ".png")
+EXAMPLES = """examples:
+    python -m tools.compare runs/a runs/b
+    python -m tools.compare sweeps/prefetch/*/                # each with the first
+    python -m tools.compare runs/a runs/b --until 10 --picture difference.svg
+
+Reports whether runs are the same training: data, loss and gradient norm at the steps that both report, then
+throughput and memory, and the differences in config and plan. Rounding noise grows with every step: --until
+compares the first ones. Bands: bit for bit; within float32 re-ordering noise (loss 5e-5, gradient norm 1e-5
+relative: the tolerance of the tests of every mesh); and, if a run computes or stores values in bfloat16 or
+float8, within bfloat16 rounding (loss 0.02, gradient norm 4.2% relative)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,34 +65,22 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare",
-        description="Report whether runs are the same training: compare data, loss and gradient norm at the "
-        "steps that both report, with the first step that differs and the largest difference; list "
-        "throughput and memory side by side, and the differences in config and plan. With more than two "
-        "runs, each is compared with the first.",
-        epilog="exit codes: 0 the same within a band, 1 different, 2 invalid arguments. Bands: bit for bit; "
-        "within float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 relative: the tolerance that tests "
-        "hold every mesh to, at each of ten steps); and, if one of the runs computes or stores values in "
-        "bfloat16 or float8, within bfloat16 rounding (loss 0.02, gradient norm 4.2% relative). Rounding "
-        "noise grows with every step, faster in an unstable training: --until compares the first steps only.",
+        usage="python -m tools.compare RUN RUN [RUN ...] [OPTION ...]",
+        description=EXAMPLES,
+        epilog="exit codes: 0 the same within a band, 1 different, 2 invalid arguments",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder; the run may still be in progress"
-    )
-    parser.add_argument(
-        "--rtol",
-        type=number_from(0),
-        metavar="R",
-        help="custom band: relative tolerance, as a share of the first run's value",
-    )
-    parser.add_argument(
-        "--atol", type=number_from(0), metavar="A", help="custom band: absolute tolerance, for every curve"
-    )
-    parser.add_argument("--until", type=positive, metavar="STEP", help="compare steps up to this one")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw curves and differences (.svg or .png)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, also of one in progress")
+    relative = "custom band: relative tolerance, as a share of the first run's value"
+    add("--rtol", type=number_from(0), metavar="R", help=relative)
+    absolute = "custom band: absolute tolerance, for every curve"
+    add("--atol", type=number_from(0), metavar="A", help=absolute)
+    add("--until", type=positive, metavar="STEP", help="compare steps up to this one")
+    picture = "draw curves and differences (.svg or .png)"
+    add("--picture", type=Path, metavar="FILE", help=picture)
+    add("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 

@@ -4,10 +4,10 @@ whether they are the same training."""
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshwright.parallel.plan.diff import describe_difference, diff_plans
-from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, figures_of, series
-from meshwright.tools.sweep.preflight import describe_changes
+from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, describe_changes, figures_of, series
 from meshwright.train.errors import ConfigError
 
 CURVES = ("loss", "grad_norm", "eval_loss")  # as named in a row
@@ -68,14 +68,6 @@ def distance(a: float, b: float) -> float:
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b)
     return math.inf if math.isfinite(a) or math.isfinite(b) else 0.0
-
-
-def narrowest(
-    bands: Sequence[ToleranceBand], curves: Mapping[str, Sequence[tuple[float, float]]]
-) -> ToleranceBand | None:
-    """Return the first band that contains every pair of every curve; None if none does."""
-    points = [(key, *pair) for key, pairs in curves.items() for pair in pairs]
-    return next((band for band in bands if all(band.tolerances[k].allows(a, b) for k, a, b in points)), None)
 
 
 def _uses_low_precision(run: RunFolder) -> bool:
@@ -162,16 +154,22 @@ def compare_runs(
         )
     bands = tuple(bands or bands_for(a, b))
     other_data, data = _compare_data(a, b, steps)
-    pairs = {key: _pairs(a, b, key, until) for key in CURVES}
-    pairs = {key: points for key, points in pairs.items() if points}
+    reported = {key: [_until(until, series(run.rows, key)) for run in (a, b)] for key in CURVES}
+    pairs = {
+        key: [(step, first[step], second[step]) for step in first if step in second]
+        for key, (first, second) in reported.items()
+        if first.keys() & second.keys()
+    }
     if not pairs:
         raise ConfigError(
             f"no common curve: {a.folder} and {b.folder} have no step at which both have a number for "
             f"{', '.join(CURVES)}: compare runs that report one of them"
         )
-    missing = _missing(a, b, pairs, until)
+    missing = _missing((a.folder, b.folder), reported, pairs)
     curves = tuple(_difference(key, points, bands[-1].tolerances[key]) for key, points in pairs.items())
-    band = narrowest(bands, {key: [(x, y) for _, x, y in points] for key, points in pairs.items()})
+    values = [(key, x, y) for key, points in pairs.items() for _, x, y in points]
+    contains = (all(band.tolerances[key].allows(x, y) for key, x, y in values) for band in bands)
+    band = next((band for band, all_values in zip(bands, contains, strict=True) if all_values), None)
     same = band is not None and other_data is None
     verdict = _verdict(band, bands[-1], curves, other_data, len(steps), missing)
     omitted = (f"{key} is not compared: {reason}" for key, reason in missing.items())
@@ -195,19 +193,18 @@ def compare_runs(
     )
 
 
-def _pairs(a: RunFolder, b: RunFolder, key: str, until: int | None) -> list[tuple[int, float, float]]:
-    """Return step and both values of a curve, at the steps where both runs have one."""
-    first, second = series(a.rows, key), series(b.rows, key)
-    steps = [step for step in first if step in second and (until is None or step <= until)]
-    return [(step, first[step], second[step]) for step in steps]
+def _until(last: int | None, curve: Mapping[int, float]) -> dict[int, float]:
+    """Return the curve up to step `last`, if there is one."""
+    return {step: value for step, value in curve.items() if last is None or step <= last}
 
 
-def _missing(a: RunFolder, b: RunFolder, compared: Iterable[str], until: int | None) -> dict[str, str]:
+def _missing(
+    folders: Sequence[Path], reported: Mapping[str, Sequence[Mapping[int, float]]], compared: Iterable[str]
+) -> dict[str, str]:
     """Return the curves that were not compared although a run reports them, with the reason."""
     reasons = dict[str, str]()
-    for key in CURVES:
-        reported = [(run.folder, series(run.rows, key)) for run in (a, b)]
-        has = [folder for folder, steps in reported if any(until is None or step <= until for step in steps)]
+    for key, curves in reported.items():
+        has = [folder for folder, curve in zip(folders, curves, strict=True) if curve]
         if has and key not in compared:
             reasons[key] = f"only {has[0]} reports it" if len(has) == 1 else "no common step has it"
     return reasons

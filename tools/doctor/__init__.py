@@ -1,1 +1,1 @@
-"""Inspect this machine: what it has, what will fail or be slow in a run, and how to fix it."""
+"""Inspect this machine: whether a run will fail or be slow here, how to fix it, and the facts."""

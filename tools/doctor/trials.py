@@ -1,76 +1,91 @@
-"""Trials in separate processes: a compiled matrix product, and an all-reduce of two processes."""
+"""Trials in processes of their own: a compiled matrix product, and an all-reduce of two processes.
 
-import json
+`python -m meshwright.tools.doctor.trials compile|all_reduce RANK FOLDER` is such a process.
+"""
+
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
-from meshwright.tools.doctor.facts import TrialResult
 from meshwright.tools.processes import find_reason
+from meshwright.train.distributed.exit import end_process
 
-LIMIT_S = 120.0  # enough on a busy machine; on an idle one a trial takes a few seconds
+LIMIT_S = 240.0  # enough on a busy machine; on an idle one a trial takes a few seconds
 REASON_LETTERS = 300
-MODULE = "meshwright.tools.doctor.trial_worker"
+SIZE = 512  # of the square matrices
+REDUCED_BYTES, ROUNDS = 2**24, 5
 
 
-def try_compile(folder: Path) -> TrialResult:
-    """Compile a small matrix product without a cache; the compiler's files go to `folder`."""
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder),
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-    return run_trial("compile", environment)
+def run_trial(kind: str, processes: int) -> str:
+    """Run the processes of a trial and return its result. Raises RuntimeError with the first error that one
+    prints, or else its last line; TimeoutExpired."""
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(processes) as executor:
+        list(executor.map(lambda rank: run_process(kind, rank, Path(folder)), range(processes)))
+        return Path(folder, "result").read_text()
 
 
-def try_all_reduce() -> TrialResult:
-    """All-reduce over two processes: NCCL if there are two GPUs, else gloo."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    with ThreadPoolExecutor(len(ranks)) as executor:
-        results = list(executor.map(lambda rank: run_trial("all_reduce", rank), ranks))
-    return next((result for result in results if result.failed), results[0])
-
-
-def run_trial(kind: str, environment: Mapping[str, str]) -> TrialResult:
-    """Run one process of a trial. If it fails, the reason is its first error or else its last line."""
+def run_process(kind: str, rank: int, folder: Path) -> None:
+    """Run one process of a trial. Raises as `run_trial`."""
+    command = [sys.executable, "-m", "meshwright.tools.doctor.trials", kind, str(rank), str(folder)]
     # a file, not a pipe: a compiler that outlives its process would keep a pipe open
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        command = [sys.executable, "-m", MODULE, kind]
-        try:
-            code = subprocess.run(
-                command,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return TrialResult(failed=f"timeout after {LIMIT_S:g} s")
+    with (folder / f"output-{rank}").open("w+", errors="replace") as output:
+        code = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=LIMIT_S, check=False
+        ).returncode
         output.seek(0)
-        printed = output.read()
-    if code:
-        return TrialResult(failed=find_reason(printed, REASON_LETTERS) or f"exit code {code}")
-    return parse_result(printed)
+        if code:
+            raise RuntimeError(find_reason(output.read(), REASON_LETTERS) or f"exit code {code}")
 
 
-def parse_result(output: str) -> TrialResult:
-    """Return the result from the last line of JSON; libraries print lines before and after it."""
-    for line in reversed(output.splitlines()):
-        try:
-            return TrialResult(said=str(json.loads(line)["said"]))
-        except (ValueError, TypeError, KeyError, IndexError):
-            continue
-    return TrialResult(
-        failed=f"exited without a result; its last line: {find_reason(output, REASON_LETTERS) or 'none'}"
-    )
+def try_compile(rank: int, folder: Path) -> str:
+    """Compile a matrix product with ReLU and addition, without a cache; compare it with eager execution."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # before torch reads them
+    os.environ |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    a, b = (torch.randn(SIZE, SIZE, device=device) for _ in range(2))
+
+    def work() -> torch.Tensor:
+        return torch.relu(a @ b) + 1
+
+    start_s = time.perf_counter()
+    compiled = torch.compile(work, fullgraph=True)
+    torch.testing.assert_close(compiled(), work(), rtol=1e-2, atol=1e-2)
+    return f"{time.perf_counter() - start_s:.1f} s to compile, {device.type}"
+
+
+def try_all_reduce(rank: int, folder: Path) -> str:
+    """All-reduce 16 MiB over two processes, by NCCL on two GPUs, else gloo; check and time it."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.benchmark import Timer
+
+    nccl = torch.cuda.is_available() and torch.cuda.device_count() > 1
+    backend, device = ("nccl", torch.device("cuda", rank)) if nccl else ("gloo", torch.device("cpu"))
+    if nccl:
+        torch.cuda.set_device(device)  # Timer synchronizes the current device
+    store, timeout = f"file://{folder}/store", timedelta(seconds=60)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=timeout)
+    tensor = torch.full((REDUCED_BYTES // 4,), float(rank + 1), device=device)
+    dist.all_reduce(tensor)
+    if tensor[-1].item() != 3:
+        raise RuntimeError(f"the sum of 1 and 2 over two processes is {tensor[-1].item()}")
+    # timeit, unlike autorange, runs equally often on both ranks: ROUNDS times after 2 warmups
+    timer = Timer("reduce(tensor)", globals={"reduce": dist.all_reduce, "tensor": tensor})
+    rate = REDUCED_BYTES / timer.timeit(ROUNDS).mean / 1e9
+    dist.destroy_process_group()
+    return f"16 MiB over two processes: {rate:.2f} GB/s, {backend}"
+
+
+if __name__ == "__main__":
+    _, kind, rank, folder = sys.argv
+    result = {"compile": try_compile, "all_reduce": try_all_reduce}[kind](int(rank), Path(folder))
+    if rank == "0":
+        Path(folder, "result").write_text(result)
+    end_process(0)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.machines import machines_of_kind
 from meshwright.tools.cli import add_config_option, add_node_option, config_arguments, positive, run_tool
 from meshwright.tools.dryrun.install import SIZE, install
 from meshwright.tools.dryrun.program import run_program
 from meshwright.tools.dryrun.report import FIRST, as_json, as_text, read_dry_run
-from meshwright.tools.plan.report import Target, make_report
+from meshwright.tools.plan.report import make_report
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 
@@ -28,10 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, keys = make_parser().parse_known_args(arguments)
     of_config = config_arguments(options, keys, PROG)
     job = parse_config(of_config, PROG).job
-    per_node = min(options.gpus, options.gpus_per_node)
     if options.keep:
         check_empty(options.keep)
-    report = make_report(job, Target(options.gpus, per_node, load_hardware()[GPU]))
+    report = make_report(job, machines_of_kind(load_hardware()[GPU], options.gpus, options.gpus_per_node))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))  # ends the child too
     gpu = install(Path(options.cache).expanduser().absolute(), show)
     show("planned; the first step compiles, which takes a minute for a large model")

@@ -18,6 +18,7 @@ from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
+from meshwright.parallel.planner.machines import Machines, machines_of_kind
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
@@ -38,7 +39,6 @@ from meshwright.tools.plan.export import (
 from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.tools.plan.report import (
     PlanReport,
-    Target,
     as_json,
     as_text,
     find_fewest,
@@ -75,15 +75,19 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
         check_target("--save", options.save, PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
         check_target("--timeline", options.timeline, TIMELINE_SUFFIXES, overwrites=True)
-    hardware = _find_hardware(options, options.gpus or options.gpus_per_node) if options.gpu else None
-    gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
-    report = make_report(job, Target(gpus, min(gpus, options.gpus_per_node), hardware))
+    if options.gpu:
+        hardware = _find_hardware(options, options.gpus or options.gpus_per_node)
+        gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
+        machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
+    else:
+        machines = Machines(options.gpus, min(options.gpus, options.gpus_per_node))
+    report = make_report(job, machines)
     check = check_run(job, report.plan) if options.check else None
     written = _write(options, report)
     if options.json:
         print(json.dumps(_document(options, report, check), indent=2))
     else:
-        first = [f"fewest GPUs: {gpus}"] if options.min_gpus else []
+        first = [f"fewest GPUs: {machines.processes}"] if options.min_gpus else []
         last = [*([check_text(check)] if check else []), *(f"wrote {path}" for path in written)]
         print("\n\n".join([*first, as_text(report, options.tokens), *last]))
     if check and check.wrong:
@@ -128,8 +132,8 @@ def compare_files(options: argparse.Namespace) -> None:
 
 def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
     """Write the requested files, and return their paths."""
-    mesh, target = report.plan.mesh, report.target
-    kind = target.hardware.name if target.hardware else "GPUs"
+    mesh, hardware = report.plan.mesh, report.machines.hardware
+    kind = hardware.name if hardware else "GPUs"
     of = Path(options.config[-1]).stem if options.config else "model"
     title = f"{of} on {mesh.world_size} {kind}"
     if options.timeline and report.prediction:
@@ -143,9 +147,11 @@ def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
 def _document(options: argparse.Namespace, report: PlanReport, check: PlanCheck | None) -> dict[str, Any]:
     document = as_json(report)
     if options.min_gpus:
-        document["min_gpus"] = report.target.gpus
+        document["min_gpus"] = report.machines.processes
     if options.tokens and report.prediction:
-        document["time_to_train"] = time_to_train(report.prediction, report.target.gpus, options.tokens)
+        document["time_to_train"] = time_to_train(
+            report.prediction, report.machines.processes, options.tokens
+        )
     return document | ({"check": check_json(check)} if check else {})
 
 

@@ -2,8 +2,8 @@
 fits, and runners-up."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -13,45 +13,22 @@ from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.parallel.plan.strategy import describe_strategy
-from meshwright.parallel.planner.cost_model import step_times
-from meshwright.parallel.planner.devices import Devices
-from meshwright.parallel.planner.explain import give_reasons, needed_gib
+from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
+from meshwright.parallel.planner.machines import Machines, machines_of_kind
 from meshwright.parallel.planner.search import Candidate, SearchResult
+from meshwright.parallel.planner.search_space import Choices
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import memory_table
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import choose_plan
-from meshwright.train.planning.device_defaults import best_attention, best_dtype, check_attention
-from meshwright.train.planning.predict import Prediction, predict, predict_memory, run_workload
-from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import MAX_PROCESSES, check_fits, fewest_processes
+from meshwright.train.planning.device_defaults import check_attention
+from meshwright.train.planning.fit import MAX_PROCESSES, check_fits, fewest_processes
+from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_memory
 
 HOUR_S, DAY_S = 3600, 86400
-
-
-@dataclass(frozen=True)
-class Target:
-    """The machines that a run is planned for. `hardware` is None without --gpu."""
-
-    gpus: int
-    gpus_per_node: int
-    hardware: Hardware | None
-
-    def best(self, job: TrainingJob) -> tuple[str, str]:
-        """Return the attention kernel and the dtype that `auto` selects there, as arguments of `plan_run`."""
-        return best_attention(job, self.hardware), best_dtype(self.hardware)
-
-    def machines(self) -> Devices:
-        """Return the devices for the planner. Processes on a CPU share its memory."""
-        assert self.hardware is not None, "callers need --gpu, which is checked with the options"
-        sharing = min(self.gpus, self.gpus_per_node) if self.hardware.cores else 1
-        host = None if self.hardware.cores else int(self.hardware.host_memory_gib * GIB)
-        source = f"host_memory_gib in configs/hardware/{self.hardware.name}.yaml"
-        available = int(self.hardware.memory_gib * GIB / sharing)
-        return Devices(available, self.gpus_per_node, self.hardware, host, source)
 
 
 @dataclass(frozen=True)
@@ -60,25 +37,28 @@ class PlanReport:
 
     Args:
         job: the training
-        target: its machines
+        machines: their `hardware` is None without --gpu
         plan: chosen by the planner, read from a file, or made from the config
         memory: of one rank, without allocator overhead
         prediction: None without --gpu
         fit_error: why the plan does not fit, and what would; "" if it fits or without --gpu
         choice: the result of the search; None without parallel.plan=auto
-        reasons: for the chosen plan, one sentence each
         advice: on questionable settings of a plan that the planner did not choose, one sentence each
     """
 
     job: TrainingJob
-    target: Target
+    machines: Machines
     plan: Plan
     memory: StepMemory
     prediction: Prediction | None
     fit_error: str
     choice: SearchResult | None
-    reasons: tuple[str, ...]
     advice: tuple[str, ...]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the planner chose the plan, one sentence each; none if it did not."""
+        return self.prediction.reasons if self.prediction else ()
 
 
 def find_kind(name: str, option: str) -> Hardware:
@@ -96,56 +76,41 @@ def find_kind(name: str, option: str) -> Hardware:
     return kinds[name]
 
 
-def make_report(job: TrainingJob, target: Target) -> PlanReport:
+def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
     """Plan and predict a run. Raises PlanError if no plan is legal, and with plan=auto if none fits."""
-    choice, reasons, advice = None, list[str](), list[str]()
+    hardware, choice, prediction, fit_error = machines.hardware, None, None, ""
+    advice = tuple[str, ...]()
     if job.parallel.plan == "auto":
-        machines = target.machines()
-        choice = choose_plan(job, target.gpus, machines)
-        plan = choice.best.plan
-        times = step_times(plan, run_workload(job, plan), machines.kind, target.gpus_per_node)
-        reasons = give_reasons(choice, machines, times)
+        choice, prediction = choose_plan(job, machines)
+        plan = prediction.plan
     else:
-        plan = plan_run(job, target.gpus, target.gpus_per_node, *target.best(job))
-        advice = [*advise(plan, target.gpus_per_node), *unused_keys(job.parallel)]
-    if target.hardware:
-        check_attention(job, plan, "cpu" if target.hardware.cores else "cuda")
-    prediction = predict(job, plan, target.hardware, target.gpus_per_node) if target.hardware else None
+        plan = plan_for(job, machines)
+        advice = (*advise(plan, machines.per_node), *unused_keys(job.parallel))
+    if hardware:
+        check_attention(job, plan, "cpu" if hardware.cores else "cuda")
+        prediction = prediction or predict(job, plan, hardware, machines.per_node)
+        fit_error = "" if choice else _find_fit_error(job, machines, plan)
     memory = prediction.memory if prediction else predict_memory(job, plan)
-    return PlanReport(
-        job,
-        target,
-        plan,
-        memory,
-        prediction,
-        _find_fit_error(job, target, plan),
-        choice,
-        tuple(reasons),
-        tuple(advice),
-    )
+    return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice)
 
 
-def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware | None) -> int:
+def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int:
     """Return the fewest GPUs, a power of two, that the run fits on: with any plan for plan=auto, else with
     the config's plan. Raises PlanError if there are none."""
-    target = Target(gpus_per_node, gpus_per_node, hardware)
-    if gpus := fewest_processes(job, lambda n: Target(n, min(n, gpus_per_node), hardware).machines()):
+    if gpus := fewest_processes(job, lambda n: machines_of_kind(hardware, n, gpus_per_node)):
         return gpus
     failure = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
     raise PlanError(
-        f"--min-gpus: {failure} on 1 to {MAX_PROCESSES} {target.machines().kind.name} with sequences of "
+        f"--min-gpus: {failure} on 1 to {MAX_PROCESSES} {hardware.name} with sequences of "
         f"{job.seq_len} tokens: reduce train.seq_len, or leave more keys at auto with "
         "--parallel.plan=auto"
     )
 
 
-def _find_fit_error(job: TrainingJob, target: Target, plan: Plan) -> str:
-    """Return why the plan does not fit and what would; "" if it fits, as the planner's always do."""
-    if target.hardware is None or job.parallel.plan == "auto":
-        return ""
+def _find_fit_error(job: TrainingJob, machines: Machines, plan: Plan) -> str:
+    """Return why the plan does not fit and what would; "" if it fits."""
     try:
-        name = f"{target.hardware.name}, without allocator and process overhead,"
-        check_fits(job, plan, target.machines(), name)
+        check_fits(job, plan, machines, f"{machines.kind.name}, without allocator and process overhead,")
     except PlanError as error:
         return str(error)
     return ""
@@ -199,11 +164,11 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
 
 def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, Any]]:
     """Yield the plans that fit, the best first; then those that do not, the smallest first."""
-    available_gib = report.target.machines().available_bytes / GIB
+    available_gib = report.machines.available_bytes / GIB
     for candidate in (*choice.ranked, *choice.does_not_fit):
         timeline = candidate.timeline
         row = {
-            "choices": dict(candidate.choices),
+            "choices": asdict(candidate.choices),
             "fits": timeline is not None,
             "needed_gib": candidate.needed_bytes / GIB,
             "step_time_s": timeline and timeline.step_s,
@@ -220,24 +185,20 @@ def token_rate(job: TrainingJob, candidate: Candidate) -> float:
     return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
 
 
-def distinct(candidates: Sequence[Candidate], shown: Sequence[Mapping[str, Any]] = ()) -> Iterator[Candidate]:
+def distinct(candidates: Sequence[Candidate], shown: Sequence[Choices] = ()) -> Iterator[Candidate]:
     """Yield candidates, only the first of those that differ in nothing but the prefetch depth. `shown`:
     choices to leave out in the same way."""
-    seen = {_without_prefetch(choices) for choices in shown}
+    seen = {repr(replace(choices, prefetch=None)) for choices in shown}  # repr, because True == 1
     for candidate in candidates:
-        key = _without_prefetch(candidate.choices)
+        key = repr(replace(candidate.choices, prefetch=None))
         if key not in seen:
             seen.add(key)
             yield candidate
 
 
-def _without_prefetch(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(repr(value) for key, value in choices.items() if key != "prefetch")
-
-
 RUNNERS_UP = 5
 TOO_LARGE = 3
-CHOICES = {
+TITLES = {
     "tp": "tp",
     "cp": "cp",
     "cp_exchange": "cp exchange",
@@ -265,13 +226,12 @@ def as_text(report: PlanReport, tokens: float | None = None) -> str:
     if report.prediction is not None:
         parts += [_figures(report, report.prediction, tokens), _verdict(report, report.prediction)]
     if report.choice:
-        parts += _others(report.job, report.choice, report.target.machines())
+        parts += _others(report.job, report.choice, report.machines)
     return "\n\n".join(parts)
 
 
 def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -> str:
-    timeline, gpus, target = prediction.timeline, report.plan.mesh.world_size, report.target
-    name = target.hardware.name if target.hardware else ""
+    timeline, gpus, kind = prediction.timeline, report.machines.processes, report.machines.kind
     rows = [
         ("step", seconds(timeline.step_s)),
         ("tokens/s per GPU", f"{prediction.tokens_per_s_per_gpu:,.0f}"),
@@ -298,9 +258,9 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
         )
     plural = "s" if gpus > 1 else ""
     where = (
-        f"on {gpus} process{'es' if gpus > 1 else ''}, {target.gpus_per_node} per node: {name}"
-        if target.hardware and target.hardware.cores
-        else f"on {gpus} {name}, {target.gpus_per_node} GPU{plural} per node"
+        f"on {gpus} process{'es' if gpus > 1 else ''}, {report.machines.per_node} per node: {kind.name}"
+        if kind.cores
+        else f"on {gpus} {kind.name}, {report.machines.per_node} GPU{plural} per node"
     )
     return format_table(("predicted", where), rows)
 
@@ -308,20 +268,20 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
 def _verdict(report: PlanReport, prediction: Prediction) -> str:
     if report.fit_error:
         return f"does not fit: {report.fit_error}"
-    machines = report.target.machines()
+    machines = report.machines
     return (
         f"fits {machines.kind.name}: {prediction.reserved_bytes / GIB:.1f} of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator and process overhead"
     )
 
 
-def _others(job: TrainingJob, choice: SearchResult, machines: Devices) -> Iterator[str]:
+def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Iterator[str]:
     """Yield tables of the runners-up and of the smallest plans that do not fit."""
     runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
     too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
-    divides = any(candidate.choices["cp"] > 1 for candidate in (choice.best, *runners_up, *too_large))
-    keys = [key for key in CHOICES if divides or key not in ("cp", "cp_exchange")]
-    head = [*(CHOICES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
+    divides = any(candidate.choices.cp > 1 for candidate in (choice.best, *runners_up, *too_large))
+    keys = [key for key in TITLES if divides or key not in ("cp", "cp_exchange")]
+    head = [*(TITLES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
     if runners_up:
         yield "runners-up:\n" + format_table(head, [_row(job, candidate, keys) for candidate in runners_up])
     if too_large:

@@ -1,110 +1,172 @@
-"""The results of a sweep, read from its runs' folders."""
+"""The results of a sweep, read from its runs' folders, and the variant that wins."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.tools.run_reader import Figures, RunFolder, figures_of, read_run
-from meshwright.tools.sweep.preflight import PlannedRun, flat_config
-from meshwright.tools.sweep.runner import RunState, device_of, read_attempt, state_of
-from meshwright.tools.sweep.spec import LAUNCH, Spec, value_text
+from meshwright.tools.processes import named_device
+from meshwright.tools.run_reader import (
+    Figures,
+    Rate,
+    RunFolder,
+    figures_of,
+    format_number,
+    read_run,
+    value_text,
+)
+from meshwright.tools.sweep.runner import OUTPUT
+from meshwright.tools.sweep.runs import SweepRun
+from meshwright.tools.sweep.spec import Spec
+
+NO_FIGURES = Figures(0, None, None, None, None, None, None, {})
+LUCK = 0.1  # the highest probability of a winner by chance
+# of spec.best: -1 if more is better, the name of the figure, and its format
+BEST = {
+    "tokens_per_s": (-1, "tokens/s", ",.0f"),
+    "loss": (1, "loss", ".4f"),
+    "eval_loss": (1, "eval loss", ".4f"),
+    "peak_memory_gib": (1, "peak memory (GiB)", ",.2f"),
+}
 
 
 @dataclass(frozen=True)
-class ReportRow:
-    """The results of one run.
+class RunResult:
+    """The current result of a run.
 
     Args:
         varied: values of the keys that differ between the sweep's runs, as text
-        state, reason: state of the run, and why
-        run: contents of its folder; None if there is no folder yet
-        steps_asked: number of steps to train; 0 if train.epochs sets it
+        state, reason: waiting, running, finished, stopped, failed or refused, and why
+        folder: contents of its folder; None if there is no folder yet
     """
 
-    name: str
+    run: SweepRun
     varied: Mapping[str, str]
-    state: RunState
+    state: str
     reason: str
-    processes: int
-    run: RunFolder | None
-    figures: Figures | None
     device: str
-    steps_asked: int
+    folder: RunFolder | None
+    figures: Figures
+
+    def value(self, best: str) -> float | None:
+        """Return the figure that decides; None if the run has not finished, or diverged."""
+        value = getattr(self.figures, best)
+        value = value.median if isinstance(value, Rate) else value
+        diverged = not all(math.isfinite(each) for each in (self.figures.loss, value) if each is not None)
+        return None if self.state != "finished" or diverged else value
+
+    def texts(self) -> dict[str, str]:
+        """Return the figures as texts by their titles; "" if there is none."""
+        figures, train = self.figures, self.run.config.train
+        return {
+            "step": f"{figures.step}" + ("" if train.epochs else f"/{train.steps}"),
+            "loss": format_number(figures.loss, ".4f"),
+            "eval loss": format_number(figures.eval_loss, ".4f"),
+            "tokens/s": rate_text(figures.tokens_per_s, ",.0f"),
+            "step time (s)": rate_text(figures.step_time_s, ".3f"),
+            "peak memory (GiB)": format_number(figures.peak_memory_gib, ",.2f"),
+        }
 
 
 @dataclass(frozen=True)
-class SweepReport:
-    """The current results of a sweep. `keys`: those that differ between its runs."""
+class SweepResults:
+    """The current results of a sweep, the best run first.
+
+    Args:
+        winner: the variant that wins, or None
+        verdict: why
+    """
 
     name: str
-    config: str
-    folder: str
-    keys: tuple[str, ...]
-    rows: tuple[ReportRow, ...]
+    spec: Spec
+    runs: tuple[RunResult, ...]
+    winner: str | None
+    verdict: str
 
 
-def read_sweep(
-    name: str, spec: Spec, planned: Sequence[PlannedRun], changed: Mapping[str, Sequence[str]]
-) -> SweepReport:
-    """Read the current state of every run from its folder. `changed`: the runs started with other keys
-    than the spec has now, with the differences."""
-    configs = [flat_config(run.config) for run in planned]
-    keys = _keys_that_differ(planned, configs)
-    rows = []
-    for run, config in zip(planned, configs, strict=True):
-        values = {
-            key: value_text(getattr(run.cell, key) if key in LAUNCH else config.get(key)) for key in keys
-        }
-        rows.append(_read_row(run, values, changed.get(run.cell.name, ())))
-    return SweepReport(name, spec.config, str(spec.folder), tuple(keys), tuple(rows))
+def rate_text(rate: Rate | None, form: str) -> str:
+    """Return the median of a rate, and half of its spread."""
+    return "" if rate is None else f"{rate.median:{form}} ± {rate.spread / 2:.0%}"
 
 
-def report_json(report: SweepReport) -> dict[str, Any]:
-    """Return the report as a JSON-compatible document."""
-    return {
-        "sweep": report.name,
-        "config": report.config,
-        "folder": report.folder,
-        "varied": report.keys,
-        "runs": [_row_json(row) for row in report.rows],
-    }
+def read_sweep(name: str, spec: Spec, runs: Sequence[SweepRun]) -> SweepResults:
+    """Read the current state of every run from its folder."""
+    settings = {run.name: run.settings for run in runs}
+
+    def text(run: SweepRun, key: str) -> str:
+        return value_text(settings[run.name].get(key))
+
+    own = dict.fromkeys(key for run in runs for key in ("processes", *run.own))
+    keys = [key for key in own if len({text(run, key) for run in runs}) > 1]
+    results = [read_result(run, {key: text(run, key) for key in keys}) for run in runs]
+    sign, *_ = BEST[spec.best]
+    results.sort(key=lambda each: math.inf if (value := each.value(spec.best)) is None else sign * value)
+    return SweepResults(name, spec, tuple(results), *find_winner(results, spec.best))
 
 
-def _keys_that_differ(planned: Sequence[PlannedRun], configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that the spec varies and that do not have the same value in all runs."""
-    varied = dict.fromkeys(key for run in planned for key in run.cell.own)
-    differing = [key for key in varied if len({value_text(config.get(key)) for config in configs}) > 1]
-    return [key for key in LAUNCH if len({getattr(run.cell, key) for run in planned}) > 1] + differing
+def read_result(run: SweepRun, varied: Mapping[str, str]) -> RunResult:
+    """Read the current state of a run from its folder. A run that failed because its plan is not possible is
+    refused."""
+    folder, output = read_run(run.folder) if run.folder.is_dir() else None, run.folder / OUTPUT
+    state, reason = "waiting", ""
+    if folder and folder.status:
+        state, reason = folder.status.state, folder.status.reason
+        state = "refused" if state == "failed" and reason.startswith("PlanError") else state
+    device = named_device(output.read_text("utf-8", errors="replace")) if output.is_file() else ""
+    return RunResult(run, varied, state, reason, device, folder, figures_of(folder) if folder else NO_FIGURES)
 
 
-def _read_row(planned: PlannedRun, varied: Mapping[str, str], changed: Sequence[str]) -> ReportRow:
-    run = read_run(planned.folder) if planned.folder.is_dir() else None
-    state, reason = state_of(planned.folder)
-    if planned.refused and state in ("waiting", "refused"):
-        state, reason = "refused", planned.refused
-    if changed:
-        warning = f"started with other keys than the spec has now ({', '.join(changed)})"
-        reason = f"{warning}; {reason}" if reason else warning
-    figures = figures_of(run, read_attempt(planned.folder).predicted) if run else None
-    return ReportRow(
-        planned.cell.name,
-        varied,
-        state,
-        reason,
-        planned.world_size,
-        run,
-        figures,
-        device_of(planned.folder),
-        0 if planned.config.train.epochs else planned.config.train.steps,
+def find_winner(results: Sequence[RunResult], best: str) -> tuple[str | None, str]:
+    """Return the variant that wins, if one does, and the reason. Only variants count whose runs have all
+    finished with finite figures.
+
+    A variant wins if each of its runs is better than every run of the others, and if that is unlikely to
+    happen by chance: with equal variants, every order of all n runs is equally likely, and in one of "n over
+    k" orders a variant's k runs are the first k.
+    """
+    sign, label, form = BEST[best]
+    groups = dict[str, list[float]]()
+    for each in results:
+        value = each.value(best)
+        groups.setdefault(each.run.variant, []).append(math.nan if value is None else value)
+    values = {variant: runs for variant, runs in groups.items() if not math.isnan(sum(runs))}
+    if unfinished := sum(each.state in ("waiting", "running", "stopped") for each in results):
+        return None, f"No winner yet: {unfinished} of {len(results)} runs have not finished."
+    if len(values) < 2:
+        return None, f"No winner: fewer than two variants have {label} of all their runs."
+    first, second, *_ = sorted(values, key=lambda variant: sign * statistics.median(values[variant]))
+    lead = (
+        f"{first} with {label} {_range(values[first], form)}, ahead of {second} with "
+        f"{_range(values[second], form)}"
     )
+    others = [sign * value for variant, runs in values.items() if variant != first for value in runs]
+    if max(sign * value for value in values[first]) >= min(others):
+        return None, f"No winner: {lead}. Runs of different variants overlap: the difference may be noise."
+    total = sum(map(len, values.values()))
+    luck = sum(1 / math.comb(total, len(runs)) for runs in values.values())
+    chance = f"If all variants were equal, one would lead like this by chance in {luck:.0%} of sweeps"
+    if luck > LUCK:
+        return None, f"No winner yet: {lead}. {chance}: repeat the runs (--repeat 3)."
+    return first, f"Winner: {lead}. {chance}."
 
 
-def _row_json(row: ReportRow) -> dict[str, Any]:
-    """Return the fields of a row and of its figures; predictions come with their error."""
-    document = {name: value for name, value in vars(row).items() if name not in ("run", "figures")}
-    if (figures := row.figures) is None:
-        return document | {"step": 0}
-    predicted = {
-        name: {"value": value, "error": figures.error_of(name)} for name, value in figures.predicted.items()
-    }
-    return document | vars(figures) | {"predicted": predicted}
+def _range(values: Sequence[float], form: str) -> str:
+    """Return a median with its range, such as "5 (4 to 6 in 3 runs)"."""
+    median = f"{statistics.median(values):{form}}"
+    if len(values) == 1:
+        return f"{median} (one run)"
+    return f"{median} ({min(values):{form}} to {max(values):{form}} in {len(values)} runs)"
+
+
+def to_document(results: SweepResults) -> dict[str, Any]:
+    """Return the results as a JSON-compatible document."""
+    spec, names = results.spec, ("name", "variant", "processes")
+    runs = [
+        {name: getattr(each.run, name) for name in names}
+        | {name: getattr(each, name) for name in ("varied", "state", "reason", "device")}
+        | vars(each.figures)
+        for each in results.runs
+    ]
+    head = {"sweep": results.name, "config": spec.config, "folder": spec.folder, "best": spec.best}
+    return head | {"winner": results.winner, "verdict": results.verdict, "runs": runs}

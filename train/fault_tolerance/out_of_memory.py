@@ -15,7 +15,6 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import OutOfMemory
@@ -94,10 +93,12 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
     """Yield the predicted memory and the changes that would free most; if computing them fails, which it does
     without free memory, one line with the error."""
     try:
-        from meshwright.parallel.planner.devices import Devices  # late: only a failed run needs it
+        # late: only a failed run needs it
+        from meshwright.parallel.planner.hardware import find_hardware, load_hardware
         from meshwright.parallel.planner.host_memory import host_memory
+        from meshwright.parallel.planner.machines import Machines
         from meshwright.train.planning.predict import predict_memory, run_workload
-        from meshwright.train.planning.suggest import suggest_savings
+        from meshwright.train.planning.savings import suggest_savings
 
         predicted = predict_memory(job, plan)
         yield _in_gib(
@@ -110,8 +111,8 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
         )
         held = host_memory(plan, run_workload(job, plan)).total
         host = None if device.type == "cpu" else held + free_host_bytes() // ranks.local_world_size
-        devices = Devices(0, ranks.local_world_size, kind, host)
-        for change in suggest_savings(job, plan, devices):
+        machines = Machines(plan.mesh.world_size, ranks.local_world_size, 0, kind, host)
+        for change in suggest_savings(job, plan, machines):
             yield f"would help: {change.describe()}"
         if job.parallel.plan not in ("manual", "auto"):
             yield (

@@ -16,7 +16,6 @@ from meshwright.parallel.compile.stats import count_training_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.hardware import find_hardware
 from meshwright.train.config import MetricsConfig, TrainingJob
 from meshwright.train.evaluation import Score, mean_loss
 from meshwright.train.memory import peak_resident_bytes
@@ -254,6 +253,8 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
 
 def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughput:
     """Return the Throughput of a plan on devices named `device_name`."""
+    from meshwright.parallel.planner.hardware import find_hardware  # late: needed once, by a run that starts
+
     hardware, dtype = find_hardware(device_name), plan.units[0].param_dtype
     full, causal = training_flops(job)
     return Throughput(

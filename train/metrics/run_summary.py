@@ -55,7 +55,7 @@ UNIT_KEYS = (
 def describe_run(config: Config, planned: RunPlan, data: str, steps: range) -> RunSummary:
     """Return the summary for TensorBoard: config, plan, and the step predicted by the planner. `data`: a
     description of the data; `steps`: steps of this process."""
-    plan, device_name, timeline = planned.plan, planned.device_name, planned.timeline
+    plan, device_name, prediction = planned.plan, planned.device_name, planned.prediction
     facts = run_facts(config.job, plan, device_name, data, steps)
     texts = {
         "config": _code(config_to_yaml(config)),
@@ -63,10 +63,11 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: range) -> R
         # a list: on a narrow page the columns of a table are one character wide
         "about": "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
     }
-    if planned.reasons:
-        texts["planner"] = "\n".join(f"- {line}" for line in planned.reasons)
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
-    images = {} if timeline is None else {PREDICTED_STEP: partial(_draw, timeline, title)}
+    images = {}
+    if prediction:
+        texts["planner"] = "\n".join(f"- {line}" for line in prediction.reasons)
+        images = {PREDICTED_STEP: partial(_draw, prediction.timeline, title)}
     values = hparams_of(config, plan, device_name)
     return RunSummary(texts, images, values, first_keys(values, sys.argv[1:]))
 
@@ -154,9 +155,10 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
     console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
     parameters = source_of(job.model).parameters
     assert planned.peak_bytes is not None, "check_memory comes first"
-    console.print(
-        f"model: {parameters:,} parameters; about {planned.peak_bytes / GIB:.2f} GiB per process for training"
-    )
+    peak_gib = f"{planned.peak_bytes / GIB:.2f} GiB"
+    bound = f"at most {peak_gib} of tensors per process (a bound: memory is ample)"
+    memory = bound if planned.bounded else f"about {peak_gib} per process for training"
+    console.print(f"model: {parameters:,} parameters; {memory}")
     if job.parallel.strategy:
         console.print(describe_strategy(job.parallel.strategy, plan.mesh))
     console.print(plan_to_table(plan))
@@ -167,4 +169,5 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
     console.print(f"run: {run_dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
     steps = f"every {every} steps, at a stop and at the end" if every > 0 else "at a stop and at the end"
     console.print(f"saves: {steps if every else 'none, because checkpoint.every is 0: no weights are kept'}")
-    console.print_lines(f"planner: {line}" for line in planned.reasons)
+    reasons = planned.prediction.reasons if planned.prediction else ()
+    console.print_lines(f"planner: {line}" for line in reasons)

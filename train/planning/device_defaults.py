@@ -2,15 +2,18 @@
 float32) and the attention kernel."""
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.models.attention import DOCUMENT_MASK_KERNELS, HALF_PRECISION_KERNELS, KERNELS
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.train.config import TrainingJob
 from meshwright.train.model.choose import source_of
+
+if TYPE_CHECKING:
+    from meshwright.parallel.planner.hardware import Hardware
 
 HOPPER = (9, 0)  # CUDA compute capability
 # fastest first; for GPUs that no file in configs/hardware describes
@@ -18,7 +21,7 @@ ON_HOPPER = ("cudnn", "flash", "efficient", "flex")
 ON_OLDER = ("flash", "efficient", "flex")
 
 
-def best_attention(job: TrainingJob, hardware: Hardware | None) -> str:
+def best_attention(job: TrainingJob, hardware: "Hardware | None") -> str:
     """Return the fastest attention kernel that supports the job on such devices. None is a CPU."""
     if hardware is None or hardware.cores:
         return "cpu"
@@ -30,6 +33,8 @@ def attention_on_device(job: TrainingJob, device: torch.device, device_name: str
     in configs/hardware describes gets the first of ON_HOPPER or ON_OLDER that does."""
     if device.type == "cpu":
         return "cpu"
+    from meshwright.parallel.planner.hardware import find_hardware  # late: a run on a CPU needs no planner
+
     if kind := find_hardware(device_name):
         return best_attention(job, kind)
     kernels = ON_HOPPER if torch.cuda.get_device_capability(device) >= HOPPER else ON_OLDER
@@ -83,7 +88,7 @@ AMPERE = (8, 0)
 FAST_ON_CPUS = {"amx_bf16": "AMX_BF16", "avx512_bf16": "AVX512_BF16", "bf16": "Arm's BF16"}
 
 
-def best_dtype(hardware: Hardware | None) -> str:
+def best_dtype(hardware: "Hardware | None") -> str:
     """Return the dtype with the higher peak on a kind of device. None is an unknown CPU: float32."""
     rates = hardware.peak_tflops if hardware else {}
     return "bfloat16" if rates.get("bfloat16", 0.0) > rates.get("float32", 0.0) else "float32"

@@ -9,10 +9,12 @@ from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
-from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.host_memory import HostMemory, host_memory
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import SearchResult, check_legal, least_memory, search
+from meshwright.parallel.planner.search import SearchResult, check_legal, search
+from meshwright.parallel.planner.search_space import least_memory
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
@@ -20,7 +22,7 @@ from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.model.build import freeze, training_flops
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
-from meshwright.train.planning.resolve import make_shape
+from meshwright.train.planning.resolve import make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
 
 
@@ -29,6 +31,7 @@ class Prediction:
     """The prediction for a run on one kind of machine.
 
     Args:
+        plan: what it predicts
         memory: of one rank
         allocator_bytes: what the allocator reserves
         reserved_bytes: the same with the overhead of the process
@@ -36,8 +39,10 @@ class Prediction:
         tokens_per_s_per_gpu: trained tokens
         mfu, mfu_causal: share of the device's peak, with FLOPs of full or causal attention; None for a CPU
             and a GPU that no file describes
+        reasons: of the planner, if it chose the plan, one sentence each
     """
 
+    plan: Plan
     memory: PredictedMemory
     allocator_bytes: int
     reserved_bytes: int
@@ -45,6 +50,7 @@ class Prediction:
     tokens_per_s_per_gpu: float
     mfu: float | None
     mfu_causal: float | None
+    reasons: tuple[str, ...] = ()
 
 
 def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
@@ -65,7 +71,7 @@ def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
     # without a name, peak_tflops is not a device's own: on a CPU, it is the best measured rate of one core
     mfu, mfu_causal = (full, causal) if hardware.device_names else (None, None)
     allocator, reserved = allocator_bytes(memory, hardware), reserved_bytes(memory, hardware)
-    return Prediction(memory, allocator, reserved, timeline, rate, mfu, mfu_causal)
+    return Prediction(plan, memory, allocator, reserved, timeline, rate, mfu, mfu_causal)
 
 
 def predict_memory(job: TrainingJob, plan: Plan) -> PredictedMemory:
@@ -73,31 +79,51 @@ def predict_memory(job: TrainingJob, plan: Plan) -> PredictedMemory:
     return predict_step_memory(plan, run_workload(job, plan))
 
 
-def search_plans(job: TrainingJob, world_size: int, cluster: Devices) -> SearchResult:
-    """Search all legal plans of the job on `world_size` processes. Raises PlanError if there are none."""
-    model, shape = source_of(job.model).units, shape_on(job, world_size, cluster)
-    return search(job.parallel, model, shape, cluster, partial(run_workload, job))
+def plan_for(job: TrainingJob, machines: Machines) -> Plan:
+    """Make or read the plan as `plan_run` does, with the best kernel and dtype of such machines."""
+    return plan_run(job, machines.processes, machines.per_node, *_best(job, machines))
 
 
-def check_legal_plans(job: TrainingJob, world_size: int, kind: Hardware, per_node: int) -> None:
-    """Raise PlanError if the job has no legal plan. Takes no measurements: of a machine of this `kind` only
-    the kernels and dtypes count."""
-    shape = shape_on(job, world_size, Devices(0, per_node, kind))
-    check_legal(job.parallel, source_of(job.model).units, shape, per_node)
+def predict_needs(
+    job: TrainingJob, plan: Plan, machines: Machines, seq_len: int | None = None
+) -> tuple[PredictedMemory, HostMemory, int]:
+    """Return the memory of one rank, its host memory, and the device memory that its process needs; with
+    `seq_len` of the workload scaled to sequences of that many tokens."""
+    work = run_workload(job, plan)
+    work = work.shortened(seq_len) if seq_len else work
+    memory, host = predict_step_memory(plan, work), host_memory(plan, work)
+    return memory, host, machines.needed_bytes(memory, host)
 
 
-def search_leanest(job: TrainingJob, world_size: int, cluster: Devices, seq_len: int) -> SearchResult:
+def search_plans(job: TrainingJob, machines: Machines) -> SearchResult:
+    """Search all legal plans of the job. Raises PlanError if there are none."""
+    units, shape = source_of(job.model).units, _shape_on(job, machines)
+    return search(job.parallel, units, shape, machines, partial(run_workload, job))
+
+
+def search_leanest(job: TrainingJob, machines: Machines, seq_len: int) -> SearchResult:
     """Search the plans that need the least memory, with sequences of `seq_len` tokens."""
-    model = source_of(job.model).units
-    parallel, shape = least_memory(job.parallel, shape_on(job, world_size, cluster), len(model.checkpointed))
+    units = source_of(job.model).units
+    parallel, shape = least_memory(job.parallel, _shape_on(job, machines), len(units.checkpointed))
     shape = dataclasses.replace(shape, seq_len=seq_len)
-    return search(parallel, model, shape, cluster, lambda plan: run_workload(job, plan).shortened(seq_len))
+    return search(parallel, units, shape, machines, lambda plan: run_workload(job, plan).shortened(seq_len))
 
 
-def shape_on(job: TrainingJob, world_size: int, cluster: Devices) -> RunShape:
+def check_legal_plans(job: TrainingJob, machines: Machines) -> None:
+    """Raise PlanError if the job has no legal plan. Takes no measurements: of the machines only the numbers,
+    the kernels and the dtypes count."""
+    check_legal(job.parallel, source_of(job.model).units, _shape_on(job, machines))
+
+
+def _shape_on(job: TrainingJob, machines: Machines) -> RunShape:
     """Return the sizes that the planner makes plans for."""
-    kind, per_node = cluster.kind, min(cluster.gpus_per_node, world_size)
-    return make_shape(job, world_size, per_node, best_attention(job, kind), best_dtype(kind))
+    on_node = min(machines.per_node, machines.processes)
+    return make_shape(job, machines.processes, on_node, *_best(job, machines))
+
+
+def _best(job: TrainingJob, machines: Machines) -> tuple[str, str]:
+    """Return the attention kernel and the dtype that `auto` selects there."""
+    return best_attention(job, machines.hardware), best_dtype(machines.hardware)
 
 
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:

@@ -95,16 +95,8 @@ def plan_run(
 
 
 def make_shape(
-    job: TrainingJob, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
+    job: TrainingJob, world_size: int, gpus_per_node: int, attention: str, param_dtype: str
 ) -> RunShape:
     """Return the sizes that the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
-    return RunShape(
-        world_size,
-        gpus_per_node,
-        job.seq_len,
-        job.micro_batch_size,
-        job.global_batch_size,
-        attention,
-        param_dtype,
-        dynamic=False,
-    )
+    sizes = job.seq_len, job.micro_batch_size, job.global_batch_size
+    return RunShape(world_size, gpus_per_node, *sizes, attention, param_dtype, dynamic=False)

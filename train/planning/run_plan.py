@@ -1,7 +1,8 @@
 """Resolves or chooses the plan of a run and checks it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,11 @@ from meshwright.train.distributed.process_group import init_distributed
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
 from meshwright.train.memory import device_memory_bytes, free_host_bytes
 from meshwright.train.model.choose import source_of
+from meshwright.train.planning.memory_bound import is_ample, memory_bound
 from meshwright.train.planning.resolve import plan_on_device
 
 if TYPE_CHECKING:
-    from meshwright.parallel.planner.devices import Devices
-    from meshwright.parallel.planner.hardware import Hardware
-    from meshwright.parallel.planner.timeline import Timeline
+    from meshwright.train.planning.predict import Prediction
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class RunPlan:
     Args:
         device, device_name: of this process
         plan: the plan of all processes
-        peak_bytes: predicted peak memory of a process; None before `check_memory`
-        predicted: if the planner chose the plan, its predictions by their names in metrics.jsonl
-        reasons: if the planner chose the plan, its reasons, one sentence each
-        timeline: if the planner chose the plan, the predicted step
+        peak_bytes: predicted peak memory of a process, or a bound of it; None before `check_memory`
+        bounded: `peak_bytes` is a bound, because there is several times as much
+        prediction: of the planner, if it chose the plan
+        predicted: the part of it that is compared with the run, by the names in metrics.jsonl
     """
 
     device: torch.device
     device_name: str
     plan: Plan
     peak_bytes: int | None = None
+    bounded: bool = False
+    prediction: "Prediction | None" = None
     predicted: Mapping[str, float] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
-    timeline: "Timeline | None" = None
 
 
 def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
@@ -56,9 +56,15 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
     source_of(config.model).check(config.job)
     device, device_name = choose_device(config.run, ranks)
     if config.parallel.plan == "auto":
+        from meshwright.train.planning.auto import choose_for_run  # late, as the planner is a large import
+
         use_cache_folder(config.parallel.compile)  # the planner uses the compiler
         console.print_lines(init_distributed(config.run, comparable_settings(config), ranks, device))
-        planned = _choose(config.job, ranks, device, device_name, console)
+        smallest = partial(_smallest_memory, device, ranks)
+        chosen, peak_bytes = choose_for_run(config.job, ranks, device, device_name, console, smallest)
+        predicted = {"step_time_s": chosen.timeline.step_s, "peak_memory_gib": peak_bytes / GIB}
+        needed = chosen.memory.peak_bytes
+        planned = RunPlan(device, device_name, chosen.plan, needed, False, chosen, predicted)
     else:
         planned = RunPlan(device, device_name, plan_on_device(config.job, ranks, device, device_name))
         use_cache_folder(planned.plan.compile)
@@ -67,16 +73,25 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
 
 
 def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan:
-    """Return `planned` with `peak_bytes`.
+    """Return `planned` with `peak_bytes`: a bound, if the rank that has the least memory has ample for it;
+    else a prediction.
 
-    Every rank calls it: rank 0 traces the model for all ranks, and compares its needs with the memory of the
-    rank that has the least. Raises PlanError if that is too little.
+    Every rank calls it: rank 0 traces the model for all ranks, and compares its needs with that memory.
+    Raises PlanError if it is too little.
     """
     if planned.peak_bytes is not None:  # the planner has checked it
         return planned
     smallest = _smallest_memory(planned.device, ranks)
-    peak_bytes = broadcast_from_rank0(ranks, lambda: _needed_bytes(job, planned, ranks, smallest))
-    return replace(planned, peak_bytes=peak_bytes)
+    bound_bytes = memory_bound(job, planned.plan)
+    if bound_bytes is not None and is_ample(bound_bytes, min(smallest)):
+        return replace(planned, peak_bytes=bound_bytes, bounded=True)
+
+    def predict_peak() -> int:
+        from meshwright.train.planning.fit import check_run_fits  # late: the planner, and only on rank 0
+
+        return check_run_fits(job, planned.plan, planned.device, planned.device_name, ranks, smallest)
+
+    return replace(planned, peak_bytes=broadcast_from_rank0(ranks, predict_peak))
 
 
 def _smallest_memory(device: torch.device, ranks: RankInfo) -> list[int]:
@@ -86,56 +101,3 @@ def _smallest_memory(device: torch.device, ranks: RankInfo) -> list[int]:
     smallest = torch.tensor([*device_memory_bytes(device, ranks), host])
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return list(map(int, smallest))
-
-
-def _devices(
-    device: torch.device, ranks: RankInfo, kind: "Hardware | None", smallest: Sequence[int]
-) -> "Devices":
-    """Return the devices of this run. What a process takes of a GPU before its tensors is part of its needs,
-    if the kind is known, so it is not taken off what is free."""
-    from meshwright.parallel.planner.devices import Devices
-
-    free, in_total, host = smallest
-    available = min(in_total, free + (round(kind.reserved_gib * GIB) if kind else 0))
-    return Devices(available, ranks.local_world_size, kind, None if device.type == "cpu" else host)
-
-
-def _choose(
-    job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str, console: Console
-) -> RunPlan:
-    """Let the planner choose on rank 0 and broadcast its choice, so that all ranks have the same plan. A
-    machine that no file describes, as a CPU, is measured first, by all ranks, if there is a legal plan."""
-
-    # late: large imports, rarely needed
-    from meshwright.parallel.planner.hardware import find_hardware, load_hardware
-    from meshwright.train.calibration.measure import FALLBACK, measure_here
-    from meshwright.train.planning.auto import choose_for_device
-    from meshwright.train.planning.predict import check_legal_plans
-
-    kind = find_hardware(device_name)
-    if kind is None:
-        similar = load_hardware()[FALLBACK[device.type]]
-        check_legal_plans(job, ranks.world_size, similar, ranks.local_world_size)
-        measured = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
-        kind = measured.hardware
-        console.print(f"planner: {measured.line}")
-    console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    machines = _devices(device, ranks, kind, _smallest_memory(device, ranks))
-    chosen = broadcast_from_rank0(ranks, lambda: choose_for_device(job, ranks, device, machines))
-    return RunPlan(device, device_name, **vars(chosen))
-
-
-def _needed_bytes(job: TrainingJob, planned: RunPlan, ranks: RankInfo, smallest: Sequence[int]) -> int:
-    from meshwright.parallel.planner.hardware import find_hardware
-    from meshwright.train.planning.suggest import check_fits
-
-    # On a CPU, host memory is the device memory: cpu_offload saves nothing.
-    plan = planned.plan
-    if planned.device.type == "cpu":
-        plan = replace(plan, cpu_offload=False)
-        job = replace(job, parallel=replace(job.parallel, cpu_offload=False))
-    devices = _devices(planned.device, ranks, find_hardware(planned.device_name), smallest)
-    in_total_gib, name = smallest[1] / GIB, planned.device_name
-    if (used_gib := in_total_gib - devices.available_bytes / GIB) > 0.05:
-        name += f" ({in_total_gib:.1f} GiB, {used_gib:.1f} in use before this run allocates)"
-    return check_fits(job, plan, devices, name).peak_bytes

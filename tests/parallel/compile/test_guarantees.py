@@ -117,7 +117,7 @@ def shorten_step_3(data, folder: Path, *more: str, **env: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_path):
     """An evaluation recompiles nothing."""
     result = shorten_step_3(data, tmp_path, "--train.eval_every=2", "--train.eval_sequences=13")
@@ -165,7 +165,7 @@ BUDGETS = {"layers.0": 0.0, "layers.[1-2]": 0.9}
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
     """torch has one budget per process; this plan file has two for its blocks."""
     layers = "--model.n_layers=3"

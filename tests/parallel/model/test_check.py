@@ -324,7 +324,7 @@ def row_sum(outputs: Any, example: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_check_starts_its_own_processes() -> None:
     made = stack()
     report = check(made[0], split(made), made[1], row_sum)

@@ -51,7 +51,7 @@ def materialized(names: Sequence[str]) -> dict[tuple[str, str], dict[str, Tensor
         pytest.param(EVERYDAY, id="everyday"),
         pytest.param(
             [name for name in MODELS if name not in EVERYDAY],
-            marks=[pytest.mark.slow, pytest.mark.sampled(5)],
+            marks=[pytest.mark.slow, pytest.mark.sampled(10)],
             id="transformers",
         ),
     ],

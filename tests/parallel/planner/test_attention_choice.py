@@ -151,7 +151,7 @@ def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_c
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     """8,192 tokens, vocabulary of 128,256: at most 1.2 GiB more than the gradients that every head needs."""
     gradients = 128_256 * 4096 * 2 + 8192 * 4096 * 2
@@ -176,7 +176,7 @@ def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     assert fullest(chunked.forward, 2) - fullest(chunked.forward, 1) < 0.3 * GIB
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.sampled(4)]), 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.sampled(8)]), 2])
 def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
     """Compare the eager code on fake tensors with the planner's prediction."""
     arguments = [*LLAMA_8B, *NARROW, f"--parallel.tp={tp}", "--parallel.compile.enabled=false"]

@@ -452,7 +452,7 @@ OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "
 
 
 def slow(*case: object) -> object:
-    return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sampled(4)])
+    return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sampled(8)])
 
 
 @pytest.mark.sampled(3)

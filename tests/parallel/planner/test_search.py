@@ -14,11 +14,11 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
-from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search
+from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search, with_none
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
@@ -69,20 +69,20 @@ MODEL = ModelUnits(
 BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_modules": ("attention",)}
 
 
-def machines(gib: float = 79.1, per_node: int = 8) -> Devices:
-    return Devices(int(gib * GIB), per_node, load_hardware()["h100-sxm"], 200 * GIB)
+def machines(gib: float = 79.1, per_node: int = 8) -> Machines:
+    return Machines(8, per_node, int(gib * GIB), load_hardware()["h100-sxm"], 200 * GIB)
 
 
 FOUND: dict[str, SearchResult] = {}  # of this file's tests, which ask several times for the same
 
 
 def find(
-    gpus: int, cluster: Devices | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
+    gpus: int, cluster: Machines | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
 ) -> SearchResult:
     cluster = cluster or machines()
     asked = repr((gpus, cluster, batch, micro, sorted(keys.items())))
     if asked not in FOUND:
-        job = RunShape(gpus, min(gpus, cluster.gpus_per_node), TOKENS, micro, batch)
+        job = RunShape(gpus, min(gpus, cluster.per_node), TOKENS, micro, batch)
         config = ParallelConfig(**BF16 | keys)  # type: ignore[arg-type]
         FOUND[asked] = search(config, MODEL, job, cluster, trace)
     return FOUND[asked]
@@ -92,8 +92,8 @@ def tried_in(choice: SearchResult) -> list[Candidate]:
     return [*choice.ranked, *choice.does_not_fit, *choice.pruned]
 
 
-def times_of(plan: Plan, cluster: Devices) -> StepTimes:
-    return step_times(plan, trace(plan), cluster.kind, cluster.gpus_per_node)
+def times_of(plan: Plan, cluster: Machines) -> StepTimes:
+    return step_times(plan, trace(plan), cluster.kind, cluster.per_node)
 
 
 def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -> None:
@@ -133,7 +133,7 @@ def test_more_memory_never_makes_the_choice_slower() -> None:
 
 def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
     plenty, little = (
-        find(8, machines(gib), micro=1, tp=1).best.choices["activation_checkpoint"] for gib in (140, 24)
+        find(8, machines(gib), micro=1, tp=1).best.choices.activation_checkpoint for gib in (140, 24)
     )
     assert (plenty, little) == ("none", "full")
 
@@ -152,21 +152,21 @@ def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
 )
 def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
     choice = find(8, machines(500), micro=1, **{key: value})
-    assert {c.choices[key] for c in tried_in(choice)} == {value}
+    assert {getattr(c.choices, key) for c in tried_in(choice)} == {value}
     plan = choice.best.plan
     assert getattr(plan.mesh, key, value) == value
     if key == "activation_checkpoint":  # the number of blocks is open; the fewest are the fastest
         assert [u.activation_checkpoint for u in plan.units[1:-1]] == [value] + ["none"] * (BLOCKS - 1)
 
 
-def slow_network(gib: float = 79.1) -> Devices:
+def slow_network(gib: float = 79.1) -> Machines:
     """Nodes with 10 GB/s, as 8 processes per node on 80 Gb/s have."""
     fast = machines(gib)
     network = dataclasses.replace(fast.hardware.network, gb_s=10.0)
     return dataclasses.replace(fast, hardware=dataclasses.replace(fast.hardware, network=network))
 
 
-def find_accumulating(cluster: Devices, **keys: Any) -> SearchResult:
+def find_accumulating(cluster: Machines, **keys: Any) -> SearchResult:
     """Search on 16 GPUs, with 16 micro batches per step."""
     keys |= {"dp_replicate": 1, "tp": 1, "activation_checkpoint": "full"}
     return find(16, cluster, batch=256, micro=1, **keys)
@@ -190,38 +190,36 @@ def test_micro_batches_are_reduced_once_if_the_network_is_slow_and_memory_is_fre
 def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
     keys = {"reshard_after_forward": True, "reshard_after_backward": True}
     plenty = find_accumulating(slow_network(500), **keys)
-    whole = [c for c in plenty.ranked if c.choices["reduce_gradients"] == "last_micro_batch"]
+    whole = [c for c in plenty.ranked if c.choices.reduce_gradients == "last_micro_batch"]
     too_little = min(c.needed_bytes for c in whole) / GIB - 0.1
     little = find_accumulating(slow_network(too_little), **keys)
     assert {u.reduce_gradients for u in little.best.plan.units} == {"every_micro_batch"}
-    assert "last_micro_batch" in {c.choices["reduce_gradients"] for c in little.does_not_fit}
+    assert "last_micro_batch" in {c.choices.reduce_gradients for c in little.does_not_fit}
     line = reason(little, slow_network(too_little), "reduce_gradients")
     assert re.search(
         r"last_micro_batch does not fit \([\d.]+ of [\d.]+ GiB\)", line.replace(" GiB of", " of")
     )
 
 
-def reasons(choice: SearchResult, cluster: Devices) -> list[str]:
+def reasons(choice: SearchResult, cluster: Machines) -> list[str]:
     return give_reasons(choice, cluster, times_of(choice.best.plan, cluster))
 
 
-def reason(choice: SearchResult, cluster: Devices, key: str) -> str:
+def reason(choice: SearchResult, cluster: Machines, key: str) -> str:
     (line,) = [line for line in reasons(choice, cluster) if line.startswith(f"{key}=")]
     return line
 
 
 def test_with_one_micro_batch_there_is_nothing_to_choose() -> None:
     for choice in (find(8), find(16, batch=16, tp=1), find(8, dp_shard=1, tp=1, batch=64, micro=1)):
-        ways = {
-            (c.choices["reduce_gradients"], c.choices["reshard_after_backward"]) for c in tried_in(choice)
-        }
+        ways = {(c.choices.reduce_gradients, c.choices.reshard_after_backward) for c in tried_in(choice)}
         assert ways == {("every_micro_batch", True)}
 
 
 def test_a_strategy_stays_as_it_is_and_leaves_the_rest_open() -> None:
     tried = tried_in(find(16, machines(500), strategy="hybrid_shard"))
     assert {(c.plan.mesh.dp_replicate, c.plan.mesh.dp_shard * c.plan.mesh.tp) for c in tried} == {(2, 8)}
-    assert {c.choices["activation_checkpoint"] for c in tried} == set(KEPT)
+    assert {c.choices.activation_checkpoint for c in tried} == set(KEPT)
 
 
 def test_prefetch_and_micro_batch_can_be_fixed_too() -> None:
@@ -234,7 +232,7 @@ def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() 
     tried = tried_in(find(16, batch=64))
     assert {c.plan.mesh.world_size for c in tried} == {16}
     assert {c.plan.global_batch_size for c in tried} == {64}
-    assert len({tuple(c.choices.items()) for c in tried}) == len(tried)
+    assert len({c.choices for c in tried}) == len(tried)
     assert {c.plan.mesh.tp for c in tried} == {1, 2, 4, 8}
     assert {c.plan.mesh.tp for c in tried_in(find(8, machines(500, per_node=2), micro=1))} == {1, 2}, (
         "tp stays within a node"
@@ -244,7 +242,7 @@ def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() 
 def test_a_tie_goes_to_the_simpler_plan() -> None:
     """On one GPU resharding and prefetching have no effect."""
     best = find(1, machines(500), micro=1).best
-    assert best.choices == {
+    assert dataclasses.asdict(best.choices) == {
         "tp": 1,
         "cp": 1,
         "cp_exchange": "auto",
@@ -265,7 +263,7 @@ def test_none_fits() -> None:
     assert not choice.ranked
     least = choice.does_not_fit[0]
     assert least.needed_bytes == min(c.needed_bytes for c in choice.does_not_fit)
-    assert least.choices["activation_checkpoint"] == "full"
+    assert least.choices.activation_checkpoint == "full"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,7 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
     assert bool(found.ranked) == bool(fits)
     if fits:
         assert fits == list(range(fits[0], BLOCKS + 1)), "more blocks never need more memory"
-        tried = {c.choices["activation_checkpoint_blocks"] for c in found.ranked}
+        tried = {c.choices.activation_checkpoint_blocks for c in found.ranked}
         assert tried == {fits[0], BLOCKS}
         assert found.best.rate() >= max(by_count[count].best.rate() for count in fits) * (1 - EQUAL)
 
@@ -334,11 +332,11 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
 def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> None:
     cluster = machines(28)
     choice = find(8, cluster, micro=1, tp=1, dp_replicate=1)
-    count = choice.best.choices["activation_checkpoint_blocks"]
+    count = choice.best.choices.activation_checkpoint_blocks
     assert 0 < count < BLOCKS
     treated = [unit.activation_checkpoint != "none" for unit in choice.best.plan.units[1:-1]]
     assert treated == [True] * count + [False] * (BLOCKS - count)
-    whole = choice.best.choices | {"activation_checkpoint_blocks": BLOCKS}
+    whole = dataclasses.replace(choice.best.choices, activation_checkpoint_blocks=BLOCKS)
     (all_blocks,) = [c for c in choice.ranked if c.choices == whole]
     assert choice.best.rate() > all_blocks.rate() * (1 + EQUAL)
     line = reason(choice, cluster, "activation_checkpoint_blocks")
@@ -351,7 +349,7 @@ def test_offload_needs_host_memory() -> None:
     frees enough device memory."""
     closed = {"micro": 1, "tp": 1, "activation_checkpoint": "offload"}
 
-    def cluster(gib: float, host_gib: float) -> Devices:
+    def cluster(gib: float, host_gib: float) -> Machines:
         return dataclasses.replace(machines(gib), host_bytes=int(host_gib * GIB))
 
     all_blocks = find(8, cluster(40, 21.0), **closed, activation_checkpoint_blocks=BLOCKS).best
@@ -371,7 +369,7 @@ def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:
             machines(26), hardware=dataclasses.replace(machines().hardware, host_gb_s=rate)
         )
         choice = find(8, cluster, micro=1, tp=1, dp_replicate=1)
-        assert (choice.best.choices["activation_checkpoint"] == "offload") == offloaded
+        assert (choice.best.choices.activation_checkpoint == "offload") == offloaded
         text = "\n".join(reasons(choice, cluster))
         assert bool(re.search(r"^offload: .* GiB .*host memory", text, re.MULTILINE)) == offloaded
 
@@ -389,10 +387,6 @@ def test_reasons_give_figures_that_are_true() -> None:
     needs = re.findall(r"(none|selective|full) does not fit [^;]*?([\d.]+) GiB of 60\.0 GiB", checkpointing)
     assert needs, checkpointing
     for mode, gib in needs:
-        free = {"activation_checkpoint": "", "activation_checkpoint_blocks": 0}
-        plans = [
-            c
-            for c in choice.does_not_fit
-            if c.choices | free == choice.best.choices | free and c.choices["activation_checkpoint"] == mode
-        ]
+        alike = [c for c in choice.does_not_fit if with_none(c.choices) == with_none(choice.best.choices)]
+        plans = [c for c in alike if c.choices.activation_checkpoint == mode]
         assert [f"{c.needed_bytes / GIB:.1f}" for c in plans] == [gib]

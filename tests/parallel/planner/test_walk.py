@@ -19,7 +19,7 @@ from tests.support.simulated import TINY
 
 Events = list[tuple[str, str]]
 SEED = os.environ["MESHWRIGHT_TESTS_SEED"]
-SAMPLED = [pytest.mark.slow, pytest.mark.sampled(3)]
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(6)]
 WATCHED = {  # what happened if a call has changed the state of a unit
     "unshard": "gather",
     "wait_for_unshard": "copy out",

@@ -90,8 +90,8 @@ MENDED = (
     Fault(
         "saving-changes-the-batch",
         "advice on memory gives up data-parallel ranks, and with them a part of the global batch",
-        '{"parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}',
-        '{"parallel.dp_shard": plan.mesh.dp_shard // 2}',
+        "yield {**keys, **micro, **batch}",
+        "yield {**keys, **micro}",
         tests=("tests/train/fault_tolerance/test_out_of_memory.py",),
     ),
     # Training
@@ -241,24 +241,26 @@ MENDED = (
         tests=("tests/tools/test_compare.py",),
     ),
     Fault(
-        "refused-for-ever",
-        "a run of a sweep whose plan was refused once stays so",
-        'return ("waiting", "") if attempt.state == "refused" else (attempt.state, attempt.reason)',
-        "return attempt.state, attempt.reason",
-        tests=("tests/tools/sweep/test_spec.py", "tests/tools/sweep/test_sweep.py"),
+        "noise-wins",
+        "a sweep names a winner though its runs overlap those of another variant",
+        "if max(sign * value for value in values[first]) >= min(others):",
+        "if False:",
+        tests=("tests/tools/sweep/test_results.py",),
     ),
     Fault(
         "sweep-hears-hangup",
         "a sweep under nohup ends when its terminal closes",
-        "number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN",
-        "number in SIGNALS",
-        tests=("tests/tools/sweep/test_spec.py",),
+        "for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN",
+        "for number in SIGNALS",
+        tests=("tests/tools/sweep/test_sweep.py",),
     ),
     Fault(
-        "library-has-last-word",
-        "a line that a library prints after a check's result hides it",
-        "for line in reversed(output.splitlines()):",
-        "for line in output.splitlines()[-1:]:",
+        "failed-trial-passes",
+        "a trial of the doctor whose process fails counts as passed",
+        """        if code:
+            raise RuntimeError(find_reason(""",
+        """        if False:
+            raise RuntimeError(find_reason(""",
         tests=("tests/tools/test_doctor.py",),
     ),
 )

@@ -87,7 +87,7 @@ def cache() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_step_of_llama_debug(cache: str, tmp_path: Path) -> None:
     """On more GPUs than NCCL initializes with the id of one rank."""
     kept, ranks = tmp_path / "kept", 256
@@ -111,7 +111,7 @@ def test_a_step_of_llama_debug(cache: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_ctrl_c_leaves_nothing(cache: str, tmp_path: Path) -> None:
     with start(*DEBUG, "--cache", cache, TMPDIR=str(tmp_path)) as process:
         assert process.stderr is not None

@@ -16,7 +16,7 @@ from meshwright.tools.cli import run_tool
 from meshwright.tools.plan.__main__ import main
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.planning import suggest
+from meshwright.train.planning import fit
 from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import run
 from tests.support.plans import check_facts
@@ -171,9 +171,9 @@ def test_what_does_not_fit_comes_last_with_its_reason(capsys: Output) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_fewest_gpus(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suggest, "list_configs", list)  # test_suggest.py has smaller models
+    monkeypatch.setattr(fit, "list_configs", list)  # test_fit.py has smaller models
     larger = [*LARGE, "--model.n_layers=24", "--parallel.activation_checkpoint=full", H100]
     chosen = document(capsys, *larger, "--min-gpus")
     mesh = chosen["plan"]["mesh"]
@@ -246,7 +246,7 @@ def test_what_does_not_go_together_is_said(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_fits_leaves_with_2_and_one_message(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suggest, "list_configs", list)  # test_suggest.py has smaller models
+    monkeypatch.setattr(fit, "list_configs", list)  # test_fit.py has smaller models
     with pytest.raises(SystemExit, match="2"):
         run_tool(lambda: main([*LARGE, H100, "--gpus=1", "--model.n_layers=48"]))
     captured = capsys.readouterr()

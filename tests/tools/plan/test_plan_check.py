@@ -51,7 +51,7 @@ MORE = [
     (4, [*ACCUMULATED, ONCE, KEPT, GATHERED, "--parallel.dp_replicate=2", "--parallel.param_dtype=bfloat16"]),
     (4, ["--parallel.cp=4", "--train.global_batch_size=4"]),
 ]
-SAMPLED = [pytest.mark.slow, pytest.mark.sampled(3, together="test_plan_check")]
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(6, together="test_plan_check")]
 
 
 def small(world_size: int, keys: list[str]) -> tuple[TrainingJob, Plan]:

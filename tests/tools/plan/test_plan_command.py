@@ -17,7 +17,7 @@ from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.plan.__main__ import main
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.planning import suggest
+from meshwright.train.planning import fit
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import check_facts
 from tests.support.tables import try_each
@@ -60,7 +60,7 @@ def test_json_has_the_plan_and_the_memory(capsys: Output) -> None:
 
 @pytest.mark.parametrize(("gpus", "fits"), [("1", False), ("64", True)])
 def test_the_verdict(capsys: Output, monkeypatch: pytest.MonkeyPatch, gpus: str, fits: bool) -> None:
-    monkeypatch.setattr(suggest, "list_configs", list)  # test_suggest.py has smaller models
+    monkeypatch.setattr(fit, "list_configs", list)  # test_fit.py has smaller models
     arguments = ["--config=llama_8b", "--gpus", gpus, "--gpu=h100-sxm", EAGER]
     main([*arguments, "--json"])
     assert json.loads(capsys.readouterr().out)["predicted"]["fits"] is fits
@@ -236,7 +236,7 @@ def test_a_bad_path_is_one_line(tool: Tool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_this_machine_is_measured_and_the_prediction_says_so(tool: Tool, tmp_path: Path) -> None:
     options = [
         *("--config=llama_debug", "--gpus=2", "--gpu=here", "--train.seq_len=32", "--model.dim=64"),

@@ -1,25 +1,27 @@
-"""tools.sweep with the real trainer: runs that finish, fail, are refused, interrupted or killed."""
+"""tools.sweep with the real trainer: runs that finish, fail, are refused or interrupted."""
 
 import json
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from meshwright.tools.processes import children
+from meshwright.tools import processes
+from meshwright.tools.sweep import runner
 from meshwright.tools.sweep.__main__ import main
+from meshwright.tools.sweep.runs import make_runs
+from meshwright.tools.sweep.spec import read_spec
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
+from meshwright.train.errors import LockError
+from meshwright.train.fault_tolerance.run_lock import lock_folder
 from tests.support.launch import (
     EAGER,
     LIMIT_S,
     TINY,
-    Launch,
     family,
     kill,
     read_metrics,
@@ -28,9 +30,9 @@ from tests.support.launch import (
     write_text,
 )
 from tests.support.nested import NESTED, run_nested
-from tests.support.sweeps import Page
+from tests.support.sweeps import Page, write_run
+from tests.support.tables import try_each
 
-STEPS = 100
 SPEC = {"config": "llama_debug.yaml", "processes": 1}
 
 
@@ -66,6 +68,7 @@ def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, 
     folder, done = swept
     study = folder / "study"
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "[2/3] broken: failed, step 0/6: DataError" in done.stdout
     assert read_status(study / "good")["state"] == "finished"
     assert len(read_metrics(study / "good")) == 6
     assert "2 processes" in (study / "good" / "output.txt").read_text()
@@ -75,79 +78,112 @@ def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, 
     assert broken["reason"].startswith("DataError: data.source=nowhere"), broken
     assert impossible["reason"].startswith("PlanError: parallel"), impossible
     assert good["device"] == "CPU (no GPU)"
-    assert good["predicted"].keys() == {"step_time_s", "peak_memory_gib"}
-    assert abs(good["predicted"]["peak_memory_gib"]["error"]) < 0.5
     page = Page((study / "report.html").read_text())
     assert [cells[0] for cells in page.rows] == ["run", "good", "broken", "impossible"]
 
 
 @pytest.mark.usefixtures("forked_commands")
-def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_if_asked(
-    swept: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_starts_only_what_has_not_finished(swept: tuple[Path, Any], capsys: Any) -> None:
     folder, _ = swept
-    study = folder / "study"
-    before = {name: (study / name / "output.txt").read_bytes() for name in ("good", "broken")}
+    outputs = [folder / "study" / name / "output.txt" for name in ("good", "broken")]
+    before = [path.stat().st_mtime_ns for path in outputs]
     with pytest.raises(SystemExit, match="1"):
-        main([str(folder / "study.yaml")])
-    assert {name: (study / name / "output.txt").read_bytes() for name in before} == before
-    assert "--retry-failed" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="1"):
-        main([str(folder / "study.yaml"), "--retry-failed", "--json"])
-    assert (study / "good" / "output.txt").read_bytes() == before["good"]
-    assert (study / "broken" / "output.txt").read_bytes() == 2 * before["broken"]
+        main([str(folder / "study.yaml"), "--json"])
+    good, broken = (path.stat().st_mtime_ns > time for path, time in zip(outputs, before, strict=True))
+    assert (good, broken) == (False, True)
     printed = capsys.readouterr()
-    assert [each["state"] for each in json.loads(printed.out)["runs"]][1:] == ["failed", "refused"]
+    assert [each["state"] for each in json.loads(printed.out)["runs"]] == ["finished", "failed", "refused"]
     assert "[2/3] broken: failed" in printed.err
 
 
-@contextmanager
-def sweeping(path: Path, output: Path) -> Iterator[Launch]:
-    """A running sweep; at the end all its processes are killed."""
-    with started(1, "tools.sweep", str(path), output=output, module=NESTED) as sweep:
-        try:
-            yield sweep
-        finally:
-            kill(family(sweep.ranks[0].pid))
+def test_a_run_that_trains_on_without_its_sweep_is_not_started_again(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "study" / "run").mkdir(parents=True)
+    lock = lock_folder(tmp_path / "study" / "run")
+    try:
+        with pytest.raises(LockError, match=rf"study/run is in use by process {os.getpid()} .*end that run"):
+            main([str(path)])
+    finally:
+        lock.release()
 
 
-def was_asked_to_end(pid: int) -> bool:
-    """Whether SIGTERM is pending for a stopped process."""
-    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
+def test_a_run_that_has_not_recorded_its_end_is_recorded_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`before` it started, its folder had a status; the script is the run."""
+    path = write(tmp_path)
+    (run,) = make_runs(path, read_spec(path, {}, {}))
+
+    def check(before: str, script: str, state: str, reason: str = "") -> None:
+        write_run(run.folder, [], before)
+        monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", f"cd {run.folder}; {script}"])
+        runner.run_once(run)
+        status = read_status(run.folder)
+        assert (status["state"], status["reason"]) == (state, reason)
+
+    finish = "sed -i s/running/finished/ status.json"
+    rows = [
+        ("running", finish, "finished"),
+        ("running", f"{finish}; exit 1", "failed", "no output (exit code 1)"),
+        ("stopped", "true", "stopped"),
+        ("stopped", "echo PlanError: no; exit 2", "failed", "PlanError: no (exit code 2)"),
+        ("running", "echo last words; kill -9 $$", "failed", "last words (exit code -9)"),
+        ("running", "sed -i s/running/failed/ status.json; exit 1", "failed"),
+    ]
+    try_each(rows, check)
+
+
+def test_a_second_interrupt_kills_a_run_that_does_not_stop(tmp_path: Path, monkeypatch: Any) -> None:
+    path = write(tmp_path)
+    (run,) = make_runs(path, read_spec(path, {}, {}))
+    twice = "sleep 0.5; kill -USR1 $PPID; sleep 1; kill -USR1 $PPID; sleep 20"
+    script = f"trap '' TERM; echo $$ > {run.folder}/pid; {twice}"
+    monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", script])
+    monkeypatch.setattr(processes, "GRACE_S", 0.0)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runner.run_once(run)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not processes.find_running([int((run.folder / "pid").read_text())])
+    assert read_status(run.folder)["state"] == "failed"
+
+
+def test_what_nohup_ignores_stays_ignored_and_the_rest_interrupts() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with runner.interruptible():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) != signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [0, *map(step_of, list_checkpoints(folder / "checkpoints"))]
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
-def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(
+@pytest.mark.sampled(6)
+def test_an_interrupted_sweep_saves_and_the_same_command_resumes_its_run(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    """First Ctrl-C: the run saves and both stop. Then SIGKILL to the entire sweep. Then the same command
-    finishes."""
-    overrides = {**keys, "train.steps": STEPS, "train.global_batch_size": 2, "checkpoint.every": 10}
+    overrides = {**keys, "train.steps": 10**6, "train.global_batch_size": 2, "checkpoint.every": 10}
     path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
-    with sweeping(path, tmp_path / "first") as sweep:
-        assert sweep.wait_until(lambda: list_checkpoints(folder / "checkpoints")), sweep.output()
-        (trainer,) = children(sweep.ranks[0].pid)
-        os.kill(trainer, signal.SIGSTOP)  # otherwise it may finish before the signal arrives
-        sweep.send_signal(signal.SIGINT)
-        assert sweep.wait_until(lambda: was_asked_to_end(trainer)), sweep.output()
-        os.kill(trainer, signal.SIGCONT)
-        assert sweep.wait(LIMIT_S) == 130, sweep.output()
-    assert re.search("interrupted.*same command", sweep.output())
-    stopped = read_status(folder)
-    assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
-    assert (
-        max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
-    )
-    with sweeping(path, tmp_path / "second") as sweep:
-        assert sweep.wait_until(
-            lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"]
-        ), sweep.output()
-        kill(family(sweep.ranks[0].pid))
-    assert read_status(folder)["state"] == "running", "no process was left to write another status"
-    done = run_nested("tools.sweep", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert read_status(folder)["resumed_from"] >= stopped["step"]
-    assert sorted(read_metrics(folder)) == list(range(1, STEPS + 1))
-    assert (folder / "output.txt").read_text().count("+ ") == 3
+    ends = [{"step": 0}]
+    for turn in range(2):
+        with started(1, "tools.sweep", str(path), output=tmp_path / f"{turn}", module=NESTED) as sweep:
+            try:
+                assert sweep.wait_until(lambda: saved_steps(folder)[-1] > ends[-1]["step"]), sweep.output()
+                sweep.send_signal(signal.SIGINT)
+                assert sweep.wait(LIMIT_S) == 130, sweep.output()
+            finally:
+                kill(family(sweep.ranks[0].pid))
+        assert re.search("interrupted.*same command", sweep.output())
+        ends.append(read_status(folder))
+        assert (ends[-1]["state"], ends[-1]["reason"]) == ("stopped", "signal SIGTERM")
+        assert saved_steps(folder)[-1] == ends[-1]["step"]
+    assert ends[2]["resumed_from"] == ends[1]["step"]

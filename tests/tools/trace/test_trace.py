@@ -55,7 +55,7 @@ def test_names_of_kernels_with_control_characters_and_broken_letters_are_read(tm
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
     """A trace of 9 MB."""
     path, line = tmp_path / "long.json", json.dumps(CPU_EVENTS[3])

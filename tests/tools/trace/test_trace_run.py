@@ -43,7 +43,7 @@ def analyze(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_real_step_has_the_work_counted_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two micro batches of 2 sequences of 32 tokens; model width 32, 2 blocks, 4 heads of 8."""
     folder = profile(tmp_path, "meshwright.train.main", *TINY, "--train.steps=2", "--profile.steps=1")
@@ -83,7 +83,7 @@ def test_a_real_step_has_the_work_counted_by_hand(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_the_slow_unit_and_the_late_gather_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

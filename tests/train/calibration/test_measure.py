@@ -82,8 +82,8 @@ def measure_twice(folder: str, stance: str) -> list[tuple[str, Hardware]]:
     ("processes", "stance"),
     [
         (1, "force_eager"),
-        pytest.param(2, "force_eager", marks=[pytest.mark.slow, pytest.mark.sampled(3)]),
-        pytest.param(2, "default", marks=[pytest.mark.slow, pytest.mark.sampled(5)]),
+        pytest.param(2, "force_eager", marks=[pytest.mark.slow, pytest.mark.sampled(6)]),
+        pytest.param(2, "default", marks=[pytest.mark.slow, pytest.mark.sampled(10)]),
     ],
 )
 def test_processes_measure_once_and_agree(tmp_path: Path, processes: int, stance: str) -> None:

@@ -50,7 +50,7 @@ Ways = dict[str, Callable[[], object]]
     scope="module",
     params=[
         "fsdp",
-        pytest.param("fsdp_tp", marks=[pytest.mark.slow, pytest.mark.sampled(5, together="verify")]),
+        pytest.param("fsdp_tp", marks=[pytest.mark.slow, pytest.mark.sampled(10, together="verify")]),
     ],
 )
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,11 @@ import torch.distributed as dist
 
 from meshwright.train.config import DataConfig
 from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus, load_on_all_ranks
-from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.token_store import MANIFEST, TokenStream
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
-from tests.support.texts import train_bpe
+from tests.support.texts import prepare_texts, train_bpe, write_jsonl
 from tests.support.worlds import run_ranks
 
 
@@ -43,10 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "many").mkdir()
     for i in range(60):
         (folder / "many" / f"{i:02d}.txt").write_text(f"document {i} é\n" * (i + 1))
-    bpe = train_bpe(folder / "bpe")
-    prepare(
-        str(folder / "many"), str(bpe), "auto", "auto", folder / "prepared", PrepareSettings(held_out=0.25)
-    )
+    prepare_texts(folder / "many", folder / "prepared", train_bpe(folder / "bpe"), held_out=0.25)
     return folder
 
 
@@ -92,27 +90,27 @@ def test_a_second_call_uses_the_cache(many: DataConfig) -> None:
     assert second.fingerprint == first.fingerprint
 
 
-@pytest.mark.parametrize("change", ["content", "time", "new file", "share"])
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "content": lambda folder: (folder / "00.txt").write_text("changed"),
+    "time": lambda folder: os.utime(folder / "00.txt", ns=(1, 1)),
+    "new file": lambda folder: (folder / "new.txt").write_text("new"),
+    "share": lambda folder: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(
     change: str, many: DataConfig
 ) -> None:
     load_corpus(many)
-    before, path = caches(many), Path(many.source) / "00.txt"
-    if change == "content":
-        path.write_text("changed")
-    elif change == "time":
-        os.utime(path, ns=(1, 1))
-    elif change == "new file":
-        (path.parent / "new.txt").write_text("new")
-    config = (
-        many if change != "share" else DataConfig(many.source, eval_fraction=0.3, cache_dir=many.cache_dir)
-    )
-    load_corpus(config)
+    before = caches(many)
+    CHANGES[change](Path(many.source))
+    load_corpus(replace(many, eval_fraction=0.3) if change == "share" else many)
     assert len(caches(many)) == len(before) + 1
     assert before.items() <= caches(many).items()
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.sampled(5)])])
 def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(rounds: int, many: DataConfig) -> None:
     """Many rounds: a run that ends removes the work folder while others wait for it, at any moment."""
     for name in sorted(os.listdir(many.source))[3:]:
@@ -146,13 +144,12 @@ def test_what_is_not_read_or_left_out_is_printed_once_and_a_stricter_run_refuses
         load_corpus(many)
 
 
-def test_a_cache_folder_that_cannot_be_made_is_refused_by_name(many: DataConfig, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_refused_and_a_name_that_is_not_utf8_is_a_name(
+    many: DataConfig, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="file"):
-        load_corpus(DataConfig(many.source, cache_dir=str(tmp_path / "file" / "cache")))
-
-
-def test_a_name_that_is_not_utf8_is_a_name(many: DataConfig) -> None:
+        load_corpus(replace(many, cache_dir=str(tmp_path / "file" / "cache")))
     (Path(many.source) / os.fsdecode(b"\xff.txt")).write_text("text")
     assert "61 documents" in load_corpus(many).description
 
@@ -184,185 +181,138 @@ def test_prepared_data_is_used_as_it_is_wherever_it_lies(prepared: Path) -> None
     assert tokenizer.decode(ids.tolist()).startswith("document ")
 
 
-def test_the_tokenizer_named_must_be_the_one_the_data_was_made_with(prepared: Path) -> None:
-    same = prepared.parent / "bpe"
-    assert load_corpus(with_cache(prepared, tokenizer=str(same))).tokenizer.sha256
-    other = train_bpe(prepared.parent / "other", vocab_size=400)
-    with pytest.raises(
-        DataError, match=r"data\.tokenizer=.*other \(400 ids, sha256 .* was made with bpe \(600 ids"
-    ):
-        load_corpus(with_cache(prepared, tokenizer=str(other)))
-    with pytest.raises(DataError, match="bytes"):
-        load_corpus(with_cache(prepared, tokenizer="bytes"))
-    with pytest.raises(DataError, match="bos None"):
-        load_corpus(with_cache(prepared, tokenizer=str(same), bos="none"))
-
-
-def test_the_sources_of_a_run_must_have_one_tokenizer(prepared: Path, many: DataConfig) -> None:
-    with pytest.raises(DataError, match=r"same tokenizer.*600 ids.* bytes .*prepare"):
-        load_corpus(with_cache(prepared, mixture={str(prepared): 1.0, many.source: 1.0}))
-    with pytest.raises(DataError, match=r"same tokenizer.*600 ids.* bytes .*prepare"):
-        load_corpus(with_cache(prepared, validation={"raw": many.source}))
-
-
-def test_a_model_with_too_few_ids_is_told_how_many_and_which_multiple(prepared: Path) -> None:
-    with pytest.raises(DataError, match=r"model\.vocab_size=500 .* best 640, a multiple of 128"):
-        check_data(with_cache(prepared), 500)
-    check_data(with_cache(prepared), 640)
-    assert [padded_vocab_size(n) for n in (1, 128, 129, 50257, 128256)] == [128, 128, 256, 50304, 128256]
-    with pytest.raises(DataError, match=r"model\.vocab_size=256 .* 257"):
-        check_vocabulary(ByteTokenizer.info, 256)
-
-
-@pytest.mark.parametrize("ending", ["bin", "ends"])
-@pytest.mark.parametrize("seen_before", [False, True])
-def test_a_shard_that_changed_is_named_with_both_fingerprints(
-    ending: str, seen_before: bool, prepared: Path
+def test_all_data_must_have_the_tokenizer_that_is_named_and_the_same(
+    prepared: Path, many: DataConfig
 ) -> None:
-    config = with_cache(prepared)
-    if seen_before:
-        load_corpus(config)
-    shard = prepared / f"train-00000.{ending}"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(
-        DataError,
-        match=rf"train-00000\.{ending} has changed .* \w{{16}}.*{MANIFEST} .* \w{{16}}\.\.\.: prepare",
+    same, other = prepared.parent / "bpe", train_bpe(prepared.parent / "other", vocab_size=400)
+    assert load_corpus(with_cache(prepared, tokenizer=str(same))).tokenizer.sha256
+    for keys, message in (
+        (
+            {"tokenizer": str(other)},
+            r"data\.tokenizer=.*other \(400 ids, sha256 .* was made with bpe \(600 ids",
+        ),
+        ({"tokenizer": "bytes"}, "bytes"),
+        ({"tokenizer": str(same), "bos": "none"}, "bos None"),
+        ({"mixture": {str(prepared): 1.0, many.source: 1.0}}, r"same tokenizer.*600 ids.* bytes .*prepare"),
+        ({"validation": {"raw": many.source}}, r"same tokenizer.*600 ids.* bytes .*prepare"),
     ):
-        load_corpus(config)
-    assert load_corpus(with_cache(prepared, verify="size")).sources, "only the sizes are looked at"
+        with pytest.raises(DataError, match=message):
+            load_corpus(with_cache(prepared, **keys))
 
 
-def test_a_copy_with_the_files_own_time_is_looked_at_again(prepared: Path) -> None:
-    """Like a copy by rsync: on another node's disk, under the same path."""
-    config, shard = with_cache(prepared), prepared / "train-00000.bin"
-    load_corpus(config)
-    content, times = bytearray(shard.read_bytes()), shard.stat()
-    content[0] ^= 1
-    shard.write_bytes(content)
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(DataError, match=r"train-00000\.bin has changed"):
-        load_corpus(config)
+def flip(file: Path, keep_time: bool = False) -> None:
+    content, times = bytearray(file.read_bytes()), file.stat()
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    if keep_time:  # as rsync does, on another node's disk, under the same path
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-@pytest.mark.parametrize("what", ["shorter", "gone", "manifest cut"])
-def test_a_damaged_folder_is_refused_by_file(what: str, prepared: Path) -> None:
-    shard, manifest = prepared / "train-00000.bin", prepared / MANIFEST
-    if what == "shorter":
-        os.truncate(shard, shard.stat().st_size - 2)
-    elif what == "gone":
-        shard.unlink()
-    else:
-        manifest.write_text(manifest.read_text()[:-20])
-    with pytest.raises(DataError, match=str(manifest if what == "manifest cut" else shard)):
+def move_ends(file: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Change the ends of documents, and their checksum."""
+    change(np.fromfile(file, "<i8")).tofile(file)
+    manifest = file.parent / MANIFEST
+    plain = json.loads(manifest.read_text())
+    plain["splits"]["train"][0]["ends_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(plain))
+
+
+MOVED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ends backwards": lambda ends: np.append(ends[-2::-1], ends[-1]),
+    "the last end too early": lambda ends: ends - (ends == ends[-1]),
+    "the last end too late": lambda ends: ends + 5 * (ends == ends[-1]),
+}
+CHANGED = r" has changed .* \w{16}.*manifest\.json .* \w{16}\.\.\.: prepare"
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {  # the file, and the message after its name
+    "tokens": ("train-00000.bin", flip, CHANGED),
+    "ends": ("train-00000.ends", flip, CHANGED),
+    "a copy with the file's own time": ("train-00000.bin", lambda file: flip(file, keep_time=True), CHANGED),
+    "shorter": ("train-00000.bin", lambda file: os.truncate(file, file.stat().st_size - 2), ""),
+    "gone": ("train-00000.bin", Path.unlink, ""),
+    "manifest cut": (MANIFEST, lambda file: os.truncate(file, file.stat().st_size - 20), ""),
+    **{name: ("train-00000.ends", partial(move_ends, change=change), "") for name, change in MOVED.items()},
+}
+
+
+@pytest.mark.parametrize("seen_before", [False, True])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_also_where_it_was_whole_before(
+    damage: str, seen_before: bool, prepared: Path
+) -> None:
+    name, change, message = DAMAGE[damage]
+    if seen_before:
         load_corpus(with_cache(prepared))
+    change(prepared / name)
+    with pytest.raises(DataError, match=re.escape(str(prepared / name)) + message):
+        load_corpus(with_cache(prepared))
+    if message == CHANGED:
+        assert load_corpus(with_cache(prepared, verify="size")).sources, "only the sizes are looked at"
+
+
+def another_store(prepared: Path) -> str:
+    """Another prepared folder with the same tokenizer."""
+    folder = prepared.parent
+    source = write_jsonl(folder / "raw.jsonl", [f"raw {i}" for i in range(50)])
+    prepare_texts(source, folder / "raw", folder / "bpe")
+    return str(folder / "raw")
 
 
 def test_held_out_and_validation_sets_have_their_names(
     prepared: Path, many: DataConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
-    shutil.copytree(prepared, tmp_path / "b" / "prepared")
-    extra = load_corpus(with_cache(prepared, validation={"extra": str(tmp_path / "b" / "prepared")}))
+    copy = str(shutil.copytree(prepared, tmp_path / "b" / "prepared"))
+    extra = load_corpus(with_cache(prepared, validation={"extra": copy}))
     assert sorted(extra.held_out) == ["held_out"]
     assert [source.name for source in extra.sources] == ["prepared"]
     assert extra.validation["extra"].documents == 60, "all of a prepared folder is evaluated"
     with pytest.raises(DataError, match=r"data\.validation\.held_out: .*another name"):
-        load_corpus(with_cache(prepared, validation={"held_out": str(tmp_path / "b" / "prepared")}))
-    with pytest.raises(DataError, match=r"data\.validation\.again=.*prepared.* training source"):
-        check_data(with_cache(prepared, validation={"again": str(prepared)}), 640)
-    corpus = load_corpus(
-        with_cache(prepared, mixture={str(prepared): 3.0, str(tmp_path / "b" / "prepared"): 1.0})
-    )
+        load_corpus(with_cache(prepared, validation={"held_out": copy}))
+    corpus = load_corpus(with_cache(prepared, mixture={str(prepared): 3.0, copy: 1.0}))
     assert sorted(source.weight for source in corpus.sources) == [1.0, 3.0]
-    assert set(corpus.held_out) == {str(prepared), str(tmp_path / "b" / "prepared")}, (
-        "two sources with the same last part have their full path"
-    )
-    raw = DataConfig(many.source, cache_dir=many.cache_dir, validation={"one": str(tmp_path / "one.jsonl")})
-    assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], (
-        "all of a raw validation set is evaluated"
-    )
+    assert set(corpus.held_out) == {str(prepared), copy}, "with the same last part they have their full path"
+    raw = replace(many, eval_fraction=0.0, validation={"one": str(tmp_path / "one.jsonl")})
+    assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], "all of it is evaluated"
 
 
-def test_the_fingerprint_changes_with_what_the_order_hangs_on_and_nothing_else(
-    prepared: Path, many: DataConfig
-) -> None:
-    raw = train_bpe_store(prepared, "raw")
+def test_the_fingerprint_changes_with_what_the_order_hangs_on_and_nothing_else(prepared: Path) -> None:
+    raw, own = another_store(prepared), str(prepared)
+    mixtures = ({own: 7.0, raw: 3.0}, {own: 6.0, raw: 3.0})
     configs = [
-        with_cache(prepared),
-        with_cache(prepared, packing=False),
-        with_cache(raw),
-        with_cache(prepared, mixture={str(prepared): 7.0, str(raw): 3.0}),
-        with_cache(prepared, mixture={str(prepared): 6.0, str(raw): 3.0}),
+        *(with_cache(prepared), with_cache(prepared, packing=False), with_cache(Path(raw))),
+        *(with_cache(prepared, mixture=mixture) for mixture in mixtures),
     ]
     prints = [load_corpus(config).fingerprint for config in configs]
     assert len(set(prints)) == 5
-    same = with_cache(
-        prepared,
-        mixture={str(raw): 0.3, str(prepared): 0.7},
-        validation={"raw": many.source},
-        tokenizer="auto",
-    )
-    same = DataConfig(**{**vars(same), "validation": {}})
+    same = with_cache(prepared, mixture={raw: 0.3, own: 0.7}, tokenizer="auto")
     assert load_corpus(same).fingerprint == prints[3], "the same shares in another order of the keys"
 
 
-def train_bpe_store(prepared: Path, name: str) -> Path:
-    """Another prepared folder with the same tokenizer."""
-    (prepared.parent / f"{name}.jsonl").write_text(
-        "".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(50))
-    )
-    prepare(
-        str(prepared.parent / f"{name}.jsonl"),
-        str(prepared.parent / "bpe"),
-        "auto",
-        "auto",
-        prepared.parent / name,
-        PrepareSettings(),
-    )
-    return prepared.parent / name
+# Before anything is tokenized
 
 
-def test_a_share_too_small_to_count_is_refused(prepared: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.mixture: .*raw .*1e-06 of 1\.000001.*1/10,000.*remove it"):
-        check_data(
-            with_cache(prepared, mixture={str(prepared): 1.0, str(train_bpe_store(prepared, "raw")): 1e-6}),
-            640,
-        )
-
-
-def test_an_id_of_a_shard_beyond_the_model_is_found_before_anything_runs(prepared: Path) -> None:
+def test_what_a_run_could_not_use_is_refused_before_anything_is_tokenized(prepared: Path) -> None:
+    raw, own, large = another_store(prepared), str(prepared), prepared.parent / "large.txt"
+    with open(large, "wb") as file:
+        file.truncate(3 * 2**30)  # sparse
     manifest = prepared / MANIFEST
     plain = json.loads(manifest.read_text())
     plain["splits"]["train"][0]["max_id"] = 639
     manifest.write_text(json.dumps(plain))
     check_data(with_cache(prepared), 640)
-    with pytest.raises(
-        DataError, match=r"train-00000\.bin .*token id 639.*model\.vocab_size=610.*prepare the data again"
+    for keys, vocab_size, message in (
+        ({}, 500, r"model\.vocab_size=500 .* best 640, a multiple of 128"),
+        ({}, 639, r"train-00000\.bin .*token id 639.*model\.vocab_size=639.*prepare the data again"),
+        (
+            {"mixture": {own: 1.0, raw: 1e-6}},
+            640,
+            r"data\.mixture: .*raw .*1e-06 of 1\.0.*1/10,000.*remove it",
+        ),
+        ({"validation": {"again": own}}, 640, r"data\.validation\.again=.*prepared.* training source"),
+        ({"source": str(large)}, 640, r"large\.txt has 3\.0 GiB .*2\.0 GiB.* tools\.prepare_data .*OUT_DIR"),
     ):
-        check_data(with_cache(prepared), 610)
-
-
-def test_much_raw_text_is_to_be_prepared_first(tmp_path: Path) -> None:
-    with open(tmp_path / "large.txt", "wb") as file:
-        file.truncate(3 * 2**30)  # sparse
-    with pytest.raises(
-        DataError, match=r"large\.txt has 3\.0 GiB .*2\.0 GiB.* tools\.prepare_data .*OUT_DIR"
-    ):
-        check_data(DataConfig(str(tmp_path / "large.txt")), 640)
-
-
-@pytest.mark.parametrize("order", ["backwards", "short", "beyond"])
-def test_document_ends_that_cannot_be_are_refused_whatever_their_checksum(order: str, prepared: Path) -> None:
-    file, manifest = prepared / "train-00000.ends", prepared / MANIFEST
-    ends, plain = np.fromfile(file, "<i8"), json.loads(manifest.read_text())
-    if order == "backwards":
-        ends[:-1] = ends[:-1][::-1].copy()
-    else:
-        ends[-1] += 5 if order == "beyond" else -1
-    ends.tofile(file)
-    plain["splits"]["train"][0]["ends_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    manifest.write_text(json.dumps(plain))
-    with pytest.raises(DataError, match=str(file)):
-        load_corpus(with_cache(prepared))
+        with pytest.raises(DataError, match=message):
+            check_data(replace(with_cache(prepared), **keys), vocab_size)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"model\.vocab_size=256 .* 257"):
+        check_vocabulary(ByteTokenizer.info, 256)
+    assert [padded_vocab_size(n) for n in (1, 128, 129, 50257, 128256)] == [128, 128, 256, 50304, 128256]

@@ -19,26 +19,19 @@ from tests.support.worlds import run_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_2000_shards_are_trained_on_where_256_files_may_be_open(tmp_path: Path) -> None:
     shards = [[[number % 251] * 40] for number in range(2000)]
     write_store(tmp_path / "store", shards[:1900], shards[1900:])
-    result = run(
-        1,
-        "NOFILE=256",
-        "train.main",
-        *TINY,
-        *EAGER,
-        f"--data.source={tmp_path / 'store'}",
+    keys = [
         "--train.seq_len=64",
         "--train.micro_batch_size=8",
         "--train.global_batch_size=64",
         "--train.steps=4",
-        "--train.eval_every=4",
-        "--data.document_mask=true",
-        f"--run.dir={tmp_path / 'run'}",
-        module=LIMITED,
-    )
+    ]
+    keys += ["--train.eval_every=4", "--data.document_mask=true", f"--run.dir={tmp_path / 'run'}"]
+    arguments = [*TINY, *EAGER, f"--data.source={tmp_path / 'store'}", *keys]
+    result = run(1, "NOFILE=256", "train.main", *arguments, module=LIMITED)
     assert result.returncode == 0, result.stderr
     assert list(read_metrics(tmp_path / "run")) == [0, 1, 2, 3, 4]
 

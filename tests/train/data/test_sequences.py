@@ -95,18 +95,12 @@ def test_a_document_without_a_bos_of_its_own_begins_after_the_end_of_another():
     assert batch.targets.tolist() == [[10, 11, EOS, -100, -100], [5, EOS, -100, -100, -100]]
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset(packing):
-    shape = SequenceShape(4, packing, document_mask=False, start_id=None, vocab_size=28)
-    with pytest.raises(
-        DataError,
-        match=r"token id 28 .*model\.vocab_size=28: .*/train-00001\.bin, byte 18 \(token 9\).*prepare",
-    ):
-        read_batch(
-            [split_of(DOCUMENTS, (2,))],
-            rows(3 if packing else 2),
-            SequenceShape(20, packing, False, None, 28) if not packing else shape,
-        )
+@pytest.mark.parametrize(("packing", "seq_len", "row"), [(True, 4, 3), (False, 20, 2)])
+def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset(packing, seq_len, row):
+    message = r"token id 28 .*model\.vocab_size=28: .*/train-00001\.bin, byte 18 \(token 9\).*prepare"
+    shape = SequenceShape(seq_len, packing, document_mask=False, start_id=None, vocab_size=28)
+    with pytest.raises(DataError, match=message):
+        read_batch([split_of(DOCUMENTS, (2,))], rows(row), shape)
 
 
 @pytest.fixture(scope="module")
@@ -133,19 +127,23 @@ def alone(document: list[int]) -> Batch:
     return Batch(torch.tensor([document[:-1]]), torch.tensor([document[1:]]))
 
 
-def test_packed_documents_that_are_kept_apart_train_as_documents_alone(model):
-    generator = np.random.default_rng(0)
-    documents = [[BOS, *generator.integers(3, 100, size).tolist(), EOS] for size in (5, 1, 17, 9, 2, 3, 15)]
-    length = sum(map(len, documents))
-    split = split_of([*documents, [BOS, EOS]], (3,))
-    packed = read_batch([split], rows(0), SequenceShape(length, True, True, None, 100))
-    loss, gradients = loss_and_gradients(model, [packed])
+def assert_trains_as_alone(model: Llama, batch: Batch, documents: list[list[int]]) -> float:
+    """The loss, which with the gradients is that of the documents as batches of their own."""
+    loss, gradients = loss_and_gradients(model, [batch])
     expected_loss, expected = loss_and_gradients(model, [alone(document) for document in documents])
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name
-        )
+        atol = 1e-5 * expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=atol, msg=name)
+    return loss
+
+
+def test_packed_documents_that_are_kept_apart_train_as_documents_alone(model):
+    generator = np.random.default_rng(0)
+    documents = [[BOS, *generator.integers(3, 100, size).tolist(), EOS] for size in (5, 1, 17, 9, 2, 3, 15)]
+    shape = SequenceShape(sum(map(len, documents)), True, True, None, 100)
+    packed = read_batch([split_of([*documents, [BOS, EOS]], (3,))], rows(0), shape)
+    loss = assert_trains_as_alone(model, packed, documents)
     crossing = loss_and_gradients(model, [Batch(packed.tokens, packed.targets)])[0]
     assert abs(crossing - loss) > 1e-3 * loss, "attention across documents changes the loss"
 
@@ -153,13 +151,7 @@ def test_packed_documents_that_are_kept_apart_train_as_documents_alone(model):
 def test_padded_documents_train_as_documents_alone_whatever_the_padding_is(model):
     documents = [[BOS, 10, 11, 12, EOS], [BOS, 40, EOS]]
     batch = read_batch([split_of(documents)], rows(0, 1), SequenceShape(12, False, False, None, 100))
-    loss, gradients = loss_and_gradients(model, [batch])
-    expected_loss, expected = loss_and_gradients(model, [alone(document) for document in documents])
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name
-        )
+    loss = assert_trains_as_alone(model, batch, documents)
     padded = batch.tokens.masked_fill(batch.targets == IGNORE_INDEX, 77)
     assert loss_and_gradients(model, [Batch(padded, batch.targets)])[0] == loss
 
@@ -222,28 +214,13 @@ class OneBitOff(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("packing", "masked", "start_id", "predicted"),
-    [
-        (True, False, None, 19),
-        (True, True, None, 16),
-        (False, False, None, 16),
-        (False, False, EOS, 20),
-    ],
+    [(True, False, None, 19), (True, True, None, 16), (False, False, None, 16), (False, False, EOS, 20)],
 )
 def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, predicted, monkeypatch):
-    split, shape = (
-        split_of(DOCUMENTS),
-        SequenceShape(30 if not packing else 6, packing, masked, start_id, 100),
-    )
+    split, one_rank = split_of(DOCUMENTS), BatchShape(2, 1, 0, 1)
+    shape = SequenceShape(6 if packing else 30, packing, masked, start_id, 100)
     monkeypatch.setattr("meshwright.parallel.sharded_model.dist.all_reduce", lambda value, group: None)
-    score = score_sets(
-        OneBitOff(),
-        {"set": split},
-        shape,
-        BatchShape(2, 1, 0, 1),
-        0,
-        torch.device("cpu"),
-        None,
-        loss_of_llama,
-    )["set"]
+    of_set = (OneBitOff(), {"set": split}, shape, one_rank, 0, torch.device("cpu"), None, loss_of_llama)
+    score = score_sets(*of_set)["set"]
     assert score.tokens == predicted
     assert score.bits_per_byte == pytest.approx(predicted / split.text_bytes)

@@ -26,19 +26,17 @@ def names(source: object) -> list[str]:
 def test_a_folder_gives_texts_and_records_sorted_by_name_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub", z__txt="z", a__parquet="a")
-    write(
-        tmp_path,
-        b__md="b",
-        c__jsonl="c",
-        d__jsonl__gz="d",
-        e__jsonl__zst="e",
-        f__arrow="f",
-        g__json="[]",
-        h__csv__gz="h",
-        empty__txt="",
-        empty__png="",
-        g__png="gg",
-    )
+    kinds = {
+        "b": "md",
+        "c": "jsonl",
+        "d": "jsonl__gz",
+        "e": "jsonl__zst",
+        "f": "arrow",
+        "g": "json",
+        "h": "csv__gz",
+    }
+    write(tmp_path, **{f"{name}__{kind}": "x" for name, kind in kinds.items()})
+    write(tmp_path, empty__txt="", empty__png="", g__png="gg")
     write(tmp_path, h__gz="h", __hidden__txt="h")
     for folder in (".git", ".ipynb_checkpoints", ".data.partial"):
         (tmp_path / folder).mkdir()
@@ -128,12 +126,9 @@ def test_a_fingerprint_shows_a_change_of_size_beginning_or_end(tmp_path: Path) -
 # Pieces
 
 
-@pytest.mark.parametrize(("count", "share"), [(2, 0.001), (2, 0.999), (50, 0.001), (50, 0.999), (3, 0.5)])
-def test_some_document_is_held_out_and_some_is_not(count: int, share: float) -> None:
-    assert 1 <= len(choose_held_out([f"{i}.txt" for i in range(count)], share)) <= count - 1
-
-
-def test_the_share_held_out_is_about_that_asked_for() -> None:
+def test_of_several_documents_some_are_held_out_and_about_the_share_asked_for() -> None:
+    for count, share in ((2, 0.001), (2, 0.999), (50, 0.001), (50, 0.999), (3, 0.5)):
+        assert 1 <= len(choose_held_out([f"{i}.txt" for i in range(count)], share)) <= count - 1
     every = [f"{i}.txt" for i in range(5000)]
     assert len(choose_held_out(every, 0.1)) == pytest.approx(500, abs=80)
     assert choose_held_out(every, 0.1) < choose_held_out(every, 0.2), "a larger share adds documents"

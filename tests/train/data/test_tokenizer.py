@@ -75,21 +75,13 @@ def test_bos_and_eos_that_the_file_has_as_ordinary_tokens_never_come_out_of_text
     plain = json.loads(bpe.read_text())
     for added in plain["added_tokens"]:
         added["special"] = False
-    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a</s>b<s>").ids == [
-        0,
-        66,
-        1,
-        67,
-        0,
-    ]
-    assert (
-        tokenizer.encode([b"a</s>b<s>"])[0].tolist()
-        == load_tokenizer(str(bpe)).encode([b"a</s>b<s>"])[0].tolist()
-    )
-    assert tokenizer.decode([0, 66, 1]) == "a"
-    assert tokenizer.info.sha256 == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(plain))
+    ours, usual = load_tokenizer(str(tmp_path)), load_tokenizer(str(bpe))
+    assert tokenizers.Tokenizer.from_file(str(file)).encode("a</s>b<s>").ids == [0, 66, 1, 67, 0]
+    assert ours.encode([b"a</s>b<s>"])[0].tolist() == usual.encode([b"a</s>b<s>"])[0].tolist()
+    assert ours.decode([0, 66, 1]) == "a"
+    assert ours.info.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
@@ -111,11 +103,8 @@ def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] .*token"),
-        ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} .*token"),
-        ('{"eos_token": 7}', r"eos_token=7 .*token"),
+        ('{"eos_token": {"content": 7}}', r"eos_token=\{'content': 7\} .*token"),
         ('{"add_bos_token": "no"}', r"add_bos_token=no .*true or false"),
-        ('"text"', r"not a mapping"),
-        ("[" * 10**5, r"nested too deeply"),
     ],
 )
 def test_what_is_said_beside_must_have_its_types(
@@ -125,14 +114,6 @@ def test_what_is_said_beside_must_have_its_types(
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(DataError, match=rf"tokenizer_config\.json cannot be read \(.*{message}"):
         load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "\0", ""])
-def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
-    with pytest.raises(
-        DataError, match=r"^data\.tokenizer(=.{1,110} is no usable path \(.+\): name another| is empty.*)$"
-    ):
-        load_tokenizer(name)
 
 
 def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tmp_path: Path) -> None:
@@ -150,59 +131,30 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
     assert len(ids) > 10
 
 
-@pytest.mark.parametrize(
-    ("special", "config", "bos", "eos", "expected"),
-    [
-        (("<|begin_of_text|>", "<|end_of_text|>"), {}, "auto", "auto", (0, 1)),
-        (("<bos>", "<|endoftext|>"), {}, "auto", "auto", (0, 1)),
-        (("other", "</s>"), {}, "auto", "auto", (0, 1)),
-        (("<s>", "</s>"), {"template": None}, "auto", "auto", (None, 1)),
-        (("<s>", "</s>"), {"template": None, "bos_token": "<s>"}, "auto", "auto", (None, 1)),
-        (
-            ("<s>", "</s>"),
-            {"template": None, "bos_token": "</s>", "add_bos_token": True},
-            "auto",
-            "auto",
-            (None, 1),
-        ),
-        (
-            ("<s>", "</s>"),
-            {"template": None, "bos_token": "<s>", "add_bos_token": True},
-            "auto",
-            "auto",
-            (0, 1),
-        ),
-        (
-            ("other", "another"),
-            {"bos_token": "other", "eos_token": {"content": "another"}},
-            "auto",
-            "auto",
-            (0, 1),
-        ),
-        (("<s>", "</s>"), {"bos_token": None, "eos_token": "<s>"}, "auto", "auto", (None, 0)),
-        (("<s>", "</s>"), {"bos_token": {"content": "<s>"}, "add_bos_token": True}, "auto", "auto", (0, 1)),
-        (
-            ("<s>", "</s>"),
-            {"bos_token": "<s>", "add_bos_token": False, "add_eos_token": False},
-            "auto",
-            "auto",
-            (None, 1),
-        ),
-        (("<s>", "</s>"), {"add_bos_token": False}, "<s>", "auto", (0, 1)),
-        (("<s>", "</s>"), {}, "none", "auto", (None, 1)),
-        (("<s>", "</s>"), {"eos_token": "</s>"}, "</s>", "<s>", (1, 0)),
-        (("<s>", "</s>"), {}, "</s>", "</s>", (None, 1)),
-    ],
-)
-def test_bos_and_eos_are_as_asked_as_said_beside_or_known(
-    special: tuple[str, str],
-    config: dict[str, object],
-    bos: str,
-    eos: str,
-    expected: tuple[int | None, int],
-    bpe: Path,
-    tmp_path: Path,
-) -> None:
+PLAIN, NO_TEMPLATE = ("<s>", "</s>"), {"template": None}
+TOKENS: list[tuple[tuple[str, str], dict[str, object], str, str, tuple[int | None, int]]] = [
+    # the special tokens 0 and 1, the config beside the file, data.bos and data.eos; BOS and EOS
+    (("<|begin_of_text|>", "<|end_of_text|>"), {}, "auto", "auto", (0, 1)),
+    (("<bos>", "<|endoftext|>"), {}, "auto", "auto", (0, 1)),
+    (("other", "</s>"), {}, "auto", "auto", (0, 1)),
+    (PLAIN, NO_TEMPLATE, "auto", "auto", (None, 1)),
+    (PLAIN, {**NO_TEMPLATE, "bos_token": "<s>"}, "auto", "auto", (None, 1)),
+    (PLAIN, {**NO_TEMPLATE, "bos_token": "</s>", "add_bos_token": True}, "auto", "auto", (None, 1)),
+    (PLAIN, {**NO_TEMPLATE, "bos_token": "<s>", "add_bos_token": True}, "auto", "auto", (0, 1)),
+    (("<a>", "<b>"), {"bos_token": "<a>", "eos_token": {"content": "<b>"}}, "auto", "auto", (0, 1)),
+    (PLAIN, {"bos_token": None, "eos_token": "<s>"}, "auto", "auto", (None, 0)),
+    (PLAIN, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, "auto", "auto", (0, 1)),
+    (PLAIN, {"bos_token": "<s>", "add_bos_token": False, "add_eos_token": False}, "auto", "auto", (None, 1)),
+    (PLAIN, {"add_bos_token": False}, "<s>", "auto", (0, 1)),
+    (PLAIN, {}, "none", "auto", (None, 1)),
+    (PLAIN, {"eos_token": "</s>"}, "</s>", "<s>", (1, 0)),
+    (PLAIN, {}, "</s>", "</s>", (None, 1)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(TOKENS)))
+def test_bos_and_eos_are_as_asked_as_said_beside_or_known(number: int, bpe: Path, tmp_path: Path) -> None:
+    special, config, bos, eos, expected = TOKENS[number]
     info = load_tokenizer(str(with_special(bpe, tmp_path / "other", *special, **config)), bos, eos).info
     assert (info.bos, info.eos) == expected
     assert info.start == (info.eos if info.bos is None else info.bos)

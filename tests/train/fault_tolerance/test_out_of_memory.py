@@ -12,14 +12,16 @@ import pytest
 import torch
 
 import meshwright.train.loop
-import meshwright.train.planning.suggest
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.machines import Machines
 from meshwright.train.config_parser import parse_config
-from meshwright.train.fault_tolerance.out_of_memory import is_out_of_memory
+from meshwright.train.errors import OutOfMemory
+from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory, is_out_of_memory
 from meshwright.train.main import main
+from meshwright.train.planning import savings
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import Devices, suggest_savings
+from meshwright.train.planning.savings import suggest_savings
 from meshwright.train.step import train_step
 from tests.support.forks import fork
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_status, write_text
@@ -97,42 +99,49 @@ def test_what_counts_as_running_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shapes do not fit"))
 
 
+OTHER_BLOCKS = ["--model.factory=tests.support.factories:Positioned", "--train.seq_len=64"]
+
+
 def as_arguments(changes: Mapping[str, Any]) -> list[str]:
     return [f"--{key}={str(value).lower()}" for key, value in changes.items()]
 
 
-def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param([*SMALL, "--parallel.dp_replicate=2"], id="llama"),
+        pytest.param([*OTHER_BLOCKS, *EAGER], id="blocks of another name", marks=pytest.mark.sampled(3)),
+    ],
+)
+def test_each_saving_is_what_the_planner_predicts_for_its_keys_and_the_same_batch(
+    model: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of a run without a global batch size, whose global batch is one micro batch of every rank."""
-    monkeypatch.setattr(meshwright.train.planning.suggest, "SHOWN", 100)
-    monkeypatch.setattr(meshwright.train.planning.suggest, "WORTH", -100.0)
-    keys = [*SMALL, "--parallel.dp_replicate=2", "--train.global_batch_size=-1"]
-    config = parse_config(keys)
+    monkeypatch.setattr(savings, "SHOWN", 100)
+    monkeypatch.setattr(savings, "WORTH", -100.0)
+    config, hardware = parse_config(model), load_hardware()["h100-sxm"]
     plan = plan_run(config.job, 8)
-    advised = [saving.keys for saving in suggest_savings(config.job, plan, Devices(0, 8))]
-    assert {"parallel.tp", "train.micro_batch_size", "parallel.dp_replicate"} <= {
-        key for keys in advised for key in keys
-    }
-    for change in advised:
-        changed = parse_config([*keys, *as_arguments(change)])
-        assert plan_run(changed.job, 8).global_batch_size == plan.global_batch_size, change
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
-    keys = [*SMALL, "--train.seq_len=256", "--train.global_batch_size=64"]
-    config = parse_config(keys)
-    plan, hardware = plan_run(config.job, 4), load_hardware()["h100-sxm"]
-    savings = suggest_savings(config.job, plan, Devices(0, 4, hardware))
     peak = predict_memory(config.job, plan).peak_bytes
-    assert len(savings) == 3
-    assert [saving.freed_bytes for saving in savings] == sorted(
-        (saving.freed_bytes for saving in savings), reverse=True
-    )
-    for saving in savings:
-        changed = parse_config([*keys, *as_arguments(saving.keys)]).job
-        left = predict_memory(changed, plan_run(changed, 4)).peak_bytes
-        assert peak - saving.freed_bytes == left
+    found = suggest_savings(config.job, plan, Machines(8, 8, 0, hardware, 2**36))
+    assert found == sorted(found, key=lambda saving: -saving.freed_bytes)
+    assert {"parallel.activation_checkpoint", "optim.state_dtype"} <= {
+        key for saving in found for key in saving.keys
+    }
+    for saving in found:
+        changed = parse_config([*model, *as_arguments(saving.keys)]).job
+        its_plan = plan_run(changed, 8)
+        assert its_plan.global_batch_size == plan.global_batch_size, saving
+        assert peak - saving.freed_bytes == predict_memory(changed, its_plan).peak_bytes, saving
         assert saving.slower is None or saving.slower > -0.5
-    unknown = suggest_savings(config.job, plan, Devices(0, 4))
-    assert [dataclasses.replace(saving, slower=None) for saving in savings] == unknown
+    unknown = suggest_savings(config.job, plan, Machines(8, 8, host_bytes=2**36))
+    assert [dataclasses.replace(saving, slower=None) for saving in found] == unknown
+
+
+def test_advice_is_given_for_a_model_whose_blocks_have_another_name(tmp_path: Path) -> None:
+    job = parse_config([*OTHER_BLOCKS, *EAGER]).job
+    plan, optimizer = plan_run(job, 1), torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())
+    with (
+        pytest.raises(OutOfMemory, match="would help: --parallel"),
+        explaining_out_of_memory(job, plan, torch.device("cpu"), optimizer, tmp_path),
+    ):
+        raise MemoryError

@@ -1,7 +1,6 @@
 """Hangs: real processes that stop, sleep or wait forever, and the message made from their reports."""
 
 import dataclasses
-import math
 import re
 import shutil
 import threading
@@ -12,7 +11,7 @@ from typing import get_args
 
 import pytest
 
-from meshwright.train.config import TimeoutConfig, bounded, check_bounds
+from meshwright.train.config import TimeoutConfig
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
 from meshwright.train.fault_tolerance.watchdog import KEYS, Section
@@ -121,81 +120,76 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {"torchrun": torchrun, **{name: job.outcome() for name, job in jobs.items()}}
 
 
-def test_a_stopped_rank_is_named(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["stopped"]
-    first = outcome.message.splitlines()[0]
-    assert re.match(
-        r"STUCK: rank 2 does not answer .*no heartbeat for about \d+ s: process stopped or killed", first
-    ), first
-    assert re.search(rf"ranks 0-1: step 3 for \d+ s, in all_reduce called from {AT} reduce", outcome.message)
-    assert "run.timeouts.step_s=3600" in outcome.message
-    assert outcome.codes == [1, 1, None]
-    (noted,) = outcome.folder.glob("on_stuck_*.txt")
-    assert noted.read_text().strip() == outcome.message.strip()
-    stacks = sorted(path.name for path in (outcome.folder / "stuck").iterdir())
-    assert stacks == ["rank-00000.txt", "rank-00001.txt"]
+REDUCES, SLEEPS = rf"all_reduce called from {AT} reduce", rf"{AT} fall_asleep"
+STUCK = {  # exit codes, the headline, and what the lines below it contain
+    "stopped": (
+        [1, 1, None],
+        r"rank 2 does not answer .*no heartbeat for about \d+ s: process stopped or killed",
+        [rf"ranks 0-1: step 3 for \d+ s, in {REDUCES}", r"run\.timeouts\.step_s=3600"],
+    ),
+    "store stopped": (
+        [None, 1],
+        r"rank 1 of 2 .*: rank 0, .* store at 127\.0\.0\.1:.* it does not answer",
+        [rf"rank 1: step 3 for \d+ s, in {REDUCES}"],
+    ),
+    "asleep": (
+        [1, 1],
+        rf"rank 1 is at {SLEEPS}, .*rank 0 waits in all_reduce \({AT} reduce\)$",
+        ["in default_pg of ranks 0-1: 2 by rank 1; 3 by rank 0", rf"rank 1: .*{AT} main > {AT} go_wrong"],
+    ),
+    "behind": (  # that rank's own timeout is far away, and no folder can be made
+        [1, 1],
+        rf"rank 0 is behind, in evaluation at step 2, at {SLEEPS}, .*rank 1 waits in all_reduce",
+        [
+            r"step 3 has taken \d+ s on rank 1 of 2, more than run\.timeouts\.step_s=3600",
+            r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)",
+        ],
+    ),
+    "ended": ([1], "rank 1 has ended, .*the last step", []),
+    "alone": (
+        [1],
+        "rank 0 of 2 .*: it has not joined the other processes",
+        [
+            rf"set-up for \d+ s, in init_process_group called from {AT} main",
+            "it waits for all 2 processes to join",
+        ],
+    ),
+    "torchrun": (
+        [1],
+        rf"desynchronized collectives: {REDUCES} by rank 0, "
+        rf"all_gather_object called from {AT} gather_objects by rank 1$",
+        [],
+    ),
+}
 
 
-def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["store stopped"]
-    assert re.match(r"STUCK: rank 1 of 2 .*: rank 0, .* store at 127\.0\.0\.1:", outcome.message)
-    assert "it does not answer" in outcome.message
-    assert re.search(r"rank 1: step 3 for \d+ s, in all_reduce called from", outcome.message)
-    assert outcome.codes == [None, 1]
+@pytest.mark.parametrize("way", STUCK)
+def test_the_rank_that_is_stuck_is_named_with_its_place(way: str, outcomes: dict[str, Outcome]) -> None:
+    codes, said, below = STUCK[way]
+    headline, _, lines = outcomes[way].message.partition("\n")
+    assert re.match(f"STUCK: {said}", headline), headline
+    assert [pattern for pattern in below if not re.search(pattern, lines)] == [], lines
+    assert outcomes[way].codes[: len(codes)] == codes
+    assert "STUCK" not in lines
 
 
-def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["asleep"]
-    assert re.match(
-        rf"STUCK: rank 1 is at {AT} fall_asleep, .*rank 0 waits in all_reduce \({AT} reduce\)\n",
-        outcome.message,
-    )
-    assert "in default_pg of ranks 0-1: 2 by rank 1; 3 by rank 0" in outcome.message
-    assert re.search(rf"rank 1: .*{AT} main > {AT} go_wrong", outcome.message)
-    assert outcome.codes == [1, 1]
-    for rank, function in enumerate(("in all_reduce", "in fall_asleep")):
-        stacks = (outcome.folder / "stuck" / f"rank-{rank:05d}.txt").read_text()
-        assert function in stacks.split("thread MainThread")[1].split("\nthread ")[0]
-        assert stacks.startswith(f"rank {rank} of 2, process ")
-        assert "thread watchdog " in stacks
-
-
-def test_nothing_but_the_message_is_printed(outcomes: dict[str, Outcome]) -> None:
-    """No traceback of a rank whose peers exit sooner, also if one of them hosts the store."""
-    errors = [error for name in ("asleep", "stopped") for error in outcomes[name].errors]
-    assert [error for error in errors if "STUCK" not in error] == [""] * 3
-    assert [error for error in errors if "Traceback" in error] == []
-
-
-def test_ranks_in_different_collectives_are_named_as_under_torchrun(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["torchrun"]
-    assert re.search(
-        rf"STUCK: desynchronized collectives: all_reduce called from {AT} reduce by rank 0, "
-        rf"all_gather_object called from {AT} gather_objects by rank 1\n",
-        outcome.message,
-    )
-    assert outcome.message.count("STUCK") == 1
-    assert outcome.codes == [1]
-
-
-def test_a_rank_in_an_earlier_section_is_named_even_where_no_folder_can_be_made(
+def test_nothing_but_the_message_is_printed_and_stacks_and_message_are_in_files(
     outcomes: dict[str, Outcome],
 ) -> None:
-    """That rank's own timeout is far away."""
-    outcome = outcomes["behind"]
-    behind = rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, .*rank 1 waits in "
-    assert re.match(f"{behind}all_reduce", outcome.message)
-    taken = r"step 3 has taken \d+ s on rank 1 of 2, more than run.timeouts.step_s=3600"
-    assert re.search(taken, outcome.message)
-    unwritten = r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)"
-    assert re.search(unwritten, outcome.message)
-    assert outcome.codes == [1, 1]
-
-
-def test_a_rank_that_ended_too_early_is_named(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["ended"]
-    assert re.match("STUCK: rank 1 has ended, .*the last step", outcome.message)
-    assert outcome.codes[0] == 1
+    """No traceback of a rank whose peers exit sooner, also if one of them hosts the store."""
+    stopped, asleep = outcomes["stopped"], outcomes["asleep"]
+    errors = [*asleep.errors, *stopped.errors]
+    assert [error for error in errors if "STUCK" not in error] == [""] * 3
+    assert [error for error in errors if "Traceback" in error] == []
+    (noted,) = stopped.folder.glob("on_stuck_*.txt")
+    assert noted.read_text().strip() == stopped.message.strip()
+    stacks = sorted(path.name for path in (stopped.folder / "stuck").iterdir())
+    assert stacks == ["rank-00000.txt", "rank-00001.txt"]
+    for rank, function in enumerate(("in all_reduce", "in fall_asleep")):
+        text = (asleep.folder / "stuck" / f"rank-{rank:05d}.txt").read_text()
+        assert function in text.split("thread MainThread")[1].split("\nthread ")[0]
+        assert text.startswith(f"rank {rank} of 2, process ")
+        assert "thread watchdog " in text
 
 
 def test_a_slow_loop_is_left_alone_and_no_thread_is_left(outcomes: dict[str, Outcome]) -> None:
@@ -203,14 +197,6 @@ def test_a_slow_loop_is_left_alone_and_no_thread_is_left(outcomes: dict[str, Out
     assert outcome.codes == [0, 0], outcome.errors
     assert not any("STUCK" in error for error in outcome.errors)
     assert all("threads left: []\nfinished" in output for output in outcome.output)
-
-
-def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["alone"]
-    assert re.match("STUCK: rank 0 of 2 .*: it has not joined the other processes", outcome.message)
-    assert re.search(rf"set-up for \d+ s, in init_process_group called from {AT} main", outcome.message)
-    assert "it waits for all 2 processes to join" in outcome.message
-    assert outcome.codes == [1]
 
 
 # One rank, whose watchdog would end the process
@@ -274,15 +260,3 @@ def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no
 @pytest.mark.parametrize("goes_on", [go_on_while_looked_at, go_on_after_a_stop])
 def test_a_main_thread_that_goes_on_is_not_stuck(goes_on) -> None:
     assert run_ranks(1, goes_on) == [[]]
-
-
-def test_bounds_hold_in_nested_sections() -> None:
-    @dataclass(frozen=True)
-    class Outer:
-        timeouts: TimeoutConfig
-        grace_s: float = bounded(1.0, low=0)
-
-    check_bounds("run", Outer(TimeoutConfig(step_s=0)))
-    for key, value in (("data_s", -1), ("step_s", -1), ("setup_s", math.nan)):
-        with pytest.raises(ValueError, match=rf"^run\.timeouts\.{key}={value} must lie between 0 and"):
-            check_bounds("run", Outer(TimeoutConfig(**{key: value})))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.config import MetricsConfig, check_bounds
 from meshwright.train.evaluation import Score
 from tests.support.metrics import log_losses, open_metrics, rows_in, steps_in
 
@@ -54,8 +53,3 @@ def test_other_ranks_write_nothing_and_run_later_jobs_immediately(tmp_path: Path
     assert seen == [1]
     metrics.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_negative_interval_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"metrics\.every=-1"):
-        check_bounds("metrics", MetricsConfig(every=-1))

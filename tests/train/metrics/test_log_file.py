@@ -2,46 +2,27 @@
 continues, and no row is lost."""
 
 import errno
-import itertools
 import json
 import os
 import random
-import resource
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import meshwright.train.main
-from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.metrics import log_file, writer
 from meshwright.train.metrics.collector import Metrics
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
-from meshwright.train.metrics.writer import MetricsWriter
-from tests.support.forks import fork
-from tests.support.launch import EAGER, LIMIT_S, TINY, Launch, read_metrics, write_text
+from tests.support.launch import LIMIT_S
+from tests.support.limited import full_at
 from tests.support.metrics import board_steps, log_losses, open_metrics, read_board, steps_in
 
 FLUSH_LIMIT_S = 30.0
 ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
-
-
-@contextmanager
-def full_at(size_bytes: int) -> Iterator[None]:
-    """Limit the file size of this process: a write beyond it is cut short, as on a full disk, and the next
-    one fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def open_log(path: Path, head: bytes = b"") -> tuple[LogFile, list[str]]:
@@ -56,33 +37,32 @@ def assert_contains(message: str, *facts: str) -> None:
 def test_the_partial_row_of_a_killed_process_is_cut_off_and_whole_rows_stay(tmp_path: Path) -> None:
     path = tmp_path / "log"
     for partial in (b"", b'{"step": 4', b"x" * 200_000):
-        for rows in (ROWS[:3], []):
-            path.write_bytes(b"".join(rows) + partial)
+        for rows in (b"".join(ROWS[:3]), b""):
+            path.write_bytes(rows + partial)
             log, warnings = open_log(path)
             log.append(b"")
-            assert path.read_bytes() == b"".join(rows)
+            assert path.read_bytes() == rows
             log.append(ROWS[3])
-            assert path.read_bytes() == b"".join([*rows, ROWS[3]])
+            assert path.read_bytes() == rows + ROWS[3]
             assert warnings == []
 
 
 def test_a_row_that_does_not_fit_is_left_out_and_comes_later_with_all_others(tmp_path: Path) -> None:
     path, room = tmp_path / "log", len(b"".join(ROWS[:10])) + random.randrange(len(ROWS[10]))
-    print(f"room for {room} bytes")
     log, warnings = open_log(path)
     with full_at(room):
         for row in ROWS[:30]:
             log.append(row)
-            assert path.read_bytes().endswith(b"\n")
+            assert path.read_bytes().endswith(b"\n"), room
     assert path.read_bytes() == b"".join(ROWS[:10])
-    (warning,) = warnings
-    assert f"{path} cannot be written" in warning
     log.append(ROWS[30])
     assert path.read_bytes() == b"".join(ROWS[:31])
-    assert_contains(warnings[1], f"{path} ", "can be written again", "no row was lost")
     with full_at(10):
         log.append(ROWS[31])
-    assert len(warnings) == 3, "a new failure is reported again"
+    failed, recovered, again = warnings
+    assert_contains(failed, f"{path} cannot be written")
+    assert_contains(recovered, f"{path} ", "can be written again", "no row was lost")
+    assert_contains(again, f"{path} cannot be written")
 
 
 def test_a_full_device_is_named_and_the_rows_that_were_never_written_are_counted(tmp_path: Path) -> None:
@@ -140,36 +120,6 @@ def test_tensorboard_reads_every_row_at_once_and_hides_steps_that_a_resumed_run_
     assert (note.step, note.tensor_proto.string_val) == (4, [b"seen again"])
 
 
-def write_until_killed(folder: Path) -> None:
-    """Write rows of all kinds, and after each step its number to stdout."""
-    errors = WriteErrors(print)
-    shown = RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5})
-    log, board = LogFile(folder / "log", errors), TensorBoardWriter(folder / "tb", errors, shown, 0)
-    for step in itertools.count():
-        log.append(b"%d\n" % step)
-        board.add(step, {"loss": 1.0}, {"note": "so"})
-        board.add_image(step, "picture", b"\x89PNG\r\n\x1a\n" + bytes(16) + b"x" * 5000)
-        print(step, flush=True)
-
-
-def test_every_row_that_was_written_outlives_a_kill(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    child = fork(write_until_killed, tmp_path, output=output)
-    writing = Launch([child], output)
-    try:
-        assert writing.wait_until(lambda: output.exists() and writing.output().count("\n") >= 50)
-    finally:
-        child.kill()
-        child.wait(LIMIT_S)
-    written = list(range(writing.output().count("\n")))
-    assert [int(row) for row in (tmp_path / "log").read_bytes().split()][: len(written)] == written
-    board = read_board(tmp_path / "tb")
-    for shown in (board.Scalars("loss"), board.Images("picture"), board.Tensors("note")):
-        assert [event.step for event in shown][: len(written)] == written
-    assert board.Tensors("custom_scalars__config__")
-    assert "_hparams_/session_start_info" in board.PluginTagToContent("hparams")
-
-
 def test_metrics_without_a_folder_warn_once_and_are_complete_when_it_can_be_made(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.write_text("a file where a folder should be")
@@ -198,8 +148,9 @@ def hang_until(released: Callable[[], object]) -> None:
 
 @pytest.fixture
 def repaired(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The disk hangs until this event is set."""
+    """The disk hangs until this event is set, and counts as hanging after a moment."""
     event = threading.Event()
+    monkeypatch.setattr(writer, "HANGS_S", 0.1)
     monkeypatch.setattr(log_file, "append_whole", log_file.append_whole)  # restored at the end
     hang_until(event.wait)
     yield event
@@ -226,7 +177,6 @@ def flush_in_time(metrics: Metrics) -> None:
 def test_a_disk_that_hangs_is_waited_for_once_and_gets_all_rows_later(
     repaired: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "HANGS_S", 0.1)
     warnings: list[str] = []
     metrics = open_metrics(tmp_path, warnings.append)
     log_losses(metrics, dict.fromkeys(range(10), 1.0))
@@ -248,7 +198,6 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_all_rows_later(
 def test_of_the_rows_for_a_disk_that_hangs_a_limit_is_kept_and_the_missing_are_counted(
     repaired: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "HANGS_S", 0.1)
     monkeypatch.setattr(writer, "MAX_WAITING", 20)
     warnings: list[str] = []
     metrics = open_metrics(tmp_path, warnings.append)
@@ -260,42 +209,14 @@ def test_of_the_rows_for_a_disk_that_hangs_a_limit_is_kept_and_the_missing_are_c
     assert steps_in(tmp_path) == list(range(19)), "with the first write, which creates the file, 20 writes"
 
 
-def train_with_a_hanging_log(arguments: list[str], checkpoints: Path) -> None:
-    """Run train.main; no log file can be written before there is a checkpoint."""
-
-    def wait() -> None:
-        while not list_checkpoints(checkpoints):
-            time.sleep(0.01)
-
-    hang_until(wait)
-    writer.HANGS_S = 0.1
-    meshwright.train.main.main(arguments)
-
-
-def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_in_the_end(tmp_path: Path) -> None:
-    folder, output = tmp_path / "run", tmp_path / "out"
-    keys = ["--train.steps=20", "--checkpoint.every=4", f"--run.dir={folder}"]
-    arguments = [*TINY, *EAGER, *write_text(tmp_path), *keys]
-    process = fork(train_with_a_hanging_log, arguments, folder / "checkpoints", output=output)
-    training = Launch([process], output)
-    try:
-        assert training.wait(LIMIT_S) == 0, training.output()
-    finally:
-        process.kill()
-    assert_hang(training.output(), folder)
-    assert sorted(read_metrics(folder)) == list(range(1, 21))
-
-
 def test_an_image_that_cannot_be_drawn_is_a_warning_and_ends_nothing(tmp_path: Path) -> None:
     def draw() -> bytes:
         raise ImportError("no\nlibrary")
 
     warnings: list[str] = []
-    shown = RunSummary(images={"predicted_step": draw})
-    rows = MetricsWriter(tmp_path, tensorboard=True, shown=shown, warn=warnings.append)
-    for step in (1, 2):
-        rows.write({"step": step, "loss": 1.0}, {})
-    rows.close()
+    metrics = open_metrics(tmp_path, warnings.append, shown=RunSummary(images={"predicted_step": draw}))
+    log_losses(metrics, {1: 1.0, 2: 1.0})
+    metrics.close()
     (warning,) = warnings
     assert_contains(warning, "warning: ", " predicted_step ", "ImportError: no library")
     assert steps_in(tmp_path) == [1, 2]
@@ -313,10 +234,9 @@ def test_an_image_that_takes_long_to_draw_is_not_a_disk_that_hangs(
         monkeypatch.undo()
         return bytes(24)  # as much of a PNG as is read
 
-    shown = RunSummary(images={"predicted_step": draw})
-    rows = MetricsWriter(tmp_path, tensorboard=True, shown=shown, warn=warnings.append)
-    rows.write({"step": 1, "loss": 1.0}, {})
+    metrics = open_metrics(tmp_path, warnings.append, shown=RunSummary(images={"predicted_step": draw}))
+    log_losses(metrics, {1: 1.0})
     assert begun.wait(LIMIT_S)
     threading.Timer(0.1, goes_on.set).start()
-    rows.close()
+    metrics.close()
     assert not warnings

@@ -1,6 +1,7 @@
 """TensorBoard's page, read by TensorBoard's own code: tags, charts, texts, images, and rows of the HParams
 tab."""
 
+import dataclasses
 import io
 import json
 import math
@@ -122,32 +123,25 @@ def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path)
     ]
 
 
-def test_runs_are_rows_that_compare_and_a_chart_that_they_share_is_shown_once(tmp_path: Path) -> None:
-    for name, lr in (("a", 0.5), ("b", 0.25)):
-        board_of(tmp_path / name, with_lr(lr), range(3), loss=lr)
+def test_runs_are_rows_that_compare_and_a_resumed_run_is_one(tmp_path: Path) -> None:
+    """With all its steps, and a chart that runs share is shown once."""
+    for name, lr, steps in (("a", 0.5, range(3)), ("b", 0.25, range(3)), ("a", 0.5, range(2, 4))):
+        board_of(tmp_path / name, with_lr(lr), steps, loss=lr)
     page = Page(tmp_path)
     columns, rows = page.hparams()
-    assert {name: dict(row.hparams)["optim.lr"].number_value for name, row in rows.items()} == {
-        "a/tb": 0.5,
-        "b/tb": 0.25,
+    assert {
+        name: (row.hparams["optim.lr"].number_value, len(row.sessions)) for name, row in rows.items()
+    } == {
+        "a/tb": (0.5, 1),
+        "b/tb": (0.25, 1),
     }
     assert rows["a/tb"].hparams["parallel.plan"].string_value == "manual"
     assert rows["a/tb"].hparams["data.packing"].bool_value
-    assert {name: row.metric_values[0].value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}, (
-        "the loss, eval"
-    )
+    assert {name: row.metric_values[0].value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}
     assert [metric.name.tag for metric in columns.metric_infos] == list(COMPARED)
     assert columns.hparam_infos[0].name == "optim.lr", "the requested key comes first"
     assert len(page.layout()["category"][0]["chart"]) == len(CHARTS["Overview"])
-
-
-def test_a_resumed_run_is_one_row_with_all_its_steps(tmp_path: Path) -> None:
-    for steps in (range(3), range(2, 4), range(4, 6)):
-        board_of(tmp_path / "run", with_lr(0.5), steps)
-    _, rows = Page(tmp_path).hparams()
-    (row,) = rows.values()
-    assert len(row.sessions) == 1
-    assert [event.step for event in Page(tmp_path).runs.Tensors("run/tb", "loss/eval")] == list(range(6))
+    assert [event.step for event in page.runs.Tensors("a/tb", "loss/eval")] == list(range(4))
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +151,9 @@ def config() -> Config:
 
 def test_a_run_shows_config_plan_and_the_predicted_step(config: Config, tmp_path: Path) -> None:
     plan = plan_run(config.job, 2)
-    timeline = predict(config.job, plan, load_hardware()["cpu"], 2).timeline
-    planned = RunPlan(torch.device("cpu"), CPU, plan, 0, {}, ("tp=2: faster",), timeline)
+    prediction = predict(config.job, plan, load_hardware()["cpu"], 2)
+    prediction = dataclasses.replace(prediction, reasons=("tp=2: faster",))
+    planned = RunPlan(torch.device("cpu"), CPU, plan, 0, prediction=prediction)
     board_of(tmp_path / "run", describe_run(config, planned, "1,000 tokens", range(1, 351)), range(2))
     page = Page(tmp_path)
     texts = {
@@ -190,23 +185,19 @@ def test_the_row_says_what_the_plan_is_where_the_config_leaves_it_open(config: C
 
 WRITE = """
 from pathlib import Path
-from meshwright.train.metrics.log_file import WriteErrors
-from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
-shown = RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5})
-board = TensorBoardWriter(Path("tb"), WriteErrors(print), shown, 0)
-board.add(0, {"loss": 1.0}, {"note": "so"})
-board.add_image(0, "picture", bytes(30))
-board.close()
+from meshwright.train.metrics.tensorboard import RunSummary
+from meshwright.train.metrics.writer import MetricsWriter
+writer = MetricsWriter(Path(), True, RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5}), print)
+writer.write({"step": 0, "loss": 1.0}, {"note": "so"})
+writer.close()
 """
 
 
 def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> None:
     """Importing it takes seconds and GPU memory."""
     (tmp_path / "tensorflow.py").write_text("print('TensorFlow is imported')")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    env = environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     command = [sys.executable, "-c", WRITE]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(PYTHONPATH=path), capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert len(list((tmp_path / "tb").iterdir())) == 1

@@ -46,7 +46,7 @@ def test_transformers_llama_has_the_figures_of_ours() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_its_blocks_multiply_and_keep_as_much_as_ours(compiled: str) -> None:
     """Under full recomputation both keep only the input of a block."""

@@ -218,7 +218,7 @@ def test_in_float32_it_is_torchs_adamw() -> None:
     [
         pytest.param([(BF16, BF16, 0.0), (BF16, BF16, 1.0)], id="bfloat16"),
         pytest.param(
-            [(F32, BF16, 0.0), (BF16, F32, 0.0)], id="mixed", marks=[pytest.mark.slow, pytest.mark.sampled(3)]
+            [(F32, BF16, 0.0), (BF16, F32, 0.0)], id="mixed", marks=[pytest.mark.slow, pytest.mark.sampled(6)]
         ),
     ],
 )

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.host_memory import host_memory
+from meshwright.parallel.planner.machines import Machines
 from meshwright.tools.plan.scaling import sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.memory import free_host_bytes
-from meshwright.train.planning import run_plan, suggest
+from meshwright.train.planning import fit, run_plan
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
+from meshwright.train.planning.fit import check_fits
 from meshwright.train.planning.predict import run_workload, search_plans
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import check_fits
 from tests.support.control_groups import write_groups
 from tests.support.launch import EAGER, TINY
 from tests.support.worlds import run_ranks
@@ -68,7 +68,7 @@ def run_in_groups(job: TrainingJob, plan: Plan, roots: list[list[Path]]) -> list
         with (
             mock.patch.object(run_plan, "device_memory_bytes", return_value=(80 * GIB, 80 * GIB)),
             mock.patch.object(run_plan, "free_host_bytes", partial(free_host_bytes, groups[rank])),
-            mock.patch.object(suggest, "suggest_fits", return_value=[]),
+            mock.patch.object(fit, "suggest_fits", return_value=[]),
         ):
             ranks = RankInfo(rank, 2, rank, 2, True)
             refusals.append(answer(run_plan.check_memory, job, planned, ranks))
@@ -86,7 +86,7 @@ def answer(question: Callable[..., object], *arguments: object) -> str:
 def test_all_refuse_what_the_host_does_not_hold_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suggest, "suggest_fits", lambda *_: [])  # test_suggest.py has them
+    monkeypatch.setattr(fit, "suggest_fits", lambda *_: [])  # test_fit.py has them
     job, named = draw(random.Random(os.environ["MESHWRIGHT_TESTS_SEED"]))
     auto = dataclasses.replace(job, parallel=dataclasses.replace(job.parallel, plan="auto"))
     plan = plan_run(job, 2, 2, best_attention(job, H100), best_dtype(H100))
@@ -101,11 +101,11 @@ def test_all_refuse_what_the_host_does_not_hold_and_nothing_else(
     ]
     of_ranks = run_ranks(2, run_in_groups, job, plan, roots)
     for missing in (0, 1):
-        devices = Devices(80 * GIB, 2, H100, needs - missing)
+        devices = Machines(2, 2, 80 * GIB, H100, needs - missing)
         hardware = dataclasses.replace(H100, host_memory_gib=(needs - missing) / GIB)
         answers = {
             "manual plan": answer(check_fits, job, plan, devices, "H100"),
-            "search": answer(search_plans, auto, 2, devices),
+            "search": answer(search_plans, auto, devices),
             "sweep": answer(sweep, job, [2], 2, hardware),
             "sweep of the search": answer(sweep, auto, [2], 2, hardware),
             **{f"rank {rank}": refusals[missing] for rank, refusals in enumerate(of_ranks)},

@@ -23,7 +23,7 @@ EVERY_DAY = ("fsdp-8", "hsdp-2x4-accumulation-full-recomputation")
     [
         *EVERY_DAY,
         *(
-            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sampled(5)])
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sampled(10)])
             for name in CASES
             if name not in EVERY_DAY
         ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, assume, event, given, seed, settings
+from hypothesis import HealthCheck, event, given, seed, settings
 from hypothesis import strategies as st
 
 from meshwright.models.llama import LlamaConfig
@@ -21,11 +21,15 @@ from meshwright.parallel.plan.selective_policy import POLICIES
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import STRATEGIES
 from meshwright.parallel.plan.validate import validate
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.host_memory import host_memory
+from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
 from meshwright.train.model.choose import source_of
-from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.memory_bound import is_ample, memory_bound
+from meshwright.train.planning.predict import predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
 
 MANY = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
@@ -36,7 +40,7 @@ FEW = settings(MANY, derandomize=True, database=None)  # the same examples every
 def more(test: Any, examples: int, **inputs: st.SearchStrategy[Any]) -> Any:
     """The slow test of other examples than the everyday test's, those of the seed."""
     slow = OF_THE_SEED(settings(MANY, max_examples=examples)(given(**inputs)(test.hypothesis.inner_test)))
-    return pytest.mark.slow(pytest.mark.sampled(5)(slow))
+    return pytest.mark.slow(pytest.mark.sampled(10)(slow))
 
 
 def mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -201,21 +205,40 @@ test_many_more_configs_are_planned_or_refused = more(
 )
 
 
-@settings(FEW, max_examples=2)
-@given(**CONFIG_OF_A_RUN)
-def test_the_memory_of_any_plan_can_be_predicted(config: Config, processes: int, tmp_path: Path) -> None:
-    """Traced from the model's code, eager because that is fast. Refused examples do not count. The trace
-    cache is the test's own folder, because a random config may name any path."""
+# keys that no other test here draws
+OTHERS = st.sampled_from([{}, {}, {"cp": 2}, {"attention": "math"}, {"activation_checkpoint": "offload"}])
+BOUNDED = {**CONFIG_OF_A_RUN, "keys": OTHERS, "documents": st.booleans(), "saves": st.booleans()}
+H100 = load_hardware()["h100-sxm"]
+
+
+@pytest.mark.sampled(3, day=1)
+@settings(FEW, max_examples=60)
+@given(**BOUNDED)
+def test_no_step_needs_more_than_the_bound_that_is_known_without_a_trace(
+    config: Config, processes: int, keys: dict[str, Any], documents: bool, saves: bool, tmp_path: Path
+) -> None:
+    """And what the allocator and the host need beside it, a process with ample memory has. Traced eagerly,
+    as that is fast; the trace cache is the test's own, because a random config may name any folder."""
     compiling = dataclasses.replace(config.parallel.compile, cache_dir=str(tmp_path), enabled=False)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=compiling))
-    plan = plan_or_refusal(config, processes)
-    assume(isinstance(plan, Plan))
-    assert isinstance(plan, Plan)
-    check_step_memory(predict_memory(config.job, plan))
+    parallel = dataclasses.replace(config.parallel, compile=compiling, **keys)
+    drawn = dataclasses.replace(config, parallel=parallel).job
+    job = dataclasses.replace(drawn, document_mask=documents and "attention" not in keys, saves=saves)
+    try:
+        plan = plan_run(job, processes)
+    except PlanError:
+        return
+    memory, bound_bytes = predict_memory(job, plan), memory_bound(job, plan)
+    check_step_memory(memory)
+    assert bound_bytes is not None
+    assert memory.peak_bytes <= bound_bytes
+    host = host_memory(plan, run_workload(job, plan))
+    for machines in (Machines(processes, 8), Machines(processes, 8, 0, H100, 0)):
+        for needed_bytes in (machines.needed_bytes(memory, host), host.total):
+            assert not is_ample(bound_bytes, needed_bytes - 1)
 
 
-test_the_memory_of_more_plans_can_be_predicted = more(
-    test_the_memory_of_any_plan_can_be_predicted, 10, **CONFIG_OF_A_RUN
+test_many_more_steps_need_no_more_than_the_bound = more(
+    test_no_step_needs_more_than_the_bound_that_is_known_without_a_trace, 60, **BOUNDED
 )
 
 

@@ -10,14 +10,12 @@ from meshwright.models.llama import Llama
 from meshwright.models.size import count_parameters
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import Devices, check_fits
 from tests.support.launch import EAGER
 from tests.support.plans import check_facts
 from tests.support.tables import try_each
@@ -181,12 +179,6 @@ def test_tp_divides_heads_kv_heads_ffn_vocabulary_and_tokens() -> None:
             assert plan_run(config.job, 48).mesh.tp == config.parallel.tp
 
     try_each(TP, check)
-
-
-def test_a_plan_that_fits_is_said_to_need_what_is_predicted() -> None:
-    config = config_of(*EAGER)
-    plan = plan_run(config.job, 8)
-    assert check_fits(config.job, plan, Devices(80 * GIB, 8), "H100") == predict_memory(config.job, plan)
 
 
 def test_frozen_parameters_need_no_gradients_and_no_moments() -> None:

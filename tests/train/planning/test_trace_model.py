@@ -156,7 +156,7 @@ def test_tied_embeddings_count_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_tracing_leaves_nothing_behind_that_a_run_would_notice() -> None:
     """A shape that no other test has, so that it is not cached."""
     torch._dynamo.reset()
@@ -192,7 +192,7 @@ def test_a_block_of_another_setting_is_traced_by_itself() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_activation_checkpointing_shares_one_captured_graph(monkeypatch) -> None:
     """Except where a saved operator is decomposed, so that only torch knows which results are its own."""
     captured = list[object]()

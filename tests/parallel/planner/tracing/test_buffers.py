@@ -69,7 +69,7 @@ def live_at(buffers: tuple[Buffer, ...], kernel: int) -> Linear:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "keys",
-    [(), (FULL,), pytest.param(("--parallel.tp=2",), marks=[pytest.mark.slow, pytest.mark.sampled(3)])],
+    [(), (FULL,), pytest.param(("--parallel.tp=2",), marks=[pytest.mark.slow, pytest.mark.sampled(6)])],
     ids=str,
 )
 def test_the_buffers_of_a_block_add_up_to_the_live_memory_of_the_same_trace(keys: tuple[str, ...]) -> None:

@@ -51,7 +51,7 @@ def stand_in() -> ModuleWorkload:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_feeds_a_float8_product_is_recomputed_instead_of_saved() -> None:
     """Saved: the input, and the two tensors of HIDDEN channels, from which the product's operand is computed
     again. In bfloat16 that operand is saved too."""

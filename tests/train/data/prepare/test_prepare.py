@@ -4,8 +4,6 @@ import csv
 import gzip
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 import tokenizers
 
 from meshwright.train.data.prepare import readers, worker
-from meshwright.train.data.prepare import worker as worker_module
 from meshwright.train.data.prepare.partition import cut_source, unit_hash
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.readers import read_part
@@ -23,12 +20,11 @@ from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.errors import DataError
 from tests.support.forks import environment, fork
-from tests.support.launch import ROOT
 from tests.support.texts import (
     documents_of,
     files_of,
     odd_texts,
-    prepare_bytes,
+    prepare_texts,
     texts_of,
     train_bpe,
     write_jsonl,
@@ -45,40 +41,27 @@ SMALL = {"held_out": 0.1, "shard_bytes": 4000}
 def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_path: Path) -> None:
     """One document is so long that it is encoded in parts."""
     texts = odd_texts(count - 1, seed=count)
-    long = "".join(
-        "the quick brown fox 0123456789 " * 60 + text for text in odd_texts(count // 2 + 1250, seed=2)
-    )
-    texts.insert(count // 2, long)
-    assert len(long.encode()) > worker._LONG_BYTES
-    source = write_jsonl(tmp_path / "all.jsonl", texts)
-    path = train_bpe(tmp_path / "bpe")
-    manifest = prepare(
-        str(source),
-        str(path),
-        "auto",
-        "auto",
-        tmp_path / "out",
-        PrepareSettings(0.1, "text", 2**16, workers=2),
-    )
+    filler = "the quick brown fox 0123456789 " * 60
+    texts.insert(count // 2, "".join(filler + text for text in odd_texts(count // 2 + 1250, seed=2)))
+    assert len(texts[count // 2].encode()) > worker._LONG_BYTES
+    source, path = write_jsonl(tmp_path / "all.jsonl", texts), train_bpe(tmp_path / "bpe")
+    manifest = prepare_texts(source, tmp_path / "out", path, held_out=0.1, shard_bytes=2**16, workers=2)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     bos, eos = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     with open(source, "rb") as file:
         offsets = np.cumsum([0, *map(len, file)]).tolist()
     expected: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
-    for encoding, text, offset in zip(
-        tokenizer.encode_batch_fast(texts, add_special_tokens=False), texts, offsets, strict=False
-    ):
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    for encoding, text, offset in zip(encodings, texts, offsets, strict=False):
         if text:
             split = SPLITS[unit_hash(f"all.jsonl:{offset}") < 0.1]
             expected[split].append([bos, *encoding.ids, eos])
     assert len(manifest.splits["train"]) > 3
     for split in SPLITS:
         documents = documents_of(tmp_path / "out", manifest, split)
-        assert len(documents) == len(expected[split]) > 99
-        assert all(
-            ids.tolist() == reference for ids, reference in zip(documents, expected[split], strict=True)
-        )
+        assert [ids.tolist() for ids in documents] == expected[split]
+        assert len(documents) > 99
     assert manifest.settings["empty_documents"] == texts.count("")
     shards = [shard for split in SPLITS for shard in manifest.splits[split]]
     assert sum(shard.text_bytes for shard in shards) == sum(len(text.encode()) for text in texts)
@@ -88,24 +71,20 @@ def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_pat
 BYTE_LEVEL = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 # similar to Llama 3's
 DIGITS = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|[^\s]+"), "isolated")
+OF_DIGITS = [DIGITS, tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
+PREPEND = tokenizers.normalizers.Prepend("_")
 
 
 @pytest.mark.parametrize(
     ("cut", "pre_tokenizer", "normalizer"),
     [
         (True, BYTE_LEVEL, None),
-        (
-            True,
-            tokenizers.pre_tokenizers.Sequence(
-                [DIGITS, tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
-            ),
-            None,
-        ),
-        (False, None, tokenizers.normalizers.Prepend("_")),
+        (True, tokenizers.pre_tokenizers.Sequence(OF_DIGITS), None),
+        (False, None, PREPEND),
     ],
 )
 def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
-    cut: bool, pre_tokenizer: object, normalizer: object, tmp_path: Path
+    cut: bool, pre_tokenizer: object, normalizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(train_bpe(tmp_path)))
     tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizer, normalizer
@@ -113,17 +92,13 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
     encode = load_tokenizer(str(tmp_path)).encode
     filler = " the quick\n\nbrown fox \n\n\n 12345 \nthe"
     text = "".join(text + filler for text in odd_texts(4000, seed=30, mean_bits=6)).encode()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "PART_BYTES", 5000)
-        parts = list(worker_module.cut_text(encode, text))
-        assert b"".join(parts) == text
-        assert (len(parts) > 20) == cut
-        reported: list[tuple[int, int]] = []
-        arrays = worker_module.encode_in_parts(
-            encode, text, np.dtype(np.uint16), lambda *counts: reported.append(counts)
-        )
-        assert np.array_equal(np.concatenate(arrays), encode([text])[0])
-        assert reported == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
+    monkeypatch.setattr(worker, "PART_BYTES", 5000)
+    parts, reported = list(worker.cut_text(encode, text)), list[tuple[int, ...]]()
+    assert b"".join(parts) == text
+    assert (len(parts) > 20) == cut
+    arrays = worker.encode_in_parts(encode, text, np.dtype(np.uint16), lambda *n: reported.append(n))
+    assert np.array_equal(np.concatenate(arrays), encode([text])[0])
+    assert reported == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
 
 
 def write_as(form: str, folder: Path, texts: list[str]) -> Path:
@@ -142,16 +117,12 @@ def write_as(form: str, folder: Path, texts: list[str]) -> Path:
     elif "json" in form:
         write_jsonl(path, texts)
         if form.endswith("zst"):
-            with pyarrow.CompressedOutputStream(str(path) + ".new", "zstd") as stream:
-                stream.write(path.read_bytes())
-            path.with_name(path.name + ".new").rename(path)
+            path.write_bytes(pyarrow.compress(path.read_bytes(), "zstd", asbytes=True))
     elif form == "parquet":
-        pyarrow.parquet.write_table(table, path, row_group_size=37)
-    elif form == "stream.arrow":
-        with pyarrow.ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=37)
-    elif form == "arrow":
-        with pyarrow.ipc.new_file(path, table.schema) as writer:
+        pyarrow.parquet.write_table(table, path, row_group_size=37, write_page_checksum=True)
+    else:
+        new = pyarrow.ipc.new_stream if form == "stream.arrow" else pyarrow.ipc.new_file
+        with new(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=37)
     return path
 
@@ -163,7 +134,7 @@ FORMS += ["lines.json", "lines.json.gz", "list.json", "list2.json", "list.json.g
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_documents_in_order(form: str, tmp_path: Path) -> None:
     source = write_as(form, tmp_path, TEXTS)
-    manifest = prepare_bytes(source, tmp_path / "out", **SMALL)
+    manifest = prepare_texts(source, tmp_path / "out", **SMALL)
     texts = texts_of(tmp_path / "out", manifest)
     order = {text: i for i, text in enumerate(WITH_TEXT)}
     for split in SPLITS:
@@ -193,22 +164,20 @@ def test_every_type_of_text_column_is_read_and_null_is_no_text(
 ) -> None:
     """Next to a file with a column of nulls, which has no type of its own."""
     column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(kind)
+    forms = ("arrow",) if str(kind).endswith("_view") else ("arrow", "parquet")  # which has no views
     for name, values in (("a", column), ("b", pyarrow.nulls(3))):
-        with pyarrow.ipc.new_file(
-            tmp_path / f"{name}.arrow", pyarrow.schema([("text", values.type)])
-        ) as file:
-            file.write_table(pyarrow.table({"text": values}))
-    if not str(kind).endswith("_view"):  # which parquet does not have
-        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
-        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(3)}), tmp_path / "d.parquet")
-    files = 1 if str(kind).endswith("_view") else 2
-    manifest = prepare_bytes(tmp_path, tmp_path / "out", held_out=0.0)
-    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"] * files
-    assert manifest.settings["empty_documents"] == 5 * files
+        table = pyarrow.table({"text": values})
+        with pyarrow.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
+            file.write_table(table)
+        if "parquet" in forms:
+            pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    manifest = prepare_texts(tmp_path, tmp_path / "out", held_out=0.0)
+    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"] * len(forms)
+    assert manifest.settings["empty_documents"] == 5 * len(forms)
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
     """In separate processes, because the library reads HF_HOME once; the second one reuses the existing
     folder."""
@@ -233,10 +202,9 @@ def prepare_datasets(names: list[str], folder: Path) -> None:
     if not (folder / "plain").exists():
         save_datasets(folder)
     for name in names:
-        settings = (
-            PrepareSettings(0.1, "body", 4000, workers=2) if name == "plain" else PrepareSettings(0.1, "body")
-        )
-        prepare(f"hf:{folder / name}", "bytes", "auto", "auto", folder / f"out-{name[:5]}", settings)
+        settings = {"shard_bytes": 4000, "workers": 2} if name == "plain" else {}
+        settings |= {"held_out": 0.1, "text_field": "body"}
+        prepare_texts(f"hf:{folder / name}", folder / f"out-{name[:5]}", **settings)
 
 
 def save_datasets(folder: Path) -> None:
@@ -251,25 +219,6 @@ def save_datasets(folder: Path) -> None:
     )
     (folder / "loose").mkdir()
     write_jsonl(folder / "loose" / "train.jsonl", TEXTS, "body")
-
-
-def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    source, tokenizer = tmp_path / "source", train_bpe(tmp_path / "bpe")
-    source.mkdir()
-    write_as("parquet", source, odd_texts(500, seed=5))
-    for i in range(20):
-        (source / f"{i}.txt").write_text(f"text {i}\n" * 20)
-    found = []
-    for workers in (1, 3):
-        folder = tmp_path / f"out{workers}"
-        prepare(
-            str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(0.1, "text", 5000, workers)
-        )
-        found.append(files_of(folder))
-    assert found[0] == found[1]
-    assert len(found[0]) > 20
-    assert found[0]["tokenizer.json"] == tokenizer.read_bytes()
-    assert not list(tmp_path.glob(".*")), "nothing partial is left behind"
 
 
 def write_bad_records(folder: Path) -> list[str]:
@@ -298,13 +247,13 @@ def test_bad_records_are_left_out_and_named_and_change_nothing_else(tmp_path: Pa
     settings = {"held_out": 0.0, "shard_bytes": 2000}
     for most in (0, 6):
         with pytest.raises(DataError, match=r"a\.jsonl, line 11: .*skip_bad=N"):
-            prepare_bytes(source, out, **settings, skip_bad=most)
+            prepare_texts(source, out, **settings, skip_bad=most)
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.partial").glob("data/*")}
     assert len(kept) == 10, "no piece has more than 6 of them, so all are finished"
-    manifest = prepare_bytes(source, out, **settings, skip_bad=7)
+    manifest = prepare_texts(source, out, **settings, skip_bad=7)
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.iterdir()}.items()
     assert sorted(texts_of(out, manifest)["train"]) == sorted(good)
-    prepare_bytes(source, other, **settings, skip_bad=100, workers=2)
+    prepare_texts(source, other, **settings, skip_bad=100, workers=2)
     assert files_of(out) == files_of(other)
     places = [("a.jsonl", f"line {n}") for n in (11, 151, 300)]
     places += [("b.json", "item 1,001"), ("c.csv", "line 5"), ("c.csv", "line 6"), ("d.txt", "byte 6")]
@@ -312,10 +261,10 @@ def test_bad_records_are_left_out_and_named_and_change_nothing_else(tmp_path: Pa
     for (name, place), described in zip(places, read_manifest(out).bad_records.first, strict=True):
         assert f"{source / name}, {place}" in described
     with pytest.raises(DataError, match=r"line 11: .* 6 more, above data\.skip_bad=6"):
-        prepare_bytes(source, out, **settings, skip_bad=6)
+        prepare_texts(source, out, **settings, skip_bad=6)
     write_jsonl(source / "good.jsonl", good)
     for name, most in (("strict", 0), ("lax", 5)):
-        prepare_bytes(source / "good.jsonl", tmp_path / name, skip_bad=most)
+        prepare_texts(source / "good.jsonl", tmp_path / name, skip_bad=most)
     assert files_of(tmp_path / "strict") == files_of(tmp_path / "lax"), "nothing was left out"
 
 
@@ -348,7 +297,7 @@ def test_a_line_is_read_once_however_the_file_is_cut(tmp_path: Path) -> None:
             for document in read_part(part, "text", True)
         ]
         assert found == expected
-    manifest = prepare_bytes(source, tmp_path / "out", held_out=0.0, shard_bytes=50)
+    manifest = prepare_texts(source, tmp_path / "out", held_out=0.0, shard_bytes=50)
     assert texts_of(tmp_path / "out", manifest) == {"train": [text for _, text in expected], "held_out": []}
 
 
@@ -367,13 +316,13 @@ def test_an_item_of_a_list_is_read_once_however_much_is_read_at_once(
 
 def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("äöü" * 100)
-    manifest = prepare_bytes(tmp_path / "one.txt", tmp_path / "out", held_out=0.0017)
+    manifest = prepare_texts(tmp_path / "one.txt", tmp_path / "out", held_out=0.0017)
     texts = texts_of(tmp_path / "out", manifest)
     assert (len(texts["train"][0]), texts["held_out"]) == (299, ["ü"])
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "a.txt").write_text("ä")
     (tmp_path / "two" / "b.txt").write_text("b")
-    texts = texts_of(tmp_path / "bytes", prepare_bytes(tmp_path / "two", tmp_path / "bytes"))
+    texts = texts_of(tmp_path / "bytes", prepare_texts(tmp_path / "two", tmp_path / "bytes"))
     assert sorted(texts["train"] + texts["held_out"]) == ["b", "ä"]
 
 
@@ -381,13 +330,11 @@ def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_pat
 def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str], tmp_path: Path) -> None:
     """The only record is cut in two, or one record is moved to the other split; two workers do the same."""
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    for share in (0.0001, 0.9999):
+    for share, workers in ((0.0001, (1, 2) if len(texts) == 1 else (1,)), (0.9999, (1,))):
         every = []
-        for workers in (1, 2) if texts in (["one two three"], ["a"] * 30) else (1,):
-            folder = tmp_path / f"{workers}-{share}"
-            found = texts_of(
-                folder, prepare_bytes(source, folder, held_out=share, shard_bytes=50, workers=workers)
-            )
+        for count in workers:
+            folder, settings = tmp_path / f"{count}-{share}", {"held_out": share, "workers": count}
+            found = texts_of(folder, prepare_texts(source, folder, shard_bytes=50, **settings))
             assert found["held_out"]
             assert found["train"] or (share > 0.5 and len(list(filter(None, texts))) == 1)
             assert sorted("".join(found["train"] + found["held_out"])) == sorted("".join(texts))
@@ -402,13 +349,9 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "words.json"))
     source = write_jsonl(tmp_path / "a.jsonl", ["w1 w69999 w65536", "w2"])
-    settings = PrepareSettings(held_out=0.0)
-    manifest = prepare(str(source), str(tmp_path / "words.json"), "auto", "auto", tmp_path / "out", settings)
-    assert (manifest.dtype, manifest.tokenizer.bos, manifest.splits["train"][0].max_id) == (
-        "uint32",
-        None,
-        69_999,
-    )
+    manifest = prepare_texts(source, tmp_path / "out", tmp_path / "words.json", held_out=0.0)
+    assert (manifest.dtype, manifest.tokenizer.bos) == ("uint32", None)
+    assert manifest.splits["train"][0].max_id == 69_999
     ids = [ids.tolist() for ids in documents_of(tmp_path / "out", manifest, "train")]
     assert ids == [[1, 69_999, 65_536, 0], [2, 0]]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
@@ -416,66 +359,26 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_progress_goes_from_nothing_to_all_of_the_source(workers: int, tmp_path: Path) -> None:
-    source, seen = write_jsonl(tmp_path / "a.jsonl", odd_texts(800, seed=4, mean_bits=100)), []
+    source, seen = write_jsonl(tmp_path / "a.jsonl", odd_texts(800, seed=4, mean_bits=100)), list[Progress]()
     settings = PrepareSettings(shard_bytes=10**5, workers=workers)
     manifest = prepare(str(source), "bytes", "auto", "auto", tmp_path / "out", settings, seen.append)
-    size = source.stat().st_size
-    assert all(isinstance(progress, Progress) and progress.total_bytes == size for progress in seen)
-    done = [progress.done_bytes for progress in seen]
+    assert_from_nothing_to_all(seen, source)
+    assert seen[-1].tokens == sum(shard.tokens for split in SPLITS for shard in manifest.splits[split])
+
+
+def assert_from_nothing_to_all(seen: list[Progress], source: Path) -> None:
+    done, size = [progress.done_bytes for progress in seen], source.stat().st_size
     assert (done[0], done[-1]) == (0, size)
     assert done == sorted(done)
-    assert seen[-1].tokens == sum(shard.tokens for split in SPLITS for shard in manifest.splits[split])
+    assert {progress.total_bytes for progress in seen} == {size}
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
 def test_progress_goes_on_within_a_long_text(name: str, tmp_path: Path) -> None:
-    text, seen = "the quick brown fox\n" * 350_000, []
-    source = tmp_path / name
-    if name == "a.txt":
-        source.write_text(text)
-    else:
-        write_jsonl(source, [text])
-    manifest = prepare(
-        str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append
-    )
-    done = [progress.done_bytes for progress in seen]
-    assert done == sorted(done)
-    assert (done[0], done[-1]) == (0, source.stat().st_size)
+    text, source, seen = "the quick brown fox\n" * 350_000, tmp_path / name, list[Progress]()
+    source.write_text(text) if name == "a.txt" else write_jsonl(source, [text])
+    prepare(str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append)
+    assert_from_nothing_to_all(seen, source)
     assert len({progress.tokens for progress in seen}) >= 6, "each MiB of 7 MB"
-    assert seen[-1].tokens == manifest.splits["train"][0].tokens == 7_000_001
-    assert [progress.documents for progress in seen if progress.tokens < 7_000_001] == [0] * (len(done) - 2)
-
-
-PROGRAM = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from meshwright.train.data.prepare.prepare import *
-from tests.support.texts import spawned_workers
-
-def look(_):
-    for pid in spawned_workers(os.getpid()):
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        print("worker", "numpy" in maps, "libtorch" in maps, flush=True)
-
-print("program", __name__, flush=True)
-settings = PrepareSettings(0.0, "text", 5000, workers=2)
-prepare("a.jsonl", "bytes", "auto", "auto", Path("out"), settings, look)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-def test_workers_import_neither_the_program_nor_torch_and_have_its_path(tmp_path: Path) -> None:
-    """The program has no guard: a worker that imported it would start it again."""
-    write_jsonl(tmp_path / "a.jsonl", odd_texts(200, seed=5))
-    (tmp_path / "numpy.py").write_text("raise ImportError('from the folder one stands in')")
-    program = tmp_path / "elsewhere" / "program.py"
-    program.parent.mkdir()
-    program.write_text(PROGRAM)
-    command = [sys.executable, str(program), str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines.count("program __main__") == 1
-    assert set(lines) - {"worker False False"} == {"program __main__", "worker True False"}
+    assert seen[-1].tokens == 7_000_001
+    assert {progress.documents for progress in seen if progress.tokens < 7_000_001} == {0}

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import resource
 import sys
 from pathlib import Path
 
@@ -17,7 +16,9 @@ from meshwright.train.data.prepare.partition import cut_source
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.prepare.readers import read_part
 from meshwright.train.errors import DataError
-from tests.support.texts import odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
+from tests.support.limited import full_at
+from tests.support.texts import odd_texts, prepare_texts, texts_of, train_bpe, write_jsonl
+from tests.train.data.prepare.test_prepare import write_as
 
 TEXTS = odd_texts(500, seed=3)
 
@@ -30,7 +31,7 @@ def refuses(
     for processes in workers:
         out = tmp_path / "results" / "out"
         with pytest.raises(DataError, match=pattern) as caught:
-            prepare_bytes(Path(str(source)), out, workers=processes, **settings)
+            prepare_texts(Path(str(source)), out, workers=processes, **settings)
         assert "\n" not in str(caught.value)
         assert not out.exists()
         assert not list(out.parent.glob("*")), "nothing was finished, so nothing is kept"
@@ -55,17 +56,15 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("bad", "pattern"), BAD_LINES)
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "list", "pieces"])
+@pytest.mark.parametrize("form", ["jsonl", "list", "pieces"])
 def test_a_bad_line_is_named_by_its_number(bad: bytes, pattern: str, form: str, tmp_path: Path) -> None:
-    path = tmp_path / ("a.jsonl.gz" if form == "jsonl.gz" else "a.jsonl")
-    content = lines_with(bad)
-    path.write_bytes(gzip.compress(content) if form == "jsonl.gz" else content)
+    path, content = tmp_path / "a.jsonl", lines_with(bad)
+    path.write_bytes(content)
     if form == "list":
         path, pattern = path.with_suffix(".json"), pattern.replace("line", "item")
         path.write_bytes(b" [ " + b", ".join(content.splitlines()) + b" ]\n")
         if not bad.endswith((b"}", b"]")):
             pattern = r"a\.json cannot be read; .*(item 300: not JSON|item .* byte 40,\d+ does not end)"
-    pattern = pattern.replace(r"a\.jsonl", path.name)
     if form == "pieces":  # lines before the piece are not read, but counted for the message
         piece = next(p for p in cut_source(str(path), 0.1, 5000)[1] if p.parts[0].last > content.index(bad))
         assert piece.parts[0].first > 0
@@ -83,46 +82,30 @@ def test_the_byte_of_invalid_utf8_is_that_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text)
     for tokenizer in ("bytes", str(train_bpe(tmp_path / "bpe"))):
         with pytest.raises(DataError, match=r"a\.txt, byte 10,000: not UTF-8 \(invalid continuation byte\)"):
-            prepare(str(tmp_path / "a.txt"), tokenizer, "auto", "auto", tmp_path / "out", PrepareSettings())
+            prepare_texts(tmp_path / "a.txt", tmp_path / "out", tokenizer)
     refuses(tmp_path / "a.txt", r"a\.txt, byte 10,000: not UTF-8", tmp_path, workers=(2,))
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow", "stream.arrow", "jsonl.gz", "jsonl.zst"])
+DAMAGED = ("parquet", "arrow", "stream.arrow", "jsonl.gz", "jsonl.zst")
+
+
+@pytest.mark.parametrize("form", DAMAGED)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
 def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None:
-    table = pyarrow.table({"text": TEXTS})
-    path = tmp_path / f"a.{form}"
-    if form == "parquet":
-        pyarrow.parquet.write_table(table, path, row_group_size=100, write_page_checksum=True)
-    elif form.endswith("arrow"):
-        new = pyarrow.ipc.new_stream if form == "stream.arrow" else pyarrow.ipc.new_file
-        with new(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=100)
-    else:
-        content = lines_with(b'{"text": "x"}')
-        path.write_bytes(
-            gzip.compress(content) if form == "jsonl.gz" else pyarrow.compress(content, "zstd", asbytes=True)
-        )
+    path = write_as(form, tmp_path, TEXTS)
     content = path.read_bytes()
+    place = len(content) // 2
     if damage == "cut":
-        path.write_bytes(content[: len(content) * 2 // 3])
-    elif damage == "flipped":
-        if form.endswith("arrow"):
-            pytest.skip("Arrow files have no checksums")
-        path.write_bytes(content[:200] + bytes(byte ^ 0x55 for byte in content[200:260]) + content[260:])
-    else:
+        path.write_bytes(content[:place])
+    elif damage == "other":
         path.write_bytes(b"this is no such file" * 10)
-    pattern = r".*cannot be read; it may be damaged or cut short \(.+\): restore it"
-    if (form, damage) == ("jsonl.zst", "flipped"):
-        pattern = (
-            ", line .*not JSON|" + pattern
-        )  # pyarrow writes no checksums: the damage is found later, as invalid JSON
-    refuses(
-        path,
-        f"{path.name}({pattern})",
-        tmp_path,
-        workers=(1, 2) if (form, damage) == ("parquet", "flipped") else (1,),
-    )
+    elif form.endswith("arrow"):
+        pytest.skip("Arrow files have no checksums")
+    else:
+        flipped = bytes(byte ^ 0x55 for byte in content[place : place + 60])
+        path.write_bytes(content[:place] + flipped + content[place + 60 :])
+    pattern = rf"{path.name}.*cannot be read; it may be damaged or cut short \(.+\): restore it"
+    refuses(path, pattern, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -165,30 +148,19 @@ def test_a_column_that_is_not_there_or_is_no_text_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize("content", [b"\n\n", b'{"text": ""}\n{"text": null}\n'])
 def test_a_source_without_text_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(
-        DataError, match=r"data\.source=.*a\.jsonl .*no text: 1 files? .*[02] empty documents"
-    ):
-        prepare_bytes(tmp_path / "a.jsonl", tmp_path / "out")
+    message = r"data\.source=.*a\.jsonl .*no text: 1 files? .*[02] empty documents"
+    with pytest.raises(DataError, match=message):
+        prepare_texts(tmp_path / "a.jsonl", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_text_that_the_tokenizer_has_no_id_for_is_refused(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(
-        str(tmp_path / "words.json")
-    )
-    source = write_jsonl(tmp_path / "a.jsonl", ["known", "unknown"])
+    words, source = tmp_path / "words.json", write_jsonl(tmp_path / "a.jsonl", ["known", "unknown"])
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(str(words))
+    message = r"data\.source: document a\.jsonl:27: .*words\.json cannot encode a text \(.*UNK"
     for workers in (1, 2):
-        with pytest.raises(
-            DataError, match=r"data\.source: document a\.jsonl:27: .*words\.json cannot encode a text \(.*UNK"
-        ):
-            prepare(
-                str(source),
-                str(tmp_path / "words.json"),
-                "auto",
-                "auto",
-                tmp_path / "out",
-                PrepareSettings(workers=workers),
-            )
+        with pytest.raises(DataError, match=message):
+            prepare_texts(source, tmp_path / "out", words, workers=workers)
 
 
 def test_no_dataset_is_one_error(tmp_path: Path) -> None:
@@ -230,20 +202,12 @@ def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_p
     source.mkdir()
     write_jsonl(source / "a.jsonl", ["x" * 1000] * 50)
     (source / "b.txt").write_bytes(b"y" * 400_000)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
-    try:
-        with pytest.raises(
-            DataError,
-            match=r"no space left for .*out .*: about [\d.]+ MB are still needed, [\d,.]+ MB are free",
-        ):
-            prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not (tmp_path / "out").exists()
+    settings, out = {"shard_bytes": 60_000, "workers": workers}, tmp_path / "out"
+    message = r"no space left for .*out .*: about [\d.]+ MB are still needed, [\d,.]+ MB are free"
+    with full_at(300_000), pytest.raises(DataError, match=message):
+        prepare_texts(source, out, **settings)
+    assert not out.exists()
     assert not list((tmp_path / ".out.partial" / "data").glob(".*")), "the partial shard is deleted"
-    found = texts_of(
-        tmp_path / "out", prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers)
-    )
+    found = texts_of(out, prepare_texts(source, out, **settings))
     assert sum(map(len, found["train"] + found["held_out"])) == 450_000
     assert not list(tmp_path.glob(".*"))

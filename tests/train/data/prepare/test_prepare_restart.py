@@ -4,7 +4,6 @@ the same."""
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +14,19 @@ import pytest
 from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.worker import OnBatch
-from meshwright.train.data.token_store import TokenStoreManifest
 from meshwright.train.errors import DataError
 from tests.support.forks import Fork, fork
 from tests.support.texts import (
     files_of,
     odd_texts,
-    prepare_bytes,
+    prepare_texts,
     processes_of,
     spawned_workers,
     train_bpe,
     write_jsonl,
 )
 
-SETTINGS = PrepareSettings(held_out=0.1, shard_bytes=20_000)
+SETTINGS = {"held_out": 0.1, "shard_bytes": 20_000}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(source: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of an undisturbed preparation."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    prepare(str(source), str(tokenizer), "auto", "auto", folder, SETTINGS)
+    prepare_texts(source, folder, tokenizer, **SETTINGS)
     assert len(list(folder.glob("train-*.bin"))) > 20
     return files_of(folder)
 
@@ -69,7 +67,7 @@ def run_preparation(
         if len(results(out)) >= stop_at:
             act()
 
-    settings = PrepareSettings(SETTINGS.held_out, "text", SETTINGS.shard_bytes, workers)
+    settings = PrepareSettings(**SETTINGS, workers=workers)  # type: ignore[arg-type]
     try:
         prepare(str(source), str(tokenizer), "auto", "auto", out, settings, watch)
     except DataError as error:
@@ -133,9 +131,7 @@ def test_killed_twice_it_keeps_finished_shards_and_ends_the_same(
         assert all(os.path.samestat(done[name], stat) for name, stat in kept.items())
         assert all(done[name].st_mtime_ns == stat.st_mtime_ns for name, stat in kept.items())
         kept = done
-    prepare(
-        str(source), str(tokenizer), "auto", "auto", out, PrepareSettings(0.1, "text", 20_000, 3 - workers)
-    )
+    prepare_texts(source, out, tokenizer, **SETTINGS, workers=3 - workers)
     assert all(os.path.samestat((out / name).stat(), stat) for name, stat in kept.items())
     assert files_of(out) == whole
     assert [path.name for path in tmp_path.iterdir() if path.name != "output"] == ["out"]
@@ -156,7 +152,7 @@ def test_a_dead_worker_is_an_error_that_says_so(
     ), output
     wait_for(lambda: not processes_of(process.pid))
     assert results(out)
-    prepare(str(source), str(tokenizer), "auto", "auto", out, SETTINGS)
+    prepare_texts(source, out, tokenizer, **SETTINGS)
     assert files_of(out) == whole
 
 
@@ -170,7 +166,7 @@ def test_a_kept_shard_that_was_damaged_is_made_again(
     (shards / "train-00001.ends").unlink()
     (shards / ".train-00009.bin.1-1.tmp").write_bytes(b"cut off")
     results(out)[2].write_text("{")
-    prepare(str(source), str(tokenizer), "auto", "auto", out, SETTINGS)
+    prepare_texts(source, out, tokenizer, **SETTINGS)
     assert files_of(out) == whole
 
 
@@ -204,26 +200,10 @@ def test_what_was_begun_with_other_settings_is_not_used(change: str, tokenizer: 
     assert files_of(out) == files_of(tmp_path / "afresh")
 
 
-def test_four_at_once_all_get_the_same_folder(tmp_path: Path) -> None:
-    source, found = write_jsonl(tmp_path / "a.jsonl", odd_texts(2000, seed=9)), []
-
-    def run() -> None:
-        found.append(prepare_bytes(source, tmp_path / "cache" / "out", shard_bytes=10_000))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(isinstance(manifest, TokenStoreManifest) and manifest == found[0] for manifest in found)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["out"]
-
-
 def test_prepared_data_below_the_source_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / ".out.partial" / "results").mkdir(parents=True)
     (tmp_path / ".out.partial" / "results" / "00000.json").write_text("{}")
-    first = prepare_bytes(tmp_path, tmp_path / "out", held_out=0.0)
+    first = prepare_texts(tmp_path, tmp_path / "out", held_out=0.0)
     assert [file.name for file in first.sources] == ["a.txt"]
-    assert prepare_bytes(tmp_path, tmp_path / "out", held_out=0.0) == first
+    assert prepare_texts(tmp_path, tmp_path / "out", held_out=0.0) == first

@@ -1,4 +1,4 @@
-"""The devices of a run, and whether a plan fits into their memory and that of their hosts."""
+"""The machines of a run, and whether a plan fits into the memory of their devices and hosts."""
 
 from dataclasses import dataclass
 
@@ -22,20 +22,22 @@ WAYS_OUT = {
 
 
 @dataclass(frozen=True)
-class Devices:
-    """The devices of a run.
+class Machines:
+    """The machines of a run.
 
     Args:
-        available_bytes: of each process
-        gpus_per_node: processes that share a node
+        processes: of the run
+        per_node: processes that share a node
+        available_bytes: device memory of each process; 0 where no one asks
         hardware: the kind of device; None if no file in configs/hardware describes it
         host_bytes: host memory for each process, beside the device's; None: the device's is the host's, as on
             a CPU
         host_source: where `host_bytes` is from
     """
 
-    available_bytes: int
-    gpus_per_node: int
+    processes: int
+    per_node: int
+    available_bytes: int = 0
     hardware: Hardware | None = None
     host_bytes: int | None = None
     host_source: str = "free on the node that has the least"
@@ -68,6 +70,15 @@ class Devices:
         needs = ", ".join(f"{WAYS_OUT[kind][0]} {held / GIB:.1f}" for kind, held in kinds.items())
         return (
             f"this plan needs {host.total / GIB:.1f} GiB of host memory per process ({needs}), but each of "
-            f"the {self.gpus_per_node} on a node has {self.host_bytes / GIB:.1f} GiB ({self.host_source}): "
+            f"the {self.per_node} on a node has {self.host_bytes / GIB:.1f} GiB ({self.host_source}): "
             + "; ".join(WAYS_OUT[kind][1] for kind in kinds)
         )
+
+
+def machines_of_kind(hardware: Hardware, processes: int, per_node: int) -> Machines:
+    """Return the machines that a file of configs/hardware describes. Processes on a CPU share its memory."""
+    on_node = min(processes, per_node)
+    available_bytes = int(hardware.memory_gib * GIB / (on_node if hardware.cores else 1))
+    host_bytes = None if hardware.cores else int(hardware.host_memory_gib * GIB)
+    source = f"host_memory_gib in configs/hardware/{hardware.name}.yaml"
+    return Machines(processes, on_node, available_bytes, hardware, host_bytes, source)

@@ -1,0 +1,389 @@
+"""`python -m tools.import_accelerate FSDP.yaml`: convert an accelerate config to a config of this trainer.
+
+Of two keys that contradict each other, the one that accelerate uses wins; where its launcher replaces a value
+by a default, the file's value is used, with a note. Sources: accelerate 1.15.0, commands/launch.py and
+to_fsdp2.py, commands/config/config_args.py and cluster.py, accelerator.py, state.py, parallelism_config.py,
+utils/launch.py, dataclasses.py and constants.py; transformers' accelerator_config.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from meshwright.parallel.errors import PlanError, each_line, one_line
+from meshwright.parallel.plan.rules import nearest
+from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value, to_yaml
+from meshwright.tools.cli import run_tool, to_json
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.resolve import plan_run
+
+DESCRIPTION = """example:
+  python -m tools.import_accelerate FSDP.yaml > my.yaml            FSDP.yaml: the file of `accelerate config`
+
+It prints the config of this trainer for an accelerate FSDP config and, on stderr, what becomes of each key;
+what this trainer lacks is refused. Such files have no model and no data: put a config with them first, as in
+  torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
+"""
+# A row has keys, how their value is read, and what becomes of it. Read as: bool, an integer from N on, one of
+# names (#: or its number; ,: or several), word (nothing for a shell), any, or off: else it is refused. A row
+# "sets" a key of ours (to the form at the place of true|false or of the name), "decides" some with others, or
+# has the reason why it changes nothing or is refused. Rows below "section.prefix" are of that section; a file
+# may omit the prefix.
+TABLE = """
+distributed_type  FSDP|MULTI_GPU|MULTI_CPU|NO  decides parallel.strategy (MULTI_GPU: ddp), or one process (NO)
+num_processes  1  decides --nproc-per-node
+num_machines  1  decides --nnodes
+main_process_ip main_process_port  word  decides --rdzv-endpoint of several machines
+machine_rank rdzv_backend same_network  any  torchrun's rendezvous c10d does not need it
+gpu_ids  word  decides CUDA_VISIBLE_DEVICES
+use_cpu  bool  decides run.device; GPUs are used if there is one for every process
+compute_environment  LOCAL_MACHINE  torchrun starts the run
+main_training_function  any  the program is train.main
+debug  any  shapes are checked when the plan is made, before the run
+enable_cpu_affinity  any  run.threads divides the cores among the processes
+gradient_accumulation_steps  1  decides train.global_batch_size
+sync_each_batch  bool  decides parallel.reduce_gradients of FSDP with several micro batches
+mixed_precision  no|bf16|fp16|fp8  decides parallel.param_dtype, parallel.reduce_dtype
+fp16  off  float16 needs a gradient scaler, which this trainer lacks: use bf16, which has the range of float32
+fp8_config  off  float8 is not imported: use mixed_precision: bf16, and see parallel.float8
+deepspeed_config  off  DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op, 3 full_shard
+megatron_lm_config  off  Megatron-LM is not supported: for its tp_degree use parallel.tp
+mpirun_config  off  mpirun is not supported: start this trainer with torchrun
+tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env  off  TPUs are not supported
+command_file commands downcast_bf16  off  TPUs are not supported
+dynamo_backend  inductor|aot_eager|eager|no  decides parallel.compile
+gradient_accumulation_kwargs.
+  sync_each_batch  bool  decides parallel.reduce_gradients of FSDP with several micro batches
+  num_steps  off  set gradient_accumulation_steps instead
+dynamo_config.dynamo_
+  backend  inductor|aot_eager|eager|no  decides parallel.compile
+  mode  default|reduce-overhead|max-autotune  sets parallel.compile.mode
+  use_dynamic  bool  sets parallel.compile.dynamic
+  use_fullgraph use_regional_compilation  any  every block is compiled separately, without graph breaks
+fsdp_config.fsdp_
+  version  1|2  this trainer always shards with FSDP2; keys of version 1 keep their meaning in version 1
+  sharding_strategy  #STRATEGY  decides parallel.strategy
+  reshard_after_forward  bool#STRATEGY  decides parallel.reshard_after_forward, or parallel.strategy
+  auto_wrap_policy  TRANSFORMER_BASED_WRAP|SIZE_BASED_WRAP|NO_WRAP  decides parallel.unit_min_params
+  min_num_params  0  decides parallel.unit_min_params with SIZE_BASED_WRAP
+  transformer_layer_cls_to_wrap  ,LlamaDecoderLayer  every block is an FSDP unit by default
+  backward_prefetch  #BACKWARD_PRE|BACKWARD_POST|NO_PREFETCH  sets parallel.backward_prefetch 1|0|0
+  backward_prefetch_policy  any  accelerate ignores this spelling: the key is fsdp_backward_prefetch
+  forward_prefetch  bool  sets parallel.forward_prefetch 1|0
+  activation_checkpointing  bool  sets parallel.activation_checkpoint full|none
+  activation_checkpointing_offload  off  set it to false, and see parallel.activation_checkpoint=offload
+  offload_params  bool  sets parallel.cpu_offload
+  ignored_modules  off  every parameter belongs to an FSDP unit: remove the key, or see train.freeze
+  state_dict_type  any  checkpoints are always sharded
+  sync_module_states  any  every rank computes the same weights from run.seed
+  use_orig_params limit_all_gathers  any  FSDP2 always does this
+  cpu_ram_efficient_loading  any  weights are always read in shards; no rank holds the full model
+parallelism_config.parallelism_config_
+  dp_replicate_size  1  sets parallel.dp_replicate
+  dp_shard_size  1  sets parallel.dp_shard
+  cp_size  1  sets parallel.cp
+  tp_size  1  sets parallel.tp
+  sp_size  1  1 is off
+  cp_backend cp_comm_strategy  any  the planner chooses what the ranks of cp exchange: parallel.cp_exchange
+  sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation  any  sp_size is 1
+""".replace("STRATEGY", "FULL_SHARD|SHARD_GRAD_OP|NO_SHARD|HYBRID_SHARD|HYBRID_SHARD_ZERO2")
+ROWS, prefix = dict[str, tuple[str, str]](), ""
+SECTIONS = dict(re.findall(r"^(\w+)\.(\w*)$", TABLE, re.MULTILINE))
+for line in TABLE.strip().splitlines():
+    keys, how, becomes = [*line.strip().split("  "), "", ""][:3]
+    prefix = prefix if line.startswith(" ") else "" if how else keys
+    ROWS |= {prefix + key: (how, becomes) for key in keys.split() if how}
+NOTES = dict(
+    line.split("  ", 1)
+    for line in """
+batch  the file does not contain the batch size, so a micro batch is 1 sequence: for B, set \
+train.micro_batch_size to B and train.global_batch_size to B x {}
+reduce  gradients are reduced in the last micro batch only, as accelerate does by default (with fsdp_version \
+2 since 1.11): until then every rank sums whole gradients ({} bytes per parameter); \
+--parallel.reduce_gradients=every_micro_batch keeps shards only, and auto leaves the choice to \
+--parallel.plan=auto
+bf16  accelerate's FSDP reduces gradients in bfloat16; --parallel.reduce_dtype=float32 is safer
+eager  nothing is compiled, as accelerate does by default; --parallel.compile.enabled=true compiles every \
+block
+tf32  float32_matmul_precision is high because accelerate allows TF32 in compiled float32 runs
+mode  {} may use CUDA graphs; max-autotune-no-cudagraphs is the mode without them
+NO_WRAP  NO_WRAP gathers the entire model at once; here every block is a separate FSDP unit, which needs \
+less memory and gives the same training results
+twice  warning: {}={} takes precedence over {}={}, as in accelerate's fsdp_version {}: delete one of them
+1  warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of \
+fsdp_sharding_strategy takes precedence; this trainer uses {} as written
+2  accelerate 1.15 reads only a true or false fsdp_reshard_after_forward with fsdp_version 2; this trainer \
+uses {} as written
+degrees  parallelism_config sets the degrees; {} sets resharding only
+hybrid  HYBRID_SHARD on one machine has nothing to replicate, as in accelerate: it shards over all \
+processes. On several machines, parallel.strategy replicates across them
+model  the imported config has no model and no data: put a config with them before it, as in \
+--config llama_8b --config CONFIG.yaml
+""".strip().splitlines()
+)
+TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # its str_to_bool
+STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
+STEPS = "gradient_accumulation_steps"
+DEFAULTS = {"num_machines": 1, "fsdp_version": "1", STEPS: 1, "gpu_ids": "all"}
+Values = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the config, and on stderr what becomes of every key. Raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.import_accelerate",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="accelerate's YAML")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    imported = convert(options.file)
+    if options.json:
+        print(to_json(imported))
+        return
+    launch = imported["launch"]
+    print(f"# Imported from {options.file} by tools.import_accelerate. Launch:\n# {launch}")
+    print(to_yaml(imported["config"]), end="")
+    items = [f"  {item}: {becomes}" for item, becomes in imported["items"].items()]
+    notes = [f"note: {note}" for note in imported["notes"]]
+    print("\n".join(["keys:", *items, *notes, "launch:", f"  {launch}"]), file=sys.stderr)
+
+
+def convert(file: Path) -> dict[str, Any]:
+    """Return the config, nested as in YAML, what becomes of each key, the launch command, and notes. Raises
+    ConfigError, also for a plan that is impossible with any model."""
+    given, items, settings = read_file(file)
+    notes = list[str]()
+    for decide in (decide_batch, decide_numbers, decide_sharding):
+        decide(given, settings, notes)
+    try:
+        job = parse_config([f"--{key}={_text(value)}" for key, value in settings.items()]).job
+        plan_run(job, given["num_processes"])
+    except (ConfigError, PlanError) as error:
+        lines = str(error).splitlines()
+        # the config before this one may replace the default model and sequence length
+        if not all(" must divide model." in line or " must divide train.seq_len" in line for line in lines):
+            raise ConfigError("\n".join(one_line(f"{file}, imported: {line}") for line in lines)) from None
+        notes += [f"checked with the default model only: {line}" for line in lines]
+    config: dict[str, Any] = {}
+    for key, value in sorted(settings.items(), key=lambda setting: setting[0].split(".")[0]):
+        *sections, name = key.split(".")
+        reduce(lambda table, section: table.setdefault(section, {}), sections, config)[name] = value
+    notes, launch = [*notes, NOTES["model"]], launch_line(given)
+    return {"source": str(file), "config": config, "items": items, "launch": launch, "notes": notes}
+
+
+def read_file(file: Path) -> tuple[Values, dict[str, str], Values]:
+    """Return the values by plain names, what becomes of each key, and the settings of single keys. Raises
+    ConfigError with everything that is refused."""
+    try:
+        config = load_mapping(file)
+    except YamlError as error:
+        raise ConfigError(str(error)) from None
+    if not config:
+        raise ConfigError(f"{file}: the file is empty; expected the YAML that `accelerate config` writes")
+    given, settings, items, refused = Values(), Values(), dict[str, str](), list[str]()
+    kind = str(config.get("distributed_type")).upper().replace("FALSE", "NO")
+    if kind in ("MULTI_GPU", "MULTI_CPU", "NO") and config.pop("fsdp_config", None):
+        items["fsdp_config"] = f"distributed_type {kind} does not read it, as in accelerate"
+    for key, name, value in flatten(config):
+        plain, item = name.rpartition(".")[2], f"{one_line(key, 300)}={_text(value)}"
+        how, items[item] = ROWS.get(name, ("unknown", unknown(name)))
+        if plain in given:
+            refused.append(f"{item}: the file has {plain} twice: delete one of them")
+        elif value is None:
+            items[item] = "it has no value"
+        else:
+            try:
+                given[plain] = read(value, how, items[item])
+            except ValueError as error:
+                given[plain] = None
+                refused.append(f"{item}: {error}")
+            if items[item].startswith("sets "):
+                _, target, *forms = items[item].split()
+                names = ["True", "False"] if how == "bool" else how.lstrip("#").split("|")
+                ours = dict(zip(names, "".join(forms).split("|"), strict=False)).get(str(given[plain]))
+                settings[target] = load_value(ours) if forms and ours else given[plain]
+    if refused := [*refused, *contradictions(given)]:
+        raise ConfigError(each_line("\n".join(f"{file}: {line}" for line in refused)))
+    given = DEFAULTS | given
+    if kind == "NO":
+        given["num_processes"] = given["num_machines"]
+    return given, items, settings
+
+
+def flatten(config: Values) -> Iterator[tuple[str, str, Any]]:
+    """Yield each key as it is written, its name in ROWS, and its value."""
+    for key, value in config.items():
+        if key not in SECTIONS or not isinstance(value, dict):
+            yield key, key, value
+            continue
+        for inner, leaf in value.items():
+            prefix = SECTIONS[key]
+            yield f"{key}.{inner}", f"{key}.{prefix}{inner.removeprefix(prefix)}", leaf
+
+
+def unknown(name: str) -> str:
+    """Return why a name that is not in ROWS is refused."""
+    if name in SECTIONS:
+        return "it is a section and needs a mapping of keys to values"
+    same_end = [known for known in ROWS if known.rpartition(".")[2] == name]
+    hint = f" Did you mean {same_end[0]}?" if same_end else nearest(name, [*ROWS, *SECTIONS])
+    return f"unknown key.{hint or ' Remove it.'}"
+
+
+def read(value: Any, how: str, why: str) -> Any:
+    """Return a value as a row of TABLE says, with `why` it may be refused. Raises ValueError."""
+    text, parts = str(value).lower(), value if isinstance(value, list) else [value]
+    on = {str(part).lower() for part in parts} - {"", "none", "{}", *FALSE}
+    if how == "unknown" or (how == "off" and on):
+        raise ValueError(why)
+    if how in ("any", "off"):
+        return value
+    if how == "word":
+        if re.fullmatch(r"[\w.,:\[\]-]*", str(value), re.ASCII):  # a shell would interpret the rest
+            return str(value)
+        raise ValueError("it must be an address, a port, or numbers separated by commas, such as 0,1")
+    if how.startswith(","):
+        names = value if isinstance(value, list) else str(value).split(",")
+        return [read(str(name).strip(), how[1:], why) for name in names if str(name).strip()]
+    if how.isdecimal():
+        if type(value) in (int, str) and text.isdecimal() and int(text) >= int(how):
+            return int(text)
+        raise ValueError(f"it must be an integer of at least {how}")
+    if how.startswith("bool") and text in {*TRUE, *FALSE} and (text != "1" or how == "bool"):
+        return text in TRUE
+    if how == "bool":
+        raise ValueError("it must be true or false")
+    names = how.removeprefix("bool").lstrip("#").split("|")
+    known = {name.upper(): name for name in names}
+    numbers = {str(number): name for number, name in enumerate(names, 1) if "#" in how}
+    if (name := "NO" if value is False else text.upper()) in known | numbers:
+        return (known | numbers)[name]
+    or_number = f" Or a number, 1 to {len(names)}" if numbers else ""
+    raise ValueError(f"it must be one of {', '.join(names)}.{nearest(name, known)}{or_number}")
+
+
+def contradictions(given: Values) -> Iterator[str]:
+    """Yield what is missing, contradicts another key, or is not in this trainer. None: refused already."""
+    kind, processes = given.get("distributed_type", ""), given.get("num_processes", 0)
+    machines, precision = given.get("num_machines") or 1, given.get("mixed_precision")
+    if kind == "":
+        yield "distributed_type: the key is missing: set it to one of FSDP, MULTI_GPU, MULTI_CPU, NO"
+    if processes == 0 and kind != "NO":
+        yield "num_processes: the key is missing: set it to the number of processes on all machines together"
+    if processes and processes % machines and kind != "NO":
+        yield f"num_processes={processes}: it must be a multiple of num_machines={machines}"
+    if precision in ("fp16", "fp8"):
+        yield f"mixed_precision={precision}: {ROWS['fp16' if precision == 'fp16' else 'fp8_config'][1]}"
+    if (given.get("parallelism_config_sp_size") or 1) > 1:
+        size = given["parallelism_config_sp_size"]
+        yield f"sp_size={size}: sequence parallelism by DeepSpeed is not in this version: set it to 1"
+
+
+def launch_line(given: Values) -> str:
+    """Return the command that starts the run, the same on every machine."""
+    machines, per_machine = given["num_machines"], given["num_processes"] // given["num_machines"]
+    address = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
+    nodes = f"--nnodes {machines} " if machines > 1 else ""
+    rendezvous = f" --rdzv-backend c10d --rdzv-endpoint {quote(address)}" if machines > 1 else ""
+    launcher = f"torchrun {nodes}--nproc-per-node {per_machine}{rendezvous}"
+    gpus = "" if given["gpu_ids"] == "all" else f"CUDA_VISIBLE_DEVICES={quote(given['gpu_ids'])} "
+    single = given["num_processes"] == 1
+    return f"{gpus}{'python' if single else launcher} -m train.main --config CONFIG.yaml"
+
+
+def decide_batch(given: Values, settings: Values, notes: list[str]) -> None:
+    """Set the device, the strategy without FSDP, and the batch of gradient accumulation."""
+    kind, steps = given["distributed_type"], given[STEPS]
+    if given.get("use_cpu"):
+        settings["run.device"] = "cpu"
+    if kind.startswith("MULTI_"):
+        settings["parallel.strategy"] = "ddp"
+    if steps == 1:
+        return
+    inner = given.get("parallelism_config_cp_size", 1) * given.get("parallelism_config_tp_size", 1)
+    sequences = steps * (given["num_processes"] // inner)
+    settings |= {"train.micro_batch_size": 1, "train.global_batch_size": sequences}
+    notes.append(NOTES["batch"].format(sequences))
+    if kind == "FSDP":
+        reduced = "every_micro_batch" if given.get("sync_each_batch") else "last_micro_batch"
+        settings["parallel.reduce_gradients"] = reduced
+    if kind == "FSDP" and "sync_each_batch" not in given:
+        size = "bfloat16, 2" if given.get("mixed_precision") == "bf16" else "float32, 4"
+        notes.append(NOTES["reduce"].format(size))
+
+
+def decide_numbers(given: Values, settings: Values, notes: list[str]) -> None:
+    """Set precision and the compiler. accelerate's FSDP reduces gradients in the dtype of the computation,
+    its DistributedDataParallel in float32."""
+    precision, backend = given.get("mixed_precision"), given.get("dynamo_backend")
+    if precision:
+        dtype = "bfloat16" if precision == "bf16" else "float32"
+        reduced = dtype if given["distributed_type"] == "FSDP" else "float32"
+        settings |= {"parallel.param_dtype": dtype, "parallel.reduce_dtype": reduced}
+        notes += [NOTES["bf16"]] if reduced == "bfloat16" else []
+    if (mode := given.get("dynamo_mode", "default")) != "default":
+        notes.append(NOTES["mode"].format(mode))
+    settings["parallel.compile.enabled"] = compiled = backend not in (None, "no")
+    notes += [NOTES["eager"]] if backend is None else []
+    if compiled:
+        settings["parallel.compile.backend"] = backend
+    if compiled and precision in (None, "no"):
+        settings["parallel.compile.float32_matmul_precision"] = "high"
+        notes.append(NOTES["tf32"])
+
+
+def decide_sharding(given: Values, settings: Values, notes: list[str]) -> None:
+    """Set FSDP's units and strategy. accelerate reads STRATEGY with fsdp_version 1, RESHARD with 2; its
+    fsdp_min_num_params is 100,000,000 by default.
+
+    A hybrid strategy shards within each machine and replicates across machines. On several machines the
+    degrees are written out, so that they do not depend on how processes are later spread over machines.
+    """
+    if policy := given.get("fsdp_auto_wrap_policy"):
+        least = given.get("fsdp_min_num_params", 100_000_000) if policy == "SIZE_BASED_WRAP" else 0
+        settings["parallel.unit_min_params"] = least
+        notes += [NOTES[policy]] if policy in NOTES else []
+    version, machines = given["fsdp_version"], given["num_machines"]
+    key, other = (STRATEGY, RESHARD) if version == "1" else (RESHARD, STRATEGY)
+    if key in given and other in given:
+        notes.append(NOTES["twice"].format(key, _text(given[key]), other, _text(given[other]), version))
+    key = key if key in given else other
+    name = given.get(key)
+    if version == "2" and isinstance(name, bool):
+        settings["parallel.reshard_after_forward"] = name
+    if name is None or (version == "2" and isinstance(name, bool)):
+        return
+    if isinstance(name, bool):
+        name = "FULL_SHARD" if name else "SHARD_GRAD_OP"
+    if version == "2" or (key == RESHARD and name != "FULL_SHARD"):
+        notes.append(NOTES[version].format(name))
+    degrees_given = any(key.startswith("parallelism_config_") for key in given)
+    spread = name.startswith("HYBRID") and machines > 1
+    if degrees_given:
+        notes.append(NOTES["degrees"].format(name))
+    elif spread:
+        per_machine = given["num_processes"] // machines
+        settings |= {"parallel.dp_replicate": machines, "parallel.dp_shard": per_machine}
+    else:
+        settings["parallel.strategy"] = name.lower()
+        notes += [NOTES["hybrid"]] if name.startswith("HYBRID") else []
+    if name != "NO_SHARD" and (degrees_given or spread):
+        settings["parallel.reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else one_line(value, 300)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,242 @@
+"""Whether a run fits into memory, and the nearest changes with which it fits, by the planner's memory
+model."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from meshwright.models.llama import LlamaConfig
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.hardware import Hardware, find_hardware
+from meshwright.parallel.planner.host_memory import HostMemory
+from meshwright.parallel.planner.machines import Machines
+from meshwright.parallel.planner.workload import DTYPE_BYTES
+from meshwright.train.config import TrainingJob
+from meshwright.train.config_parser import list_configs, load_config
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.model.choose import source_of
+from meshwright.train.planning.predict import plan_for, predict_needs, search_leanest
+
+MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
+MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
+RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One suggested change.
+
+    Args:
+        keys: config keys to set, and their values
+        needed_bytes: memory of a process with the change
+        processes: number to start; None: unchanged
+        config: a shipped config to train instead; "": the same model
+    """
+
+    keys: Mapping[str, object]
+    needed_bytes: int
+    processes: int | None = None
+    config: str = ""
+
+    def describe(self) -> str:
+        """Return the change in one line, with the memory that it needs."""
+        keys, needed = as_options(self.keys), f"({self.needed_bytes / GIB:.1f} GiB each)"
+        if self.config:
+            return " ".join(filter(None, ("here, --config", self.config, keys, needed)))
+        place = f"{self.processes} processes with as much memory each" if self.processes else "here"
+        return f"{place}, with {keys} {needed}" if keys else f"{place} {needed}"
+
+
+def as_options(keys: Mapping[str, object]) -> str:
+    """Return config keys as they are written on the command line."""
+    return " ".join(f"--{key}={'null' if v is None else str(v).lower()}" for key, v in keys.items())
+
+
+def check_fits(job: TrainingJob, plan: Plan, machines: Machines, device_name: str) -> PredictedMemory:
+    """Return the plan's predicted memory. Raises PlanError, with the nearest changes that fit, if a process
+    needs more of its device's or its host's memory than it has."""
+    memory, host, needed = predict_needs(job, plan, machines)
+    if machines.fits(needed, host):
+        return memory
+    if needed > machines.available_bytes:
+        offloaded = machines.kept_bytes(host)
+        parts = memory.at_peak.gib() | {
+            "offloaded within it": offloaded / GIB,
+            "allocator and process": (needed - memory.peak_bytes - offloaded) / GIB,
+        }
+        kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in parts.items() if gib > 0.05)
+        problem = (
+            f"this plan needs {needed / GIB:.1f} GiB per process, but {device_name} has "
+            f"{machines.available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
+        )
+    else:
+        problem = f"{machines.host_problem(host)}.\n"
+    # the dtype that auto resolves to on this device
+    parallel = replace(job.parallel, param_dtype=plan.units[0].param_dtype)
+    fits = suggest_fits(replace(job, parallel=parallel), machines)
+    raise PlanError(problem + "\n".join(f"  Fits: {suggestion.describe()}." for suggestion in fits))
+
+
+def check_run_fits(
+    job: TrainingJob,
+    plan: Plan,
+    device: torch.device,
+    device_name: str,
+    ranks: RankInfo,
+    smallest: Sequence[int],
+) -> int:
+    """Return the predicted peak of a run's plan in bytes. Raises PlanError as `check_fits`. `smallest`: as in
+    `this_machine`."""
+    # On a CPU, host memory is the device memory: cpu_offload saves nothing.
+    if device.type == "cpu":
+        plan = replace(plan, cpu_offload=False)
+        job = replace(job, parallel=replace(job.parallel, cpu_offload=False))
+    machines = this_machine(device, ranks, find_hardware(device_name), smallest)
+    in_total_gib = smallest[1] / GIB
+    if (used_gib := in_total_gib - machines.available_bytes / GIB) > 0.05:
+        device_name += f" ({in_total_gib:.1f} GiB, {used_gib:.1f} in use before this run allocates)"
+    return check_fits(job, plan, machines, device_name).peak_bytes
+
+
+def this_machine(
+    device: torch.device, ranks: RankInfo, kind: Hardware | None, smallest: Sequence[int]
+) -> Machines:
+    """Return the machines of this run. What a process takes of a GPU before its tensors is part of its needs,
+    if the kind is known, so it is not taken off what is free.
+
+    `smallest`: a process's free and total device memory and its host memory, of the rank that has the least.
+    """
+    free, in_total, host = smallest
+    available = min(in_total, free + (round(kind.reserved_gib * GIB) if kind else 0))
+    host_bytes = None if device.type == "cpu" else host
+    return Machines(ranks.world_size, ranks.local_world_size, available, kind, host_bytes)
+
+
+def fewest_processes(job: TrainingJob, machines_of: Callable[[int], Machines]) -> int:
+    """Return the smallest power of two of processes on which the training fits; 0 if there is none.
+
+    With `parallel.plan=auto` the planner may choose any plan, else the config decides.
+    `machines_of(processes)` returns the machines of that many processes.
+    """
+    counts = (2**n for n in range(MAX_PROCESSES.bit_length()))
+    return next((count for count in counts if _needed_bytes(job, machines_of(count)) is not None), 0)
+
+
+def suggest_fits(job: TrainingJob, machines: Machines) -> Iterator[Suggestion]:
+    """Yield the nearest change of each kind with which the training fits: more processes, activation
+    checkpointing, shorter sequences, a smaller shipped model."""
+    opened, open_job = _on_any_number(job)
+    for keys in _recomputing(job):
+        count, needed = machines.processes, None
+        while needed is None and count <= MAX_PROCESSES:
+            needed = _needed_bytes(with_keys(open_job, keys), replace(machines, processes=count))
+            if needed is not None:
+                yield Suggestion({**opened, **keys}, needed, count if count != machines.processes else None)
+            count *= 2
+    leanest = list(_recomputing(job))[-1]
+    if shorter := _longest_that_fits(with_keys(open_job, leanest), machines):
+        seq_len, needed = shorter
+        if seq_len < job.seq_len:
+            yield Suggestion({**opened, **leanest, "train.seq_len": seq_len}, needed)
+    yield from _largest_shipped(job, machines)
+
+
+def _largest_shipped(job: TrainingJob, machines: Machines) -> Iterator[Suggestion]:
+    """Yield the largest shipped Llama that is smaller than the job's and fits, with the longest sequence
+    that fits; none in place of a model of another kind."""
+    if not isinstance(job.model, LlamaConfig):
+        return
+    shipped = {path.name: load_config(path).job for path in list_configs()}
+    sizes = {
+        name: source_of(candidate.model).parameters
+        for name, candidate in shipped.items()
+        if isinstance(candidate.model, LlamaConfig)
+    }
+    smaller = [name for name, size in sizes.items() if size < source_of(job.model).parameters]
+    for name in sorted(smaller, key=lambda name: sizes[name], reverse=True):
+        opened, candidate = _on_any_number(shipped[name])
+        for keys in _recomputing(candidate):
+            if fit := _longest_that_fits(with_keys(candidate, keys), machines):
+                seq_len, needed = fit
+                shorter = {"train.seq_len": seq_len} if seq_len < candidate.seq_len else {}
+                yield Suggestion({**opened, **keys, **shorter}, needed, config=name)
+                return
+
+
+def _longest_that_fits(job: TrainingJob, machines: Machines) -> tuple[int, int] | None:
+    """Return the longest sequence that fits (the job's, half of it, ...) and the bytes that it needs."""
+    seq_len = job.seq_len
+    while seq_len >= min(job.seq_len, MIN_SEQ_LEN):
+        # first scaled from the job's own length, which is traced once; if that fits, traced at this length
+        if _needed_bytes(job, machines, seq_len) is not None:
+            shorter = with_keys(job, {"train.seq_len": seq_len})
+            if (needed := _needed_bytes(shorter, machines)) is not None:
+                return seq_len, needed
+        seq_len //= 2
+    return None
+
+
+def _needed_bytes(job: TrainingJob, machines: Machines, seq_len: int | None = None) -> int | None:
+    """Return the bytes that a process needs; None if it does not fit or no plan is legal.
+
+    `seq_len`: scale the workload to sequences of that many tokens.
+    """
+    try:
+        if job.parallel.plan == "auto":
+            # all open keys except tp have the values that need the least memory
+            ranked = search_leanest(job, machines, seq_len or job.seq_len).ranked
+            return ranked[0].needed_bytes if ranked else None
+        if not _may_fit(job, machines):
+            return None
+        _, host, needed = predict_needs(job, plan_for(job, machines), machines, seq_len)
+    except PlanError:
+        return None
+    return needed if machines.fits(needed, host) else None
+
+
+def _may_fit(job: TrainingJob, machines: Machines) -> bool:
+    """Whether parameters and both moments alone fit: a quick test without tracing the model."""
+    bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
+    held = bytes_each * source_of(job.model).parameters / machines.processes
+    host = HostMemory(state=int(held)) if job.parallel.cpu_offload else HostMemory()
+    return bool(job.freeze) or machines.fits(0 if job.parallel.cpu_offload else int(held), host)
+
+
+def _recomputing(job: TrainingJob) -> Iterator[Mapping[str, object]]:
+    """Yield the keys to try: none; then full activation checkpointing, unless set or left to the planner."""
+    yield {}
+    if job.parallel.plan != "auto" and job.parallel.activation_checkpoint != "full":
+        yield RECOMPUTE
+
+
+def _on_any_number(job: TrainingJob) -> tuple[Mapping[str, object], TrainingJob]:
+    """Return the job with degrees and batch left open, so that any number of processes can run it, and the
+    keys that leave them open. With parallel.plan=auto both are unchanged."""
+    if job.parallel.plan == "auto":
+        return {}, job
+    parallel, left_open = job.parallel, dict[str, object]()
+    if parallel.strategy is not None:
+        left_open["parallel.strategy"] = None
+    if parallel.dp_replicate not in ("auto", 1):
+        left_open["parallel.dp_replicate"] = 1
+    if parallel.dp_shard not in ("auto", -1):
+        left_open["parallel.dp_shard"] = -1
+    if job.global_batch_size != -1:
+        left_open["train.global_batch_size"] = -1
+    micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
+    opened = {**left_open, "parallel.plan": "manual", "train.micro_batch_size": micro_batch_size}
+    return left_open, with_keys(job, opened)
+
+
+def with_keys(job: TrainingJob, keys: Mapping[str, Any]) -> TrainingJob:
+    """Return the job with other values for some config keys, given by full name."""
+    for key, value in keys.items():
+        section, name = key.split(".")
+        if section == "parallel":
+            name, value = "parallel", replace(job.parallel, **{name: value})
+        job = replace(job, **{name: value})
+    return job
