@@ -198,7 +198,8 @@ class KernelTable:
             call = ns, short_name(name)
             if external:
                 before = self._longest.get(external, (-1, ""))
-                self._longest[external], call = max(before, call), min(before, call)
+                if ns > before[0]:
+                    self._longest[external], call = call, before
             if call[0] >= 0:
                 self._count(call[1], call[0])
 
