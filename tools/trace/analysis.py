@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ class ProfileAnalysis:
 
     Args:
         trace: the analyzed file; only `slow_units` and `stragglers` cover all profiled ranks
-        run: the run's folder; None if the trace is not in one
         facts: what train.profiling recorded about the run
         steps: profiled steps of `rank`; `step` is the one of median length
         left_out: traces of other runs in the same folder, each with the difference
@@ -37,20 +37,28 @@ class ProfileAnalysis:
     """
 
     trace: Path
-    run: Path | None
     facts: Mapping[str, Any]
     device_type: str
     rank: int
     ranks: tuple[int, ...]
     steps: Sequence[ProfiledStep]
     step: ProfiledStep
-    shares: Shares
     communication: Sequence[Communication]
     prefetch: Sequence[Prefetch]
     slow_units: Sequence[SlowUnit]
     stragglers: Sequence[Straggler]
     clock: str
     left_out: Sequence[str]
+
+    @property
+    def run(self) -> Path | None:
+        """The run's folder; None if the trace is not in one."""
+        return run_of(self.trace)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """The kinds of time in `step`."""
+        return split_step(self.step)
 
 
 def analyze_profile(
@@ -88,14 +96,12 @@ def analyze_profile(
     step = median_step(own)
     return ProfileAnalysis(
         path,
-        run_of(path),
         facts,
         device_type,
         rank,
         tuple(steps),
         own,
         step,
-        split_step(step),
         sum_communication(step),
         judge_prefetch(step, device_type != "cpu"),
         sorted(slow, key=lambda unit: (unit.equals_ns - unit.ns, unit.rank)),

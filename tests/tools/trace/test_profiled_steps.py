@@ -18,7 +18,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.trace.advice import advise
 from meshwright.tools.trace.analysis import ProfileAnalysis, analyze_profile
 from meshwright.tools.trace.plan_comparison import to_timeline
-from meshwright.tools.trace.prefetch import ThreadSink, split_step, sum_communication, waits_with_depth
+from meshwright.tools.trace.prefetch import ThreadSink, sum_communication, waits_with_depth
 from meshwright.tools.trace.steps import (
     ProfiledStep,
     Transfer,
@@ -176,14 +176,10 @@ def test_shares_of_a_step_on_a_cpu_are_exact(cpu: ProfileAnalysis) -> None:
 def test_shares_of_a_step_on_a_gpu_are_exact(cuda: ProfileAnalysis) -> None:
     """From the step's start on the CPU to the next step's first kernel, at 1110. A gap is host-bound until
     the launch of the kernel that ends it: 12 of 100, 0 of 10, 110 of 120, 5 of 10, 95 of 100."""
-    first, second = (replace_step(cuda, step) for step in cuda.steps)
+    first, second = (replace(cuda, step=step) for step in cuda.steps)
     assert shares_us(first) == {"compute": 370, "overlapped": 290, "exposed": 110, "host": 222, "idle": 118}
     assert shares_us(second) == {"compute": 130, "overlapped": 0, "exposed": 0, "host": 20, "idle": 40}
     assert (cuda.rank, cuda.device_type) == (3, "cuda")
-
-
-def replace_step(found: ProfileAnalysis, step: ProfiledStep) -> ProfileAnalysis:
-    return replace(found, step=step, shares=split_step(step))
 
 
 def test_communication_by_axis_and_what_of_it_is_hidden(cpu: ProfileAnalysis, cuda: ProfileAnalysis) -> None:
