@@ -230,15 +230,15 @@ class MicroBatch:
 
 def micro_batch_kinds(plan: Plan) -> list[tuple[MicroBatch, int]]:
     """Return the kinds of micro batches of a step in order, each with its number: the first, those in
-    between, which are alike, and the last."""
-    if plan.accumulation == 1:
-        return [(MicroBatch(first=True, last=True), 1)]
-    kinds = [
-        (MicroBatch(first=True, last=False), 1),
-        (MicroBatch(first=False, last=False), plan.accumulation - 2),
-        (MicroBatch(first=False, last=True), 1),
-    ]
-    return [(kind, count) for kind, count in kinds if count]
+    between, which are alike, and the last. The first is like those in between, and without replicas the last
+    too, unless something is kept from one micro batch to the next."""
+    number, first, last = plan.accumulation, MicroBatch(True, False), MicroBatch(False, True)
+    between = MicroBatch(False, False)
+    if number == 1:
+        return [(MicroBatch(True, True), 1)]
+    if any(sums_whole_gradients(unit, plan) or keeps_parameters(unit, plan) for unit in plan.units):
+        return [(first, 1), *([(between, number - 2)] if number > 2 else []), (last, 1)]
+    return [(between, number - 1), (last, 1)] if plan.mesh.dp_replicate > 1 else [(last, number)]
 
 
 def sums_whole_gradients(unit: UnitPlan, plan: Plan) -> bool:

@@ -3,18 +3,18 @@ each part of a step when it runs alone.
 
 Also the costs of `activation_checkpoint=offload`: which blocks copy how much to host memory, and in what
 time. parallel/activation_offload.py does the copies; memory_model.py has their effect on device memory,
-fsdp_schedule.py their effect on a step.
+step_time.py their effect on a step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import gcd
 
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
 from meshwright.parallel.planner.hardware import ALL_TO_ALL, Curve, Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.timeline import AXIS_OF_LANE
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation, Phase
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, Operation
 
 
 @dataclass(frozen=True)
@@ -45,32 +45,41 @@ class UnitTimes:
 
 
 @dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds of one module's forward or backward for one micro batch.
+
+    Args:
+        compute_s: compute, including recompute
+        tp_s, cp_s: collectives of tp and cp, which are always exposed
+        host_s: the host's launches
+    """
+
+    compute_s: float = 0.0
+    tp_s: float = 0.0
+    cp_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def exposed_s(self) -> dict[str, float]:
+        """The seconds of the collectives by axis, without zeros."""
+        return {axis: seconds for axis, seconds in (("tp", self.tp_s), ("cp", self.cp_s)) if seconds}
+
+    @property
+    def device_s(self) -> float:
+        """The seconds on the compute stream."""
+        return self.compute_s + self.tp_s + self.cp_s
+
+
+@dataclass(frozen=True)
 class ModuleTimes:
-    """Seconds of one module's forward and backward for one micro batch: compute (including recompute), the
-    collectives of tp and cp (`*_tp_s`, `*_cp_s`), which are always exposed, and the host's launches
-    (`*_host_s`)."""
+    """The times of one module; a module before the first trained one has no backward."""
 
-    forward_s: float
-    forward_tp_s: float
-    backward_s: float
-    backward_tp_s: float
-    forward_host_s: float = 0.0
-    backward_host_s: float = 0.0
-    forward_cp_s: float = 0.0
-    backward_cp_s: float = 0.0
+    forward: PhaseTimes
+    backward: PhaseTimes | None
 
-    def forward_only(self) -> "ModuleTimes":
-        """Return the times without the backward, for a module before the first trained one."""
-        return replace(self, backward_s=0.0, backward_tp_s=0.0, backward_host_s=0.0, backward_cp_s=0.0)
-
-    def exposed_s(self, phase: str) -> dict[str, float]:
-        """Return the seconds of the collectives of a phase (forward, backward) by axis, without zeros."""
-        tp_s, cp_s = (
-            (self.forward_tp_s, self.forward_cp_s)
-            if phase == "forward"
-            else (self.backward_tp_s, self.backward_cp_s)
-        )
-        return {axis: seconds for axis, seconds in (("tp", tp_s), ("cp", cp_s)) if seconds}
+    def of(self, phase: str) -> PhaseTimes:
+        """Return the times of a phase, forward or backward; zeros if there is none."""
+        return (self.forward if phase == "forward" else self.backward) or PhaseTimes()
 
 
 @dataclass(frozen=True)
@@ -100,12 +109,16 @@ class StepTimes:
         """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, copies to
         and from host memory overlap fully with the forward and the backward, and so does the host, if the
         device overlaps at all."""
-        copying, modules = sum(self.offload_s.values()), self.modules.values()
-        forward = max(sum(m.forward_s + m.forward_tp_s + m.forward_cp_s for m in modules), copying)
-        backward = max(sum(m.backward_s + m.backward_tp_s + m.backward_cp_s for m in modules), copying)
-        host = sum(m.forward_host_s + m.backward_host_s for m in modules)
-        computing = max(forward + backward, host) if self.overlaps else forward + backward + host
+        copying = sum(self.offload_s.values())
+        phases = [[m.of(phase) for m in self.modules.values()] for phase in ("forward", "backward")]
+        device = sum(max(sum(times.device_s for times in phase), copying) for phase in phases)
+        host = sum(times.host_s for times in chain.from_iterable(phases))
+        computing = max(device, host) if self.overlaps else device + host
         return micro_batches * computing + self.optimizer_s + self.scalars_s
+
+    def has_backward(self, modules: Iterable[str]) -> bool:
+        """Return whether any of these modules has a backward."""
+        return any(self.modules[name].backward for name in modules)
 
 
 FLOAT32_ATTENTION = "efficient"  # the only fused GPU kernel for float32, so the best one
@@ -211,21 +224,19 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     """Return the seconds of each part of a step, each alone. `cpu_offload` has no time model."""
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
-    hidden = ASYNC_TP_HIDDEN if plan.async_tp else 0.0
-    times: dict[int, ModuleTimes] = {}  # by identity: all blocks share one workload
-    keys = {name: id(work.modules[name]) for name in plan.modules}
     compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
-    for name, key in keys.items():
-        if key not in times:
-            module, size = work.modules[name], plan.micro_batch_size
-            if plan.float8.all_gather and module.float8:
-                module = _without_weight_casts(module)
-            times[key] = _with_host(
-                _module_times(module, size, device, groups, hidden), module, compiled[name], device.host
+    times: dict[int, ModuleTimes] = {}  # by identity: all blocks share one workload
+    for name in plan.modules:
+        if id(module := work.modules[name]) not in times:
+            phases = (
+                _phase_times(phase.operations, module.float8, compiled[name], plan, device, groups)
+                for phase in (module.forward, module.backward)
             )
+            times[id(module)] = ModuleTimes(*phases)
+    modules = {name: times[id(work.modules[name])] for name in plan.modules}
     modules = {
-        name: times[key] if work.has_backward((name,)) else times[key].forward_only()
-        for name, key in keys.items()
+        name: module if work.has_backward((name,)) else replace(module, backward=None)
+        for name, module in modules.items()
     }
     units: dict[tuple[object, ...], UnitTimes] = {}  # identical units share their times too
     kinds = {unit.name: _unit_kind(unit, work) for unit in plan.units}
@@ -302,69 +313,35 @@ def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> floa
     return flops / (hardware.peak_tflops[dtype] * 1e12 * share)
 
 
-def _module_times(
-    module: ModuleWorkload,
-    micro_batch_size: int,
+def _phase_times(
+    operations: Sequence[Operation],
+    float8: int,
+    compiled: bool,
+    plan: Plan,
     hardware: Hardware,
     groups: Mapping[str, Group],
-    hidden: float,
-) -> ModuleTimes:
-    """Return the times without the host's. `hidden`: share of tp's collectives that async tp hides."""
-    phases = (module.forward, module.backward)
-    computing = [_phase_s(phase, micro_batch_size, hardware) for phase in phases]
-    tp_s, cp_s = (
-        [_collectives_s(phase, micro_batch_size, hardware, axis, groups[axis]) for phase in phases]
-        for axis in ("tp", "cp")
-    )
-    shown = 1 - hidden
-    return ModuleTimes(
-        computing[0],
-        tp_s[0] * shown,
-        computing[1],
-        tp_s[1] * shown,
-        forward_cp_s=cp_s[0],
-        backward_cp_s=cp_s[1],
-    )
+) -> PhaseTimes:
+    """Return the times of a phase of a module.
 
-
-def _with_host(times: ModuleTimes, module: ModuleWorkload, compiled: bool, host: HostCosts) -> ModuleTimes:
-    """Return the times with the host's: a compiled module is one graph in each phase."""
-    forward, backward = (
-        host.graph_s + host.kernel_s * len(phase.operations)
-        if compiled
-        else host.operator_s * len(phase.operations)
-        for phase in (module.forward, module.backward)
-    )
-    return replace(times, forward_host_s=forward, backward_host_s=backward)
-
-
-def _without_weight_casts(module: ModuleWorkload) -> ModuleWorkload:
-    """Return the module without casts of weights, which are gathered in float8: the traffic of its
-    element-wise operations that does not depend on the micro batch."""
-
-    def without(phase: Phase) -> Phase:
-        kept = (op for op in phase.operations if op.kind != "memory" or op.bytes.per_sequence)
-        return replace(phase, operations=tuple(kept))
-
-    return module.with_phases(without)
-
-
-def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware) -> float:
-    """Return the seconds of compute."""
-    return sum(
-        operation_s(operation, micro_batch_size, hardware)
-        for operation in phase.operations
-        if operation.kind != "collective"
-    )
-
-
-def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, axis: str, group: Group) -> float:
-    """Return the seconds of the collectives of one axis."""
-    return sum(
-        collective_s(operation.name, operation.bytes.at(micro_batch_size), group, hardware)
-        for operation in phase.operations
-        if operation.kind == "collective" and operation.axis == axis
-    )
+    Args:
+        float8: number of parameters in float8. If they are gathered in float8, they are not cast: the traffic
+            of element-wise operations that does not depend on the micro batch is left out
+        compiled: as one graph
+    """
+    if plan.float8.all_gather and float8:
+        operations = [op for op in operations if op.kind != "memory" or op.bytes.per_sequence]
+    seconds = {"": 0.0, "tp": 0.0, "cp": 0.0}  # by axis of the collective
+    for operation in operations:
+        if operation.kind == "collective":
+            moved = operation.bytes.at(plan.micro_batch_size)
+            taken = collective_s(operation.name, moved, groups[operation.axis], hardware)
+        else:
+            taken = operation_s(operation, plan.micro_batch_size, hardware)
+        seconds[operation.axis] += taken
+    shown = 1 - ASYNC_TP_HIDDEN * plan.async_tp
+    host, kernels = hardware.host, len(operations)
+    host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
+    return PhaseTimes(seconds[""], seconds["tp"] * shown, seconds["cp"], host_s)
 
 
 def _unit_kind(unit: UnitPlan, work: ModelWorkload) -> tuple[object, ...]:
@@ -377,7 +354,6 @@ def _unit_kind(unit: UnitPlan, work: ModelWorkload) -> tuple[object, ...]:
         type(unit.reshard_after_forward),
         unit.reshard_after_forward,
         unit.unshard_in_backward,
-        work.has_backward(unit.modules),
     )
 
 
@@ -400,7 +376,6 @@ def _unit_times(
     reduced = trained * DTYPE_BYTES[unit.reduce_dtype]
     cast_s = copying_s((parameters * DTYPE_BYTES[plan.storage_dtype] + gathered) / shard.size, hardware)
     size = unit.reshard_after_forward
-    again = regathered(unit) and work.has_backward(unit.modules)
     regroup = (
         shard
         if type(size) is not int
@@ -413,7 +388,7 @@ def _unit_times(
     )
     return UnitTimes(
         gather_s=0.0 if alone else collective_s("all_gather", gathered, shard, hardware) + cast_s,
-        regather_s=regather_s if again else 0.0,
+        regather_s=regather_s if regathered(unit) else 0.0,
         copy_out_s=copying_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
         copy_in_s=copying_s(given + reduced, hardware),
         scatter_s=collective_s("reduce_scatter", reduced, shard, hardware),

@@ -12,7 +12,7 @@ from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult
 from meshwright.parallel.planner.search_space import CHOICES
-from meshwright.parallel.planner.stream_simulator import OFFLOAD
+from meshwright.parallel.planner.timeline import OFFLOAD
 
 MILLI = 1e3
 MOST_COMPARED = 3  # alternatives listed per key
@@ -53,7 +53,7 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
     assert best.timeline is not None
     unit = best.plan.units[len(best.plan.units) // 2]
     parts, modules = times.units[unit.name], [times.modules[name] for name in unit.modules]
-    forward, backward = sum(m.forward_s for m in modules), sum(m.backward_s for m in modules)
+    forward, backward = (sum(m.of(phase).compute_s for m in modules) for phase in ("forward", "backward"))
     exposed_s = best.timeline.exposed_s - best.timeline.exposed_by_lane.get(OFFLOAD, 0.0)
     exposed = exposed_s / best.timeline.step_s
     if best.plan.mesh.shards > 1:
@@ -72,7 +72,7 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
         )
     sent = {"tp": 0.0, "cp": 0.0}
     for module, phase in itertools.product(modules, ("forward", "backward")):
-        for axis, seconds in module.exposed_s(phase).items():
+        for axis, seconds in module.of(phase).exposed_s.items():
             sent[axis] += seconds
     in_words = {
         "tp": "tensor-parallel collectives take",
@@ -101,11 +101,11 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
         return
     assert best.timeline is not None
     name, copy_s = next(iter(times.offload_s.items()))
-    block = times.modules[name]
+    forward, backward = (times.modules[name].of(phase).compute_s for phase in ("forward", "backward"))
     share = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0) / best.timeline.step_s
     yield (
         f"offload: a copy of the activations of {name} takes {copy_s * MILLI:.1f} ms each way, its forward "
-        f"{block.forward_s * MILLI:.1f} ms and its backward {block.backward_s * MILLI:.1f} ms; "
+        f"{forward * MILLI:.1f} ms and its backward {backward * MILLI:.1f} ms; "
         f"{best.host.activations / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for "
         "copies"
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+COMPUTE, OFFLOAD, HOST = "compute", "offload", "host"
 EXPOSED, HOST_BOUND = "exposed", "host_bound"
 LINKS = {  # lane of communication -> label, in display order
     "tp": "tensor parallel",
@@ -12,11 +13,11 @@ LINKS = {  # lane of communication -> label, in display order
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
-    "offload": "host memory",
+    OFFLOAD: "host memory",
 }
 LANES = {
-    "host": "host: Python launches",
-    "compute": "compute",
+    HOST: "host: Python launches",
+    COMPUTE: "compute",
     HOST_BOUND: "host-bound: compute waits",
     EXPOSED: "exposed: compute waits",
     **LINKS,

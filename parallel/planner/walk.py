@@ -56,12 +56,14 @@ class StepWalk:
     the order of the forward (`FSDPState._root_post_backward_final_callback`).
 
     Attributes:
+        sink: told what happens from now on
         gathered: units that are gathered now; some plans keep them from one micro batch to the next
     """
 
     def __init__(self, plan: Plan, sink: StepSink, has_backward: Callable[[Iterable[str]], bool]) -> None:
         """`has_backward`: whether any of these modules has a backward."""
-        self._plan, self._sink, self._has_backward = plan, sink, has_backward
+        self.sink = sink
+        self._plan, self._has_backward = plan, has_backward
         self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
         self._modules: dict[str, list[str]] = {}  # by unit, in the order of the forward
         for module in plan.modules:
@@ -86,12 +88,12 @@ class StepWalk:
             unit = self._unit_of[module]
             if module == self._modules[unit.name][0]:
                 self._enter(unit, "forward")
-            self._sink.compute(module, "forward")
+            self.sink.compute(module, "forward")
             if module == self._modules[unit.name][-1] and unit.reshard_after_forward is not False:
                 self.gathered.discard(unit.name)
                 self._resharded.add(unit.name)
-                self._sink.reshard(unit, "forward")
-        self._sink.end("forward", micro_batch)
+                self.sink.reshard(unit, "forward")
+        self.sink.end("forward", micro_batch)
 
     def backward(self, micro_batch: MicroBatch) -> None:
         """Walk through a backward: gather each unit before its last module, leave it after its first."""
@@ -100,23 +102,23 @@ class StepWalk:
                 unit = self._unit_of[module]
                 if module == self._modules[unit.name][-1]:
                     self._enter(unit, "backward")
-                self._sink.compute(module, "backward")
+                self.sink.compute(module, "backward")
                 if module == self._modules[unit.name][0] and unit not in self._left_last:
                     self._leave(unit, micro_batch)
         for unit in self._left_last:
             self._leave(unit, micro_batch)
-        self._sink.end("backward", micro_batch)
+        self.sink.end("backward", micro_batch)
         self._in_flight.clear()
         self._resharded.clear()
 
     def _enter(self, unit: UnitPlan, phase: str) -> None:
         """Gather a unit unless it was prefetched, copy it out, and prefetch the next ones."""
-        self._sink.enter(unit, phase)
+        self.sink.enter(unit, phase)
         self._gather(unit, phase)
         if unit.name in self._in_flight:
             self._in_flight.remove(unit.name)
             self.gathered.add(unit.name)
-            self._sink.copy_out(unit, phase)
+            self.sink.copy_out(unit, phase)
         for other in self._ahead[phase][unit.name]:
             self._gather(other, phase)
 
@@ -125,7 +127,7 @@ class StepWalk:
         unneeded = phase == "backward" and not unit.unshard_in_backward
         if not (unneeded or unit.name in self._in_flight or unit.name in self.gathered):
             self._in_flight.add(unit.name)
-            self._sink.gather(unit, phase, unit.name in self._resharded)
+            self.sink.gather(unit, phase, unit.name in self._resharded)
 
     def _leave(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
         """After a unit's backward, or without one: begin its sums or add to them, free its parameters unless
@@ -134,13 +136,13 @@ class StepWalk:
         has_backward = self._has_backward(unit.modules)
         sums = has_backward and sums_whole_gradients(unit, self._plan)
         if has_backward:
-            self._sink.leave(unit)
+            self.sink.leave(unit)
         if sums and not micro_batch.first:
-            self._sink.sum(unit, micro_batch)
+            self.sink.sum(unit, micro_batch)
         if micro_batch.last or not keeps_parameters(unit, self._plan):
             self.gathered.discard(unit.name)
-            self._sink.reshard(unit, "backward")
+            self.sink.reshard(unit, "backward")
         if sums and micro_batch.first:
-            self._sink.sum(unit, micro_batch)
+            self.sink.sum(unit, micro_batch)
         if has_backward and (micro_batch.last or not sums):
-            self._sink.reduce(unit, micro_batch)
+            self.sink.reduce(unit, micro_batch)

@@ -8,9 +8,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
-from meshwright.parallel.planner.fsdp_schedule import start_ahead
-from meshwright.parallel.planner.stream_simulator import Task
+from meshwright.parallel.planner.step_time import Task
 from meshwright.train.config_parser import parse_config
 from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.planning.resolve import plan_run
@@ -18,6 +16,7 @@ from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.simulated import TINY, launch_tasks
+from tests.support.streams import times_of
 from tests.support.worlds import run_ranks
 
 CASES = {
@@ -76,12 +75,9 @@ def events_of(trace: profile) -> list[Event]:
 
 def planned(plan: Plan) -> list[Event]:
     """Return the simulated step as events. The embedding has no products."""
-    unit, module = UnitTimes(1.0, 1.0, 1.0, 1.0, 1.0, 0.0), ModuleTimes(1.0, 0.0, 1.0, 0.0)
-    times = StepTimes(
-        dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
-    )
+    times = times_of(plan, forward=1, backward=1, gather_s=1, copy_out_s=1, copy_in_s=1, scatter_s=1)
     events: list[Event] = []
-    for task in launch_tasks(plan, times, start_ahead(plan)):
+    for task in launch_tasks(plan, times):
         event = _event(task)
         if event and events[-1:] != [event]:
             events.append(event)

@@ -3,10 +3,10 @@
 import functools
 from collections.abc import Iterable
 
-from meshwright.parallel.plan.schema import Plan, micro_batch_kinds
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.fsdp_schedule import Ahead, _FsdpLaunchOrder
-from meshwright.parallel.planner.stream_simulator import Task
+from meshwright.parallel.planner.step_time import Task, TaskSink
+from meshwright.parallel.planner.walk import StepWalk
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.simulate import simulate_run
@@ -48,11 +48,8 @@ def describe_collective(
     return " ".join(symbols)
 
 
-def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead) -> list[Task]:
-    """The tasks that the CPU launches for all micro batches of a step, which the planner simulates apart."""
-    launches = _FsdpLaunchOrder(plan, times, ahead, frozenset())
-    for micro_batch, count in micro_batch_kinds(plan):
-        for _ in range(count):
-            launches.launch_forward()
-            launches.launch_backward(micro_batch)
-    return launches.tasks
+def launch_tasks(plan: Plan, times: StepTimes) -> list[Task]:
+    """The tasks that the host launches for all micro batches of a step, which the planner simulates apart."""
+    sink = TaskSink(plan, times)
+    StepWalk(plan, sink, times.has_backward).step()
+    return sink.tasks

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.cost_model import ModuleTimes, PhaseTimes, StepTimes, UnitTimes
 from meshwright.parallel.planner.timeline import EXPOSED, Timeline
 
 NOTHING = UnitTimes(0, 0, 0, 0, 0, 0)
@@ -22,19 +22,20 @@ def times_of(
     overlaps: bool = True,
     slowdown: float = 0,
     other_units: dict[str, dict[str, float]] | None = None,
-    other_modules: dict[str, dict[str, float]] | None = None,
+    other_forwards: dict[str, dict[str, float]] | None = None,
     **unit: float,
 ) -> StepTimes:
     """The same seconds for every unit and module (tp: forward, backward), except those named in `other_units`
-    and `other_modules`."""
+    and the forwards named in `other_forwards`."""
     unit_times: dict[str, UnitTimes] = {}
     for plan_unit in plan.units:
         keys: dict[str, Any] = unit | (other_units or {}).get(plan_unit.name, {})
         keys.setdefault("regather_s", keys.get("gather_s", 0))
         unit_times[plan_unit.name] = dataclasses.replace(NOTHING, **keys)
-    module = ModuleTimes(forward, tp[0], backward, tp[1])
-    module_times: dict[str, Any] = {
-        m: dataclasses.replace(module, **(other_modules or {}).get(m, {})) for m in plan.modules
+    first, second = PhaseTimes(forward, tp[0]), PhaseTimes(backward, tp[1])
+    module_times = {
+        m: ModuleTimes(dataclasses.replace(first, **(other_forwards or {}).get(m, {})), second)
+        for m in plan.modules
     }
     return StepTimes(unit_times, module_times, optimizer, overlaps, dict.fromkeys(LINK_LANES, slowdown))
 

@@ -10,10 +10,10 @@ from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.devices import Devices
-from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import SearchResult, check_legal, least_memory, search
+from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob

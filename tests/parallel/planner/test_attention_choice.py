@@ -198,7 +198,7 @@ def test_attention_takes_its_kernels_time() -> None:
     for kernel in ("cudnn", "flash"):
         plan = plan_run(config.job, 8, 8, kernel)
         times = step_times(plan, run_workload(config.job, plan), hardware, 8)
-        seconds[kernel] = times.modules["layers.0"].forward_s
+        seconds[kernel] = times.modules["layers.0"].forward.compute_s
     share, _ = hardware.attention_kernels["flash"]
     rate = hardware.peak_tflops["bfloat16"] * 1e12 * share_at(hardware.attention_forward["bfloat16"], 8192)
     attention_s = 8192**2 * 4096 * 2 / rate

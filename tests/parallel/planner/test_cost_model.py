@@ -10,6 +10,8 @@ from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.planner.cost_model import (
     ASYNC_TP_HIDDEN,
     Group,
+    ModuleTimes,
+    PhaseTimes,
     axis_groups,
     collective_s,
     operation_s,
@@ -248,10 +250,10 @@ def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
     backward = [operation("collective", "reduce_scatter", moved=2 * GB), operation("matmul", flops=100 * GB)]
     times = step_times(plan_of(8, 2, tp=4), work_of(forward, backward), MACHINE, 8).modules["layers.3"]
     tp = Group(4, 4, 2)
-    assert times.forward_s == pytest.approx(2 / 500 + 1e-6)
-    assert times.forward_tp_s == pytest.approx(collective_s("all_gather", 2 * GB, tp, MACHINE))
-    assert times.backward_s == pytest.approx(200 * GB / 100e12 + 1e-6)
-    assert times.backward_tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
+    assert times.forward.compute_s == pytest.approx(2 / 500 + 1e-6)
+    assert times.forward.tp_s == pytest.approx(collective_s("all_gather", 2 * GB, tp, MACHINE))
+    assert times.backward.compute_s == pytest.approx(200 * GB / 100e12 + 1e-6)
+    assert times.backward.tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
 
 
 def test_the_collectives_of_cp_are_exposed_on_its_own_group() -> None:
@@ -259,8 +261,8 @@ def test_the_collectives_of_cp_are_exposed_on_its_own_group() -> None:
     plan = dataclasses.replace(plan_of(8), mesh=MeshPlan(1, 2, 1, 4))
     times = step_times(plan, work_of([sent], [sent, sent]), MACHINE, 8).modules["layers.3"]
     once_s = collective_s("all_to_all", GB, Group(4, 4, 2), MACHINE)
-    assert times.exposed_s("forward") == {"cp": pytest.approx(once_s)}
-    assert times.exposed_s("backward") == {"cp": pytest.approx(2 * once_s)}
+    assert times.forward.exposed_s == {"cp": pytest.approx(once_s)}
+    assert times.backward.exposed_s == {"cp": pytest.approx(2 * once_s)}
 
 
 def float8_work() -> ModelWorkload:
@@ -292,8 +294,8 @@ def test_float8_is_for_the_products_of_the_blocks_that_are_in_it() -> None:
         (plan, without, 1e-3 + (1 + 3) / 500 + 3e-6),  # emulated
     ):
         times = step_times(case, float8_work(), machine, 8).modules
-        assert times["layers.0"].forward_s == pytest.approx(seconds)
-        assert times["head"].forward_s == pytest.approx(1e-3 + 1e-6)
+        assert times["layers.0"].forward.compute_s == pytest.approx(seconds)
+        assert times["head"].forward.compute_s == pytest.approx(1e-3 + 1e-6)
 
 
 def attention_s(name: str, length: int, head_dim: int, hardware: Hardware) -> float:
@@ -341,13 +343,12 @@ def test_the_host_launches_graphs_kernels_and_operators() -> None:
     plan = plan_of(8)
     times = step_times(plan, work_of(operations, operations * 2), dataclasses.replace(MACHINE, host=host), 8)
     eager, compiled = times.modules["embed"], times.modules["layers.0"]
-    assert (eager.forward_host_s, eager.backward_host_s) == pytest.approx((15e-6, 30e-6))
-    assert (compiled.forward_host_s, compiled.backward_host_s) == pytest.approx((103e-6, 106e-6))
+    assert (eager.forward.host_s, eager.backward.host_s) == pytest.approx((15e-6, 30e-6))
+    assert (compiled.forward.host_s, compiled.backward.host_s) == pytest.approx((103e-6, 106e-6))
     assert times.hook_s == 2e-4
-    busy = sum(m.forward_host_s + m.backward_host_s for m in times.modules.values())
-    slow_host = dataclasses.replace(
-        times, modules={name: dataclasses.replace(m, forward_host_s=1.0) for name, m in times.modules.items()}
-    )
+    busy = sum(m.forward.host_s + m.backward.host_s for m in times.modules.values())
+    slow = ModuleTimes(PhaseTimes(host_s=1.0), PhaseTimes())
+    slow_host = dataclasses.replace(times, modules=dict.fromkeys(times.modules, slow))
     assert slow_host.step_lower_bound_s(1) >= len(times.modules), "a step is bound by whichever is later"
     serial = dataclasses.replace(times, overlaps=False)
     assert serial.step_lower_bound_s(1) == pytest.approx(times.step_lower_bound_s(1) + busy)
@@ -360,7 +361,7 @@ def test_async_tp_hides_part_of_the_collectives() -> None:
         step_times(dataclasses.replace(plan, async_tp=a), work, MACHINE, 8).modules["head"]
         for a in (False, True)
     )
-    assert hidden.forward_tp_s == pytest.approx(plain.forward_tp_s * (1 - ASYNC_TP_HIDDEN))
+    assert hidden.forward.tp_s == pytest.approx(plain.forward.tp_s * (1 - ASYNC_TP_HIDDEN))
 
 
 def test_processes_on_a_cpu_share_its_cores() -> None:
@@ -369,7 +370,9 @@ def test_processes_on_a_cpu_share_its_cores() -> None:
     seconds = [operation_s(product, 1, sharing_cores(cpu, processes)) for processes in (1, 2, 4)]
     assert seconds == pytest.approx([0.5e-3, 1e-3, 2e-3])
     assert sharing_cores(MACHINE, 4) is MACHINE
-    times = [step_times(plan_of(n), work_of([product]), cpu, 8).modules["head"].forward_s for n in (2, 4)]
+    times = [
+        step_times(plan_of(n), work_of([product]), cpu, 8).modules["head"].forward.compute_s for n in (2, 4)
+    ]
     assert times == pytest.approx([1e-3, 2e-3])
 
 
@@ -383,9 +386,10 @@ def test_every_kind_of_machine_can_be_asked(kind: str) -> None:
     times = step_times(
         plan_of(16, tp=2, dp_replicate=2), work_of(operations, operations), load_hardware()[kind], 8
     )
-    of_module = dataclasses.asdict(times.modules["head"])
-    assert (of_module.pop("forward_cp_s"), of_module.pop("backward_cp_s")) == (0, 0), "cp=1"
-    assert all(0 < seconds < 1e3 for seconds in of_module.values())
+    for phase in ("forward", "backward"):
+        of_phase = dataclasses.asdict(times.modules["head"].of(phase))
+        assert of_phase.pop("cp_s") == 0, "cp=1"
+        assert all(0 < seconds < 1e3 for seconds in of_phase.values())
     of_unit = dataclasses.asdict(times.units["layers.0"])
     assert of_unit.pop("first_sum_s") == 0, "in one dtype nothing is cast"
     assert all(seconds > 0 for seconds in of_unit.values())

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.step_time import simulate_step
 from tests.support.plans import BLOCK, TIED, change, make_model, plan_of
 from tests.support.streams import bars, exposed_by_unit, times_of
 
@@ -73,7 +73,7 @@ def test_a_forward_gathers_the_next_unit_ahead_even_if_not_told():
 def test_two_units_ahead_hide_a_long_gather_in_the_forward():
     plans = [plan_of(model=make_model(2), forward_prefetch=ahead) for ahead in (1, 2)]
     long: dict[str, Any] = {"other_units": {"head": {"gather_s": 9}}}
-    long |= {"other_modules": {"embed": {"forward_s": 10}}}
+    long |= {"other_forwards": {"embed": {"compute_s": 10}}}
     depth_1, depth_2 = (simulate_step(plan, times_of(plan, gather_s=2, forward=3, **long)) for plan in plans)
     # One unit ahead: 1 starts h's all-gather. There are two buffers, so it waits for the copy-out of 0.
     assert bars(depth_1, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 12, 21)]

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
-from meshwright.parallel.planner.fsdp_schedule import simulate_step, start_ahead
-from meshwright.parallel.planner.stream_simulator import find_waits, run_tasks
+from meshwright.parallel.planner.cost_model import ModuleTimes, PhaseTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.step_time import find_waits, run_tasks, simulate_step
 from meshwright.parallel.planner.timeline import LANES, Timeline
 from tests.support.plans import change, make_model, plan_of
 from tests.support.simulated import launch_tasks
@@ -50,7 +49,7 @@ def _check_no_overlap(step: Timeline, lanes: set[str]) -> None:
 def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
     plan, times = random_step(random.Random(1000 + seed))
     step = simulate_step(plan, times)
-    tasks = launch_tasks(plan, times, start_ahead(plan))
+    tasks = launch_tasks(plan, times)
     spans = run_tasks(tasks, times.slowdown)
     all_at_once = sorted(
         (task.lane, span.start_s, span.end_s)
@@ -64,16 +63,15 @@ def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
     assert [t for _, *ends in all_at_once for t in ends] == pytest.approx(
         [t for _, *ends in one_by_one for t in ends], abs=1e-9
     )
-    exposed_s = sum(
-        wait.end_s - wait.start_s for wait in find_waits(tasks, spans)
-    ) + step.exposed_by_lane.get("tp", 0.0)
+    waited_s = sum(end_s - start_s for _, start_s, end_s in find_waits(tasks, spans))
+    exposed_s = waited_s + step.exposed_by_lane.get("tp", 0.0)
     assert exposed_s == pytest.approx(step.exposed_s, abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_a_step_is_bounded_by_what_it_must_do(seed):
     plan, times = random_step(random.Random(2000 + seed))
-    tasks = launch_tasks(plan, times, start_ahead(plan))
+    tasks = launch_tasks(plan, times)
     alone: dict[str, float] = {}
     for task in tasks:
         stream = "compute" if task.lane in ("compute", "tp") else task.lane
@@ -126,9 +124,13 @@ def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
         )
         for unit in plan.units
     }
+    frozen = rng.choice([0, 0, 0, 1, 2])  # modules before the first trained one
     of_modules = {
-        name: ModuleTimes(_random_s(rng), tp_s := _random_s(rng) * (tp > 1), 2 * _random_s(rng), tp_s)
-        for name in plan.modules
+        name: ModuleTimes(
+            PhaseTimes(_random_s(rng), tp_s := _random_s(rng) * (tp > 1)),
+            PhaseTimes(2 * _random_s(rng), tp_s) if number >= frozen else None,
+        )
+        for number, name in enumerate(plan.modules)
     }
     return plan, StepTimes(
         of_units,
@@ -142,10 +144,12 @@ def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
 def with_random_host(times: StepTimes, rng: random.Random) -> StepTimes:
     """Return the times with a host that needs random times to launch, shorter or longer than the compute."""
     slow = rng.choice([0.01, 1.0])
+
+    def with_host(phase: PhaseTimes) -> PhaseTimes:
+        return dataclasses.replace(phase, host_s=slow * _random_s(rng))
+
     modules = {
-        name: dataclasses.replace(
-            module, forward_host_s=slow * _random_s(rng), backward_host_s=slow * _random_s(rng)
-        )
+        name: ModuleTimes(with_host(module.forward), module.backward and with_host(module.backward))
         for name, module in times.modules.items()
     }
     return dataclasses.replace(times, modules=modules, hook_s=slow * rng.random())

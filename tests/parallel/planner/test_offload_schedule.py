@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from tests.support.plans import plan_of
 from tests.support.streams import bars, times_of

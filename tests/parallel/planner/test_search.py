@@ -16,10 +16,10 @@ from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.devices import Devices
 from meshwright.parallel.planner.explain import give_reasons
-from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search
+from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096

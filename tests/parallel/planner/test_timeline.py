@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
 from meshwright.parallel.planner.timeline_plot import COLORS, color_key, draw_timeline, facts, to_svg
 from meshwright.tools.charts import Curve, draw_curves, style_of

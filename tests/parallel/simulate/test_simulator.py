@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.parallel.planner.fsdp_schedule import start_ahead
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.train.config_parser import parse_config
@@ -366,7 +365,7 @@ def test_the_planner_launches_collectives_in_the_order_of_the_real_hooks(world_s
     axes = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
     launched = [
         Collective(task.lane, axes[task.lane], task.unit, task.phase, 0)
-        for task in launch_tasks(plan, times, start_ahead(plan))
+        for task in launch_tasks(plan, times)
         if task.lane != "compute"
     ]
     real = simulated(world_size, *TINY, *arguments).collectives
