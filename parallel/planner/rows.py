@@ -1,6 +1,6 @@
-"""Rows of equal blocks: a plan of many of them predicts as one of a few, of which one stands for many."""
+"""Rows of equal blocks: what a step of a plan needs follows from a step with a few blocks of each row."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from itertools import groupby
 from math import lcm
@@ -8,45 +8,47 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import Plan, UnitPlan
-from meshwright.parallel.planner.workload import ModelWorkload
 
 EDGE = 2  # blocks at each end of a row that stay, besides those that are prefetched
 _settings = attrgetter(*(field.name for field in fields(UnitPlan) if field.name != "modules"))
 
 
-class LeftOut(NamedTuple):
-    """Blocks of a row, which are equal to the one before them and to the one after them."""
+class InnerBlocks(NamedTuple):
+    """The inner blocks of a row, which are equal to the one before them and to the one after them.
+
+    All-gathers use their buffers in turn, so the number of blocks is a multiple of the `period`.
+    """
 
     before: str
     blocks: tuple[str, ...]
     after: str
+    period: int
 
 
-def shallow(plan: Plan, work: ModelWorkload) -> tuple[Plan, list[LeftOut]]:
-    """Return the plan without the inner blocks of each row of equal blocks, and what is left out.
-
-    All-gathers use their buffers in turn, so the number is a multiple of the number of buffers. A plan with
-    lists of prefetched units, which can name any block, stays as it is.
-    """
+def inner_blocks(plan: Plan, kind: Callable[[str], Hashable]) -> list[InnerBlocks]:
+    """Return the inner blocks of each row of neighboring modules of the same `kind`, with a unit of its own
+    each and the same settings. A plan with lists of prefetched units, which can name any block, has none."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
 
-    def kind(name: str) -> Hashable:
+    def full_kind(name: str) -> Hashable:
         unit = unit_of[name]
-        alone = "" if unit.modules == (name,) else name
-        return alone, id(work.modules[name]), work.trained.get(name, 1.0), _settings(unit)
+        return (kind(name), _settings(unit)) if unit.modules == (name,) else name
 
-    rows, names_left_out = list[LeftOut](), set[str]()
-    for _, row in groupby(plan.modules, kind):
+    rows = list[InnerBlocks]()
+    for _, row in groupby(plan.modules, full_kind):
         names = list(row)
         forward, backward = unit_of[names[0]].forward_prefetch, unit_of[names[0]].backward_prefetch
         if isinstance(forward, tuple) or isinstance(backward, tuple):
-            return plan, []
-        edge = EDGE + max(forward, backward)
+            return []
+        edge, period = EDGE + max(forward, backward), lcm(forward + 1, max(1, backward))
         inner = max(0, len(names) - 2 * edge)
-        if count := inner - inner % lcm(forward + 1, max(1, backward)):
+        if count := inner - inner % period:
             blocks = tuple(names[edge : edge + count])
-            rows.append(LeftOut(names[edge - 1], blocks, names[edge + count]))
-            names_left_out.update(blocks)
-    modules = tuple(name for name in plan.modules if name not in names_left_out)
-    units = tuple(unit for unit in plan.units if unit.name not in names_left_out)
-    return replace(plan, modules=modules, units=units), rows
+            rows.append(InnerBlocks(names[edge - 1], blocks, names[edge + count], period))
+    return rows
+
+
+def without(plan: Plan, blocks: frozenset[str]) -> Plan:
+    """Return the plan without some blocks."""
+    modules = tuple(name for name in plan.modules if name not in blocks)
+    return replace(plan, modules=modules, units=tuple(unit for unit in plan.units if unit.name not in blocks))
