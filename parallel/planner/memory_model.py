@@ -12,8 +12,6 @@ reduce-scatter stream, and casts of gradients that were summed over replicas on 
 other tensors on the compute stream.
 """
 
-from itertools import accumulate, pairwise
-from math import prod
 from operator import attrgetter
 
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory
@@ -131,7 +129,7 @@ class MemorySink:
         ledger = self.ledger
         self.note()
         ledger.drop(COPIED_OUT, (unit.name, "kept"))
-        for size in self._by_weight(unit, self._bytes.gathered(unit)):
+        for size in self._bytes.by_weight(unit, self._bytes.gathered(unit)):
             if self._casts(unit) and self.plan.mesh.shards == 1:
                 ledger.hold("compute", (unit.name, "cast"), size)
             ledger.hold("compute", (unit.name, "gathered"), size, kind="unsharded")
@@ -191,7 +189,7 @@ class MemorySink:
         """Drop the gathered weights; resharded to a smaller group, a part of each is copied before."""
         ledger, size = self.ledger, unit.reshard_after_forward
         if phase == "forward" and type(size) is int:
-            for i, weight in enumerate(self._by_weight(unit, self._bytes.gathered(unit))):
+            for i, weight in enumerate(self._bytes.by_weight(unit, self._bytes.gathered(unit))):
                 ledger.hold("compute", (unit.name, "kept"), weight // size, kind="unsharded")
                 if i == 0:
                     self.note()
@@ -215,9 +213,9 @@ class MemorySink:
             self.note()
         else:
             size = trained * DTYPE_BYTES[unit.reduce_dtype]
-            ledger.hold("compute", sums, *self._by_weight(unit, size), kind=self._sums_kind)
+            ledger.hold("compute", sums, *self._bytes.by_weight(unit, size), kind=self._sums_kind)
             ledger.drop(full)
-            self.note(buffers=self._last_values(unit) * DTYPE_BYTES[unit.param_dtype])
+            self.note(buffers=self._bytes.last_weight(unit) * DTYPE_BYTES[unit.param_dtype])
 
     def reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
         """Copy a unit's gradients, or sums, into a buffer, which lives until the next reduction, and reduce
@@ -235,7 +233,7 @@ class MemorySink:
             self.note(buffers=max(result, cast))
         else:
             dtype, kind = (unit.reduce_dtype, self._sums_kind) if sums else (unit.param_dtype, "buffers")
-            ledger.count(kind, (unit.name, "last weight"), self._last_values(unit) * DTYPE_BYTES[dtype])
+            ledger.count(kind, (unit.name, "last weight"), self._bytes.last_weight(unit) * DTYPE_BYTES[dtype])
             self.note(buffers=cast)
             ledger.drop((unit.name, "last weight"))
         self._keep_reduced(unit, micro_batch, added=not (micro_batch.first or sums))
@@ -297,17 +295,6 @@ class MemorySink:
 
     def _casts(self, unit: UnitPlan) -> bool:
         return DTYPE_BYTES[unit.param_dtype] != self._bytes.stored
-
-    def _last_values(self, unit: UnitPlan) -> int:
-        """Return the number of trained values of a unit's last weight, at most those of the unit."""
-        return min(self._bytes.last_weight(unit), sum(map(self._bytes.trained_parameters, unit.modules)))
-
-    def _by_weight(self, unit: UnitPlan, size: int) -> list[int]:
-        """Divide the bytes of a unit among its weights."""
-        modules = [self._work.modules[name] for name in unit.modules]
-        weights = [prod(weight) for module in modules for weight in module.weights] or [1]
-        ends = [size * end // sum(weights) for end in accumulate(weights, initial=0)]
-        return [end - begin for begin, end in pairwise(ends)]
 
 
 def allocator_bytes(memory: PredictedMemory, hardware: Hardware) -> int:

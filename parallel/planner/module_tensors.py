@@ -1,9 +1,9 @@
 """The tensors that a module's forward and backward allocate and free, in order."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from meshwright.parallel.planner.ledger import Ledger
 from meshwright.parallel.planner.workload import Buffer, Linear, ModelWorkload, ModuleWorkload, total
@@ -13,14 +13,13 @@ RESULT = "result"  # the group of what becomes PASSING at the module's end
 MOST_PIECES = 256  # of the activations of a module that was traced eagerly
 
 
-@dataclass(frozen=True)
-class _Change:
+class _Change(NamedTuple):
     """A buffer of a module that is allocated or freed. `saved`: the backward uses it too."""
 
     number: int
     role: str
     size: int
-    allocates: bool
+    frees: bool
     saved: bool
 
 
@@ -43,9 +42,9 @@ class ModuleTensors:
         for change in self._changes_of(name)[0]:
             group = (name, change.number)
             if change.role == "input":
-                if change.allocates and change.saved:
+                if change.saved:
                     ledger.move(PASSING, group)
-            elif change.allocates:
+            elif not change.frees:
                 ledger.hold("compute", RESULT if change.role == "output" else group, change.size)
             elif change.role != "output":
                 ledger.drop(group)
@@ -69,7 +68,7 @@ class ModuleTensors:
         groups = {"weight_grad": weight_gradients, "input_grad": RESULT, "output_grad": PASSING}
         for change in self._changes_of(name)[1]:
             group = groups.get(change.role, (name, change.number))
-            if change.allocates:
+            if not change.frees:
                 ledger.hold("compute", group, change.size)
             elif change.saved and change.role in groups:  # a gradient that the forward has computed
                 ledger.move((name, change.number), group)
@@ -79,7 +78,7 @@ class ModuleTensors:
         ledger.move(RESULT, PASSING)
 
     def _saved(self, name: str) -> list[_Change]:
-        return [change for change in self._changes_of(name)[0] if change.allocates and change.saved]
+        return [change for change in self._changes_of(name)[0] if change.saved and not change.frees]
 
     def _changes_of(self, name: str) -> tuple[list[_Change], list[_Change]]:
         """Return the changes in a module's forward and in its backward, in order."""
@@ -93,16 +92,17 @@ class ModuleTensors:
 
 
 def _changes(buffers: Sequence[Buffer], sequences: int) -> tuple[list[_Change], list[_Change]]:
-    timed = []
-    for number, buffer in enumerate(buffers):
-        saved = buffer.begin < 0 <= buffer.end
-        size = int(buffer.size.at(sequences))
-        if buffer.role != "output_grad":  # the next module's backward has allocated it
-            timed.append((buffer.begin, 0, number, _Change(number, buffer.role, size, True, saved)))
-        timed.append((buffer.end, 1, number, _Change(number, buffer.role, size, False, saved)))
-    in_order = sorted(timed, key=lambda entry: entry[:3])
-    forward = [change for time, *_, change in in_order if time < 0]
-    return forward, [change for *_, change in in_order[len(forward) :]]
+    timed = [
+        (time, frees, number, buffer.begin < 0 <= buffer.end)
+        for number, buffer in enumerate(buffers)
+        for frees, time in ((False, buffer.begin), (True, buffer.end))
+        if frees or buffer.role != "output_grad"  # the next module's backward has allocated it
+    ]
+    phases: tuple[list[_Change], list[_Change]] = ([], [])
+    for time, frees, number, saved in sorted(timed):
+        role, size = buffers[number].role, int(buffers[number].size.at(sequences))
+        phases[time >= 0].append(_Change(number, role, size, frees, saved))
+    return phases
 
 
 def _estimate_buffers(
