@@ -29,7 +29,7 @@ from meshwright.parallel.planner.ledger import KEPT, Ledger
 from meshwright.parallel.planner.module_tensors import PASSING, ModuleTensors
 from meshwright.parallel.planner.rows import inner_blocks, without
 from meshwright.parallel.planner.unit_bytes import UnitBytes
-from meshwright.parallel.planner.walk import StepWalk
+from meshwright.parallel.planner.walk import StepSink, StepWalk
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload
 
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
@@ -61,7 +61,7 @@ def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     )
 
 
-class MemorySink:
+class MemorySink(StepSink):
     """Holds every tensor of a step in a ledger while it exists, and notes the moments that can be the peak in
     total or of one kind.
 
@@ -141,10 +141,7 @@ class MemorySink:
 
     def compute(self, module: str, phase: str) -> None:
         """Note the moments of a module's forward or backward, and hold what remains of it."""
-        if phase == "forward":
-            self._forward(module)
-        elif self._work.has_backward((module,)):
-            self._backward(module)
+        (self._forward if phase == "forward" else self._backward)(module)
 
     def _forward(self, name: str) -> None:
         module = self._work.modules[name]
@@ -196,9 +193,6 @@ class MemorySink:
         elif phase == "backward":
             ledger.drop((unit.name, "kept"))
         ledger.drop((unit.name, "gathered"))
-
-    def leave(self, unit: UnitPlan) -> None:
-        """A hook holds nothing."""
 
     def sum(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
         """Let a unit's full gradients become its sums in reduce_dtype, or add them; a cast, of one weight

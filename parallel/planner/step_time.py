@@ -26,7 +26,7 @@ from meshwright.parallel.planner.timeline import (
     Timeline,
     TimelineEvent,
 )
-from meshwright.parallel.planner.walk import StepWalk
+from meshwright.parallel.planner.walk import StepSink, StepWalk
 
 STREAMS = {  # lane -> stream
     HOST: HOST,
@@ -44,8 +44,7 @@ SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatt
 
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     """Simulate one optimizer step of one rank under FSDP2."""
-    parts = [(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)]
-    return _join([*parts, (_optimizer(times), 1)])
+    return _join([(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)])
 
 
 def step_seconds(plan: Plan, times: StepTimes) -> float:
@@ -61,8 +60,7 @@ def step_seconds(plan: Plan, times: StepTimes) -> float:
         plan, lambda name: (id(times.modules[name]), id(times.units[name]), times.offload_s.get(name))
     )
     left_out = frozenset[str]().union(*(row.blocks for row in rows))
-    shortest_s = simulated_s(left_out)
-    seconds = shortest_s + times.scalars_s + times.optimizer_s
+    seconds = shortest_s = simulated_s(left_out)
     for row in rows:
         added_s = simulated_s(left_out.difference(row.blocks[: row.period])) - shortest_s
         seconds += added_s * len(row.blocks) / row.period
@@ -100,7 +98,8 @@ class Span:
 
 
 def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[Span], int]]:
-    """Yield the tasks of one micro batch of each kind, their spans from second 0, and its count.
+    """Yield the tasks of one micro batch of each kind, their spans from second 0, and its count; then those of
+    the optimizer step, after the all-reduces of single numbers, which nothing hides.
 
     At the end of every backward FSDP2 waits for all collectives in flight, and the next forward's first
     all-gather starts after that. Micro batches therefore share nothing but the parameters that stay gathered,
@@ -112,9 +111,12 @@ def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[S
         walk.forward(micro_batch)
         walk.backward(micro_batch)
         yield sink.tasks, run_tasks(sink.tasks, times.slowdown), count
+    scalars = Task("all_reduce", "all_reduce", "", "", "optimizer", times.scalars_s, ())
+    optimizer = Task(COMPUTE, "optimizer", "", "", "optimizer", times.optimizer_s, (0,))
+    yield [scalars, optimizer], run_tasks([scalars, optimizer], times.slowdown), 1
 
 
-class TaskSink:
+class TaskSink(StepSink):
     """The tasks of a walk through a step, in the order in which the host launches them.
 
     - The host runs ahead of the device: a task starts after its launch.
@@ -186,9 +188,6 @@ class TaskSink:
             self._on_compute(axis, unit, module, phase, seconds, lane=axis)
         if phase == "forward":
             self._send(module)
-
-    def reshard(self, unit: UnitPlan, phase: str) -> None:
-        """Freeing parameters takes no time."""
 
     def leave(self, unit: UnitPlan) -> None:
         """Let the host run FSDP2's hook."""
@@ -386,17 +385,6 @@ def _timeline(tasks: Sequence[Task], spans: Sequence[Span]) -> MicroBatchTimelin
 
 def _event(task: Task, lane: str, work: str, start_s: float, end_s: float) -> TimelineEvent:
     return TimelineEvent(lane, work, task.unit, task.module, task.phase, 0, start_s, end_s)
-
-
-def _optimizer(times: StepTimes) -> MicroBatchTimeline:
-    """Return the optimizer step, after the all-reduces of single numbers, which nothing hides."""
-    scalars_s, end_s = times.scalars_s, times.scalars_s + times.optimizer_s
-    events = (
-        TimelineEvent("all_reduce", "all_reduce", "", "", "optimizer", 0, 0.0, scalars_s),
-        TimelineEvent(EXPOSED, "all_reduce", "", "", "optimizer", 0, 0.0, scalars_s),
-        TimelineEvent(COMPUTE, "optimizer", "", "", "optimizer", 0, scalars_s, end_s),
-    )
-    return MicroBatchTimeline(0.0, end_s, tuple(event for event in events if event.end_s > event.start_s))
 
 
 def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:

@@ -2,7 +2,6 @@
 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py, torch 2.11 to 2.13)."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from meshwright.parallel.plan.schema import (
     MicroBatch,
@@ -15,8 +14,12 @@ from meshwright.parallel.plan.schema import (
 )
 
 
-class StepSink(Protocol):
-    """What happens in a step, in the order in which the host launches it. `phase`: forward or backward."""
+class StepSink:
+    """What happens in a step, in the order in which the host launches it; a sink overrides what it
+    needs.
+
+    `phase`: forward or backward.
+    """
 
     def enter(self, unit: UnitPlan, phase: str) -> None:
         """FSDP2's hook before a unit's first module runs."""

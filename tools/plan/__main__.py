@@ -86,7 +86,7 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
         first = [f"fewest GPUs: {gpus}"] if options.min_gpus else []
         last = [*([check_text(check)] if check else []), *(f"wrote {path}" for path in written)]
         print("\n\n".join([*first, as_text(report, options.tokens), *last]))
-    if check and not check.agrees:
+    if check and check.wrong:
         sys.exit(EXIT_DIFFERS)
 
 

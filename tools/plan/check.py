@@ -6,26 +6,17 @@ norm) are shown without a limit.
 """
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
 
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.parallel.plan.schema import (
-    Plan,
-    UnitPlan,
-    find_style,
-    keeps_parameters,
-    prefetch_schedule,
-    regathered,
-    sums_whole_gradients,
-)
+from meshwright.parallel.plan.schema import MicroBatch, Plan, UnitPlan, find_style, sums_whole_gradients
 from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
+from meshwright.parallel.planner.walk import StepSink, StepWalk
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.parallel.sharded_model import FEW_VALUES
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
@@ -80,9 +71,9 @@ class PlanCheck:
     memory: tuple[CheckedQuantity, ...]
 
     @property
-    def agrees(self) -> bool:
-        """Whether all differences are within their limits."""
-        return all(row.agrees for row in (*self.collectives, *self.memory))
+    def wrong(self) -> list[CheckedQuantity]:
+        """The quantities that differ by more than their limits."""
+        return [row for row in (*self.collectives, *self.memory) if not row.agrees]
 
 
 def check_run(job: TrainingJob, plan: Plan) -> PlanCheck:
@@ -115,74 +106,73 @@ def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[C
 
 
 def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
-    """Predict number and bytes of rank 0's collectives in one optimizer step by operation and axis, from the
-    plan's units and the traced modules.
+    """Predict number and bytes of rank 0's collectives in one optimizer step by operation and axis, from a
+    walk through it and the traced modules.
 
     Bytes are those of the unsharded tensor. The collectives of the loss and the gradient norm are left out,
     because they belong to no unit.
     """
+    model = source_of(job.model).new()  # with the shapes of one tp rank, on the meta device
+    freeze(model, job.freeze)
+    apply_as_single_tp_rank(model, plan.tensor, plan.mesh.tp)
     work = run_workload(job, plan)
-    model = _one_rank(job, plan)
-    no_backward = {name for name in plan.modules if not work.has_backward((name,))}
-    of_units = (
-        _of_unit(unit, plan, _parameters(model, unit), count_gathers(unit, plan, no_backward))
-        for unit in plan.units
-    )
-    return _count(
-        [
-            *chain.from_iterable(of_units),
-            *_of_modules(plan, work, no_backward),
-            *_of_norms(plan, model),
-            *_of_copies(plan, model),
-        ]
-    )
+    sink = TrafficSink(plan, work, model)
+    StepWalk(plan, sink, work.has_backward).step()
+    return _count([*sink.sent, *_of_copies(plan, model)])
 
 
-def count_gathers(unit: UnitPlan, plan: Plan, no_backward: set[str]) -> int:
-    """Return the number of a unit's all-gathers in a step of n micro batches: n for the forwards, or 1 if it
-    stays gathered from one to the next, and n for the backwards that need or prefetch it again."""
-    needs = not no_backward.issuperset(unit.modules)
-    ahead = prefetch_schedule(plan, "backward")
-    prefetched = any(
-        unit in ahead[other.name] for other in plan.units if not no_backward.issuperset(other.modules)
-    )
-    kept = keeps_parameters(unit, plan) and (needs or unit.reshard_after_forward is False)
-    forwards = 1 if kept else plan.accumulation
-    return forwards + plan.accumulation * (regathered(unit) and (needs or prefetched))
+class TrafficSink(StepSink):
+    """The collectives of a walk through a step."""
 
+    def __init__(self, plan: Plan, work: ModelWorkload, model: nn.Module) -> None:
+        self.sent: list[tuple[str, str, float]] = []  # op, axis, bytes
+        self._plan, self._work, self._mesh = plan, work, plan.mesh
+        self._parameters = {
+            unit.name: {
+                parameter: find_style(plan.tensor, f"{module}.{name}".rpartition(".")[0])
+                for module in unit.modules
+                for name, parameter in model.get_submodule(module).named_parameters()
+            }
+            for unit in plan.units
+        }
 
-def _of_unit(
-    unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], gathers: int
-) -> Iterator[tuple[str, str, float]]:
-    """Yield the all-gathers and reductions of a unit: every micro batch reduce-scatters, or only the last one
-    if it sums whole gradients; the last one all-reduces (train.step)."""
-    mesh = plan.mesh
-    full = sum(_padded(parameter, mesh.shards) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
-    trained = (
-        sum(_padded(p, mesh.shards) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
-    )
-    if mesh.shards > 1:
-        yield from [("all_gather", "dp_shard", full)] * gathers
-        if trained:
-            reductions = 1 if sums_whole_gradients(unit, plan) else plan.accumulation
-            yield from [("reduce_scatter", "dp_shard", trained)] * reductions
-    if mesh.dp_replicate > 1 and trained:
-        yield "all_reduce", "dp_replicate", trained / mesh.shards
+    def gather(self, unit: UnitPlan, phase: str, again: bool) -> None:
+        """All-gather a unit's parameters, shared ones once."""
+        if self._mesh.shards > 1:
+            self._send(
+                "all_gather", "dp_shard", map(self._padded, self._parameters[unit.name]), unit.param_dtype
+            )
 
+    def compute(self, module: str, phase: str) -> None:
+        """Send what tensor and context parallelism send within a module."""
+        for operation in getattr(self._work.modules[module], phase).operations:
+            if operation.kind == "collective":
+                size = operation.bytes.at(self._plan.micro_batch_size)
+                self.sent.append((operation.name, operation.axis, size))
 
-def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """Yield the all-reduces of norm gradients. Each tp rank has the gradient of its heads, or with sequence
-    parallelism of its tokens; FSDP2 sums them over tp before each reduction: in param_dtype, or the sums in
-    reduce_dtype."""
-    partial = ("per_head", *SEQUENCE_STYLES) if plan.tensor.sequence_parallel else ("per_head",)
-    for unit in plan.units:
-        for name, parameter in chain.from_iterable(
-            model.get_submodule(m).named_parameters(m) for m in unit.modules
-        ):
-            if find_style(plan.tensor, name.rpartition(".")[0]) in partial and parameter.requires_grad:
-                sums = sums_whole_gradients(unit, plan)
-                size = parameter.numel() * DTYPE_BYTES[unit.reduce_dtype if sums else unit.param_dtype]
-                yield from [("all_reduce", "tp", size)] * (1 if sums else plan.accumulation)
+    def reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
+        """Reduce a unit's gradients. Those of norms are summed over tp before: each tp rank has the gradient
+        of its heads, or with sequence parallelism of its tokens."""
+        trained = {p: style for p, style in self._parameters[unit.name].items() if p.requires_grad}
+        partial = ("per_head", *(SEQUENCE_STYLES if self._plan.tensor.sequence_parallel else ()))
+        dtype = unit.reduce_dtype if sums_whole_gradients(unit, self._plan) else unit.param_dtype
+        for parameter, style in trained.items():
+            if style in partial:
+                self._send("all_reduce", "tp", [parameter.numel()], dtype)
+        values = [self._padded(parameter) for parameter in trained]
+        if trained and self._mesh.shards > 1:
+            self._send("reduce_scatter", "dp_shard", values, unit.reduce_dtype)
+        if trained and self._mesh.dp_replicate > 1 and micro_batch.last:
+            self._send("all_reduce", "dp_replicate", [sum(values) // self._mesh.shards], unit.reduce_dtype)
+
+    def _send(self, op: str, axis: str, values: Iterable[int], dtype: str) -> None:
+        self.sent.append((op, axis, sum(values) * DTYPE_BYTES[dtype]))
+
+    def _padded(self, parameter: nn.Parameter) -> int:
+        """Return the number of values sent: FSDP2 shards the first dimension, padded to equal rows per
+        rank."""
+        rows, shards = parameter.shape[0], self._mesh.shards
+        return parameter.numel() // rows * (-(-rows // shards) * shards)
 
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
@@ -206,92 +196,53 @@ def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]
         yield "all_reduce", "tp", together * DTYPE_BYTES[plan.storage_dtype]
 
 
-def _padded(parameter: nn.Parameter, shards: int) -> int:
-    """Return the number of values sent: FSDP2 shards the first dimension, padded to equal rows per rank."""
-    rows = parameter.shape[0]
-    return parameter.numel() // rows * (-(-rows // shards) * shards)
-
-
-def _of_modules(plan: Plan, work: ModelWorkload, no_backward: set[str]) -> Iterator[tuple[str, str, float]]:
-    """Yield the collectives of tensor and context parallelism within modules."""
-    for name in plan.modules:
-        module = work.modules[name]
-        for phase in (module.forward, *([] if name in no_backward else [module.backward])):
-            for operation in phase.operations:
-                if operation.kind == "collective":
-                    size = operation.bytes.at(plan.micro_batch_size)
-                    yield from [(operation.name, operation.axis, size)] * plan.accumulation
-
-
-def _one_rank(job: TrainingJob, plan: Plan) -> nn.Module:
-    """Return the model with the shapes of one tp rank, on the meta device."""
-    model = source_of(job.model).new()
-    freeze(model, job.freeze)
-    apply_as_single_tp_rank(model, plan.tensor, plan.mesh.tp)
-    return model
-
-
-def _parameters(model: nn.Module, unit: UnitPlan) -> list[nn.Parameter]:
-    """Return a unit's parameters, shared ones once."""
-    return list(dict.fromkeys(p for name in unit.modules for p in model.get_submodule(name).parameters()))
-
-
-def _count(sent: Any) -> Traffic:
-    counts, sizes = defaultdict[tuple[str, str], int](int), defaultdict[tuple[str, str], float](float)
+def _count(sent: Iterable[tuple[str, str, float]]) -> Traffic:
+    traffic: Traffic = {}
     for op, axis, size in sent:
-        counts[op, axis] += 1
-        sizes[op, axis] += size
-    return {key: (counts[key], sizes[key]) for key in sizes}
+        count, total = traffic.get((op, axis), (0, 0.0))
+        traffic[op, axis] = count + 1, total + size
+    return traffic
 
 
 def check_text(check: PlanCheck) -> str:
     """Return both tables, and the verdict."""
-    limited = [row for row in check.collectives if row.limit is not None]
-    unlimited = [row for row in check.collectives if row.limit is None]
-    parts = [
-        "the plan without compilation: predicted, and simulated with the real code on a fake process group"
+    collectives = [_cells(row) for row in check.collectives if row.limit is not None]
+    small = [
+        f"{row.name.removesuffix(', count')} {row.predicted:g} predicted, {row.simulated:g} simulated"
+        for row in check.collectives
+        if row.limit is None and row.name.endswith("count")
     ]
-    head = ("collectives", "predicted", "simulated", "difference")
-    parts.append(
-        format_table(head, [_cells(row, GIB if "bytes" in row.name else 1) for row in limited])
-        if limited
-        else "no collectives above 0.1% of all bytes sent"
+    sides = ("predicted", "simulated", "difference")
+    parts = [
+        "the plan without compilation: predicted, and simulated with the real code on a fake process group",
+        format_table(("collectives", *sides), collectives)
+        if collectives
+        else "no collectives above 0.1% of all bytes sent",
+        format_table(("memory", *sides), [*map(_cells, check.memory)]),
+        *(["not checked, below 0.1% of all bytes sent: " + "; ".join(small)] if small else []),
+    ]
+    if check.wrong:
+        wrong = (f"{row.name} differs by {row.difference:+.1%}" for row in check.wrong)
+        return "\n\n".join([*parts, f"check failed: {'; '.join(wrong)}"])
+    passed = (
+        f"check passed: {', '.join(EXACT_KINDS)} and collectives within {EXACT:.0%}, peak within "
+        f"{ABOUT:.0%} ({check.memory[-1].difference:+.1%})"
     )
-    parts.append(format_table(("memory", *head[1:]), [_cells(row, GIB) for row in check.memory]))
-    if unlimited:
-        small = [
-            f"{row.name.removesuffix(', count')} {row.predicted:g} predicted, {row.simulated:g} simulated"
-            for row in unlimited
-            if row.name.endswith("count")
-        ]
-        parts.append("not checked, below 0.1% of all bytes sent: " + "; ".join(small))
-    return "\n\n".join([*parts, _verdict(check)])
+    return "\n\n".join([*parts, passed])
 
 
-def _verdict(check: PlanCheck) -> str:
-    wrong = [row for row in (*check.collectives, *check.memory) if not row.agrees]
-    if not wrong:
-        return (
-            f"check passed: {', '.join(EXACT_KINDS)} and collectives within {EXACT:.0%}, peak within "
-            f"{ABOUT:.0%} ({check.memory[-1].difference:+.1%})"
-        )
-    return "check failed: " + "; ".join(f"{row.name} differs by {row.difference:+.1%}" for row in wrong)
-
-
-def _cells(row: CheckedQuantity, unit: int) -> tuple[str, ...]:
-    name = row.name.replace("bytes", "GiB") if unit > 1 else row.name
-    digits = 4 if unit > 1 else 0
-    mark = "" if row.limit is None else "" if row.agrees else f"  over {row.limit:.0%}"
+def _cells(row: CheckedQuantity) -> tuple[str, ...]:
+    unit, digits = (1, 0) if row.name.endswith("count") else (GIB, 4)
+    over = "" if row.agrees else f"  over {row.limit:.0%}"
     sides = (f"{side / unit:10,.{digits}f}" for side in (row.predicted, row.simulated))
-    return (name, *sides, f"{row.difference:+8.2%}{mark}")
+    return (row.name.replace("bytes", "GiB"), *sides, f"{row.difference:+8.2%}{over}")
 
 
 def check_json(check: PlanCheck) -> dict[str, Any]:
     """Return the check as plain data, with counts and bytes."""
-    return {
-        "agrees": check.agrees,
-        "collectives": [_plain(row) for row in check.collectives],
-        "memory": [_plain(row) for row in check.memory],
+    rows = {"collectives": check.collectives, "memory": check.memory}
+    return {"agrees": not check.wrong} | {
+        part: list(map(_plain, quantities)) for part, quantities in rows.items()
     }
 
 

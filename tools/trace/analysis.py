@@ -103,7 +103,7 @@ def analyze_profile(
         step,
         split_step(step),
         sum_communication(step),
-        judge_prefetch(step),
+        judge_prefetch(step, device_type != "cpu"),
         sorted(slow, key=lambda unit: (unit.equals_ns - unit.ns, unit.rank)),
         stragglers,
         clock,

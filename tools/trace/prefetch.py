@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mode
 
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.plan.make import RunShape, make_plan
+from meshwright.parallel.plan.schema import MicroBatch, ModelUnits, UnitPlan
+from meshwright.parallel.planner.cost_model import ModuleTimes, PhaseTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.step_time import TaskSink, run_tasks
+from meshwright.parallel.planner.timeline import AXIS_OF_LANE, COMPUTE
+from meshwright.parallel.planner.walk import StepWalk
 from meshwright.tools.trace.steps import (
     ProfiledStep,
     Transfer,
@@ -23,6 +30,7 @@ from meshwright.tools.trace.steps import (
 LATE_SHARE, LATE_NS = 0.001, 20_000  # share of the step, and minimum: shorter waits do not count
 # other units that run between an all-gather's end and its need; at depth 1 it ends during the unit before
 EARLY_UNITS = 2
+DEEPEST = 8  # depth that is tried
 LINK_LIMIT = "no depth helps: the link is the limit"
 WORTH = 0.005  # of the step: the least saving that is worth advice
 
@@ -71,23 +79,13 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class UnitCost:
-    """Durations of a unit in a phase: all-gather and reduce-scatter on the link, and compute; 0 for what
-    it does not have."""
-
-    gather_ns: int
-    compute_ns: int
-    scatter_ns: int
-
-
-@dataclass(frozen=True)
 class Prefetch:
     """A phase of one micro batch: measured waits, and predicted waits for each prefetch depth from 0.
 
     Args:
         used: the depth with which most units were gathered
         waited_ns: measured wait, including waits that no depth hides
-        waits_ns: wait by depth, computed from the measured durations
+        waits_ns: wait by depth up to DEEPEST, from simulated phases with the measured durations
         best: smallest depth that is (nearly) as good as any
         blocking: whether launches blocked until their all-gathers ended, so that no depth hides any
     """
@@ -107,14 +105,16 @@ class Prefetch:
         return 0 if self.blocking else max(self.waited_ns - self.waits_ns[self.best], 0)
 
 
-def judge_prefetch(step: ProfiledStep) -> list[Prefetch]:
-    """Judge each phase with all-gathers."""
+def judge_prefetch(step: ProfiledStep, on_device: bool) -> list[Prefetch]:
+    """Judge each phase with all-gathers. `on_device`: on a GPU, whose host launches ahead of it."""
     needs = sorted(step.needs, key=lambda need: need.needed_ns)
-    judged = (_judge_phase(step, key) for key in dict.fromkeys((n.phase, n.micro_batch) for n in needs))
+    judged = (
+        _judge_phase(step, key, on_device) for key in dict.fromkeys((n.phase, n.micro_batch) for n in needs)
+    )
     return [prefetch for prefetch in judged if prefetch is not None]
 
 
-def _judge_phase(step: ProfiledStep, key: tuple[str, int]) -> Prefetch | None:
+def _judge_phase(step: ProfiledStep, key: tuple[str, int], on_device: bool) -> Prefetch | None:
     # a unit is gathered for its first run
     first_runs = {run.unit: run for run in reversed(step.runs) if (run.phase, run.micro_batch) == key}
     runs = sorted(first_runs.values(), key=lambda run: run.start_ns)
@@ -122,15 +122,16 @@ def _judge_phase(step: ProfiledStep, key: tuple[str, int]) -> Prefetch | None:
     sent = {t.unit: t for t in reversed(step.transfers) if is_gather(t) and (t.phase, t.micro_batch) == key}
     if not (gathered := [run.unit for run in runs if run.unit in needs and run.unit in sent]):
         return None
-    costs = _costs(step, runs, sent, key)
-    waits = [waits_with_depth(costs, depth) for depth in range(len(runs) + 1)]
+    times = _measured_times(step, runs, sent, key)
+    sink = TaskSink if on_device else ThreadSink
+    depths = range(min(len(runs), DEEPEST) + 1)
+    waits = [waits_with_depth(times, key[0], depth, sink) for depth in depths]
     late_ns = max(LATE_NS, round(LATE_SHARE * step.length_ns))
-    order = {run.unit: i for i, run in enumerate(runs)}
     gathers = [
-        _judge(step, runs, needs[unit], sent[unit], [w[order[unit]] for w in waits], late_ns)
+        _judge(step, runs, needs[unit], sent[unit], [by_unit[unit] for by_unit in waits], late_ns)
         for unit in gathered
     ]
-    totals = tuple(sum(each) for each in waits)
+    totals = tuple(sum(by_unit.values()) for by_unit in waits)
     blocking = sum(sent[unit].blocking for unit in gathered) > 0.9 * len(gathered)
     best = next(
         depth for depth, waited in enumerate(totals) if waited <= min(totals) + WORTH * step.length_ns / 2
@@ -142,46 +143,54 @@ def _judge_phase(step: ProfiledStep, key: tuple[str, int]) -> Prefetch | None:
     return Prefetch(*key, used, waited_ns, totals, best, blocking, tuple(gathers))
 
 
-def _costs(
+def _measured_times(
     step: ProfiledStep, runs: Sequence[UnitRun], sent: dict[str, Transfer], key: tuple[str, int]
-) -> list[UnitCost]:
-    """Return each unit's cost; compute is the time between starts of units, without communication."""
+) -> StepTimes:
+    """Return the times of the units of a phase, in the order of execution. Compute is the time between starts
+    of units, without communication."""
     scatters = defaultdict[str, int](int)
     for t in step.transfers:
         if t.lane == "reduce_scatter" and (t.phase, t.micro_batch) == key:
             scatters[t.unit] += t.end_ns - t.start_ns
     starts = [*(run.start_ns for run in runs), max(run.end_ns for run in runs)]
-    costs = []
+    units, modules = dict[str, UnitTimes](), dict[str, ModuleTimes]()
     for run, (start_ns, next_ns) in zip(runs, pairwise(starts), strict=True):
         gather = sent.get(run.unit)
-        gather_ns = gather.end_ns - gather.start_ns if gather else 0
-        compute_ns = next_ns - start_ns - exposed_within(step, start_ns, next_ns)
-        costs.append(UnitCost(gather_ns, compute_ns, scatters[run.unit]))
-    return costs
+        gather_s = (gather.end_ns - gather.start_ns) / 1e9 if gather else 0.0
+        compute = PhaseTimes((next_ns - start_ns - exposed_within(step, start_ns, next_ns)) / 1e9)
+        units[run.unit] = UnitTimes(gather_s, gather_s, 0.0, 0.0, scatters[run.unit] / 1e9, 0.0)
+        modules[run.unit] = ModuleTimes(compute, compute)
+    return StepTimes(units, modules, 0.0, overlaps=True, slowdown=dict.fromkeys(AXIS_OF_LANE, 0.0))
 
 
-def waits_with_depth(costs: Sequence[UnitCost], depth: int) -> list[int]:
-    """Return the wait of each unit for its all-gather, in ns, if each unit launches the next `depth`
-    all-gathers when it starts (0: only its own).
+class ThreadSink(TaskSink):
+    """The tasks of a CPU, whose thread launches an all-gather only when it has computed what comes before."""
 
-    `costs`: the units of one phase and micro batch, in order of execution. The link runs one collective at a
-    time, in launch order, including the reduce-scatter after a unit's backward.
+    def gather(self, unit: UnitPlan, phase: str, again: bool) -> None:
+        """Start an all-gather after the compute before it."""
+        self._gather_after += [self._last[COMPUTE]] if COMPUTE in self._last else []
+        super().gather(unit, phase, again)
+
+
+def waits_with_depth(times: StepTimes, phase: str, depth: int, sink_of: type[TaskSink]) -> dict[str, int]:
+    """Return the wait of each unit for its all-gather, in ns, from a walk through one phase in which each
+    unit starts the next `depth` all-gathers ahead.
+
+    `times`: of the units of one phase and micro batch, each with one module, in the order of execution.
     """
-    now_ns, link_ns, ends, waits = 0, 0, dict[int, int](), []
-    for i, cost in enumerate(costs):
-        for j in range(i, min(i + depth + 1, len(costs))):
-            if j not in ends:
-                if j > i:
-                    now_ns = max(now_ns, ends[i])  # the next ones are launched once this one has ended
-                link_ns = ends[j] = (
-                    max(link_ns, now_ns) + costs[j].gather_ns if costs[j].gather_ns else now_ns
-                )
-            if j == i:
-                waits.append(max(ends[i] - now_ns, 0))
-                now_ns = max(now_ns, ends[i])
-        now_ns += cost.compute_ns
-        if cost.scatter_ns:
-            link_ns = max(link_ns, now_ns) + cost.scatter_ns
+    modules = list(times.modules) if phase == "forward" else list(times.modules)[::-1]
+    model = ModelUnits(dict.fromkeys(modules, 1), [(name,) for name in modules], frozenset(), frozenset())
+    config = ParallelConfig(forward_prefetch=depth, backward_prefetch=depth)
+    plan = make_plan(config, model, RunShape(2, 2, 1, 1, 2))
+    sink = sink_of(plan, times)
+    walk, only = StepWalk(plan, sink, times.has_backward), MicroBatch(first=True, last=True)
+    walk.forward(only) if phase == "forward" else walk.backward(only)
+    waits, free_s = dict[str, int](), 0.0
+    for task, span in zip(sink.tasks, run_tasks(sink.tasks, times.slowdown), strict=True):
+        if task.lane == COMPUTE:
+            if task.work == "copy_out":
+                waits[task.unit] = round((span.start_s - free_s) * 1e9)
+            free_s = span.end_s
     return waits
 
 

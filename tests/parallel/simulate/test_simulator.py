@@ -12,8 +12,7 @@ from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import change
-from tests.support.simulated import TINY, describe_collective, launch_tasks, simulated
-from tests.support.streams import times_of
+from tests.support.simulated import TINY, describe_collective, simulated
 
 TP = "--parallel.tp=2"  # its collectives show when a unit computes
 HSDP3 = ("--parallel.dp_replicate=2", "--train.global_batch_size=12")  # accumulation 3 on 4 ranks
@@ -320,56 +319,6 @@ def test_offloaded_memory_is_told_apart():
     assert offloaded.host_bytes == sum(on_host.values())
     assert all(getattr(offloaded.memory, kind) == 0 for kind in on_host)
     assert offloaded.peak_bytes < plain.peak_bytes
-
-
-# The planner
-
-
-THREE_MICRO_BATCHES = "--train.global_batch_size=12"
-LAST, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard_after_backward=false"
-TIED = "--model.tie_embeddings=true"
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("world_size", "arguments"),
-    [
-        (4, (TP, *prefetch(0))),
-        (4, (TP, *prefetch(2))),
-        (4, (BFLOAT16, KEEP, *prefetch(0))),
-        (4, (BFLOAT16, *prefetch(0), "--parallel.reshard_after_forward=2")),
-        (4, (TIED, *prefetch(1))),
-        (4, ("--parallel.unit_min_params=20000",)),
-        (4, ("--parallel.strategy=ddp",)),
-        (8, (TP, BFLOAT16, REPLICAS)),
-        (4, (THREE_MICRO_BATCHES, LAST)),
-        (4, (THREE_MICRO_BATCHES, KEPT, "--parallel.reshard_after_forward=2")),
-        (4, (THREE_MICRO_BATCHES, LAST, KEPT, REPLICAS, "--parallel.forward_prefetch=2")),
-        slow(4, (THREE_MICRO_BATCHES, LAST, KEPT, "--parallel.reshard_after_forward=2")),
-        slow(4, (THREE_MICRO_BATCHES, KEPT, TIED, "--parallel.backward_prefetch=2")),
-    ],
-)
-def test_the_planner_launches_collectives_in_the_order_of_the_real_hooks(world_size, arguments):
-    plan = plan_run(parse_config([*TINY, *arguments]).job, world_size)
-    sharded, split, replicated = (
-        float(n > 1) for n in (plan.mesh.dp_shard, plan.mesh.tp, plan.mesh.dp_replicate)
-    )
-    unit = {
-        "gather_s": sharded,
-        "scatter_s": sharded,
-        "all_reduce_s": replicated,
-        "copy_in_s": 1,
-        "copy_out_s": 1,
-    }
-    times = times_of(plan, forward=1.0, backward=1.0, tp=(split, split), **unit)
-    axes = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
-    launched = [
-        Collective(task.lane, axes[task.lane], task.unit, task.phase, 0)
-        for task in launch_tasks(plan, times)
-        if task.lane != "compute"
-    ]
-    real = simulated(world_size, *TINY, *arguments).collectives
-    assert describe_collective(launched) == describe_collective(real)
 
 
 # The simulation itself

@@ -65,7 +65,7 @@ def small(world_size: int, keys: list[str]) -> tuple[TrainingJob, Plan]:
 )
 def test_collectives_and_memory_are_those_of_the_real_code(world_size: int, keys: list[str]) -> None:
     check = check_run(*small(world_size, keys))
-    assert [row for row in (*check.collectives, *check.memory) if not row.agrees] == []
+    assert check.wrong == []
     assert any(row.limit for row in check.collectives) is (world_size > 1)
 
 
@@ -78,7 +78,7 @@ def test_a_wrong_prediction_is_caught() -> None:
     def wrong(traffic: Traffic = traffic, **kinds: float) -> list[str]:
         total = dataclasses.replace(memory.memory, **{kind: round(size) for kind, size in kinds.items()})
         check = compare(traffic, StepMemory(total, memory.at_peak), simulation)
-        return [row.name for row in (*check.collectives, *check.memory) if not row.agrees]
+        return [row.name for row in check.wrong]
 
     assert wrong() == wrong(activations=1.02 * memory.memory.activations) == []
     for kind in ("params", "grads", "optimizer"):

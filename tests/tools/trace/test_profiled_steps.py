@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 
 from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.planner.cost_model import ModuleTimes, PhaseTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.step_time import TaskSink
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.trace.advice import advise
 from meshwright.tools.trace.analysis import ProfileAnalysis, analyze_profile
 from meshwright.tools.trace.plan_comparison import to_timeline
-from meshwright.tools.trace.prefetch import (
-    UnitCost,
-    judge_prefetch,
-    split_step,
-    sum_communication,
-    waits_with_depth,
-)
+from meshwright.tools.trace.prefetch import ThreadSink, split_step, sum_communication, waits_with_depth
 from meshwright.tools.trace.steps import (
     ProfiledStep,
     Transfer,
@@ -227,7 +223,7 @@ def test_each_gather_is_judged_and_the_depth_that_mends_it_found(cpu: ProfileAna
 
 
 def test_on_a_gpu_a_unit_waits_from_the_kernel_before_to_its_copy(cuda: ProfileAnalysis) -> None:
-    (prefetch,) = judge_prefetch(cuda.steps[0])
+    (prefetch,) = cuda.prefetch
     (gather,) = prefetch.gathers
     start = cuda.steps[0].start_ns
     times = {name: (ns - start) / 1000 for name, ns in gather.times_ns.items()}
@@ -279,15 +275,24 @@ def test_the_timeline_of_a_gpu_step(cuda: ProfileAnalysis) -> None:
     assert len(timeline.rounds) == 2
 
 
+def waits(gather: float, scatter: float, phase: str, sink: type[TaskSink] = ThreadSink) -> list[list[int]]:
+    """The waits of three units with 3 s of compute at depths 0, 1 and 2, in s."""
+    unit, compute = UnitTimes(gather, gather, 0, 0, scatter, 0), PhaseTimes(3)
+    units, modules = dict.fromkeys("abc", unit), dict.fromkeys("abc", ModuleTimes(compute, compute))
+    times = StepTimes(units, modules, 0, True, {"all_gather": 0, "reduce_scatter": 0})
+    by_depth = (waits_with_depth(times, phase, depth, sink) for depth in (0, 1, 2))
+    return [[by_unit[name] // 10**9 for name in "abc"] for by_unit in by_depth]
+
+
 def test_gathers_queue_behind_one_another_and_behind_reductions() -> None:
-    short, long = [UnitCost(2, 3, 0)] * 3, [UnitCost(5, 3, 0)] * 3
-    assert [waits_with_depth(short, depth) for depth in (0, 1, 2)] == [[2, 2, 2], [2, 0, 0], [2, 0, 0]]
-    assert [waits_with_depth(long, depth) for depth in (0, 1, 2)] == [[5, 5, 5], [5, 2, 2], [5, 2, 2]]
-    # without prefetching an all-gather waits for the reduce-scatter of the unit before
-    reducing = [UnitCost(2, 3, 4)] * 3
-    assert waits_with_depth(reducing, 0) == [2, 6, 6]
-    # the third is gathered from 9 to 11, after the first one's reduce-scatter
-    assert waits_with_depth(reducing, 1) == [2, 0, 3]
+    assert waits(2, 0, "forward") == [[2, 2, 2], [2, 0, 0], [2, 0, 0]]
+    assert waits(5, 0, "forward") == [[5, 5, 5], [5, 2, 2], [5, 2, 2]]
+    # Without prefetching an all-gather waits for the reduce-scatter of the unit before. With depth 1 the
+    # third is gathered from 9 to 11, after the first one's reduce-scatter, for which the second's waits.
+    assert waits(2, 4, "backward")[:2] == [[2, 6, 6], [2, 0, 2]]
+    # A host that launches ahead gathers in a forward as soon as the link is free.
+    assert waits(5, 0, "forward", TaskSink)[0] == [5, 2, 2]
+    assert waits(2, 4, "backward", TaskSink)[:2] == [[2, 6, 6], [2, 0, 2]]
 
 
 def a_step(runs: Sequence[UnitRun] = (), transfers: Sequence[Transfer] = (), rank: int = 0) -> ProfiledStep:
