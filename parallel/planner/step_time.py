@@ -98,8 +98,8 @@ class Span:
 
 
 def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[Span], int]]:
-    """Yield the tasks of one micro batch of each kind, their spans from second 0, and its count; then those of
-    the optimizer step, after the all-reduces of single numbers, which nothing hides.
+    """Yield the tasks of one micro batch of each kind, their spans from second 0, and its count; then those
+    of the optimizer step, after the all-reduces of single numbers, which nothing hides.
 
     At the end of every backward FSDP2 waits for all collectives in flight, and the next forward's first
     all-gather starts after that. Micro batches therefore share nothing but the parameters that stay gathered,

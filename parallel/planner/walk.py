@@ -56,7 +56,8 @@ class StepWalk:
     The modules before the first trained one have no backward: FSDP2's hooks before a unit's backward are on
     outputs that need a gradient, those after it on inputs that do. Where the inputs need none, in the units
     up to the first trained module, what follows a unit's backward happens in the final callback instead, in
-    the order of the forward (`FSDPState._root_post_backward_final_callback`).
+    the order of the model's modules, here that of the forward
+    (`FSDPState._root_post_backward_final_callback`).
 
     Attributes:
         sink: told what happens from now on

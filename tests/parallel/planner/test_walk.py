@@ -93,8 +93,8 @@ def watch_hooks(monkeypatch: pytest.MonkeyPatch) -> Events:
 
 
 def random_run(rng: random.Random) -> tuple[TrainingJob, Plan]:
-    """Return a small run on 4 or 8 ranks with a random plan, prefetch lists and frozen modules, most of them
-    the first ones."""
+    """Return a small run on 8 ranks with a random plan, prefetch lists and frozen modules, most of them the
+    first ones."""
     tied, layers = rng.random() < 0.3, rng.randint(2, 3)
     modules = ["tok_embeddings", *(["head"] if tied else []), *(f"layers.{i}" for i in range(layers))]
     first, smaller = rng.choice([0, 0, 1, 2, 3]), rng.random() < 0.3
