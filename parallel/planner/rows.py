@@ -1,6 +1,6 @@
 """Rows of equal blocks: what a step of a plan needs follows from a step with a few blocks of each row."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import groupby
 from math import lcm
@@ -25,12 +25,12 @@ class InnerBlocks(NamedTuple):
     period: int
 
 
-def inner_blocks(plan: Plan, kind: Callable[[str], Hashable]) -> list[InnerBlocks]:
+def inner_blocks(plan: Plan, kind: Callable[[str], object]) -> list[InnerBlocks]:
     """Return the inner blocks of each row of neighboring modules of the same `kind`, with a unit of its own
     each and the same settings. A plan with lists of prefetched units, which can name any block, has none."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
 
-    def full_kind(name: str) -> Hashable:
+    def full_kind(name: str) -> object:
         unit = unit_of[name]
         return (kind(name), _settings(unit)) if unit.modules == (name,) else name
 

@@ -57,7 +57,7 @@ def step_seconds(plan: Plan, times: StepTimes) -> float:
         return sum(_seconds(spans) * count for _, spans, count in parts)
 
     rows = inner_blocks(
-        plan, lambda name: (id(times.modules[name]), id(times.units[name]), times.offload_s.get(name))
+        plan, lambda name: [of.get(name) for of in (times.modules, times.units, times.offload_s)]
     )
     left_out = frozenset[str]().union(*(row.blocks for row in rows))
     seconds = shortest_s = simulated_s(left_out)
