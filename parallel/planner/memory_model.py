@@ -34,6 +34,7 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkl
 
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
 WORKSPACE_BYTES = 32 * 2**20
+EDGE = 2  # blocks at each end of a row whose tensors are held one by one
 REDUCTION, COPIED_OUT = "reduction", "copied out"  # groups of tensors; those of a unit are (name, state)
 GATHERED = ("gathered", "kept")
 AFTER_BACKWARD = ("saved", *GATHERED, "whole gradients", "sharded gradients", "summed over replicas")
@@ -71,7 +72,7 @@ class MemorySink(StepSink):
 
     def __init__(self, plan: Plan, work: ModelWorkload, begun: bool) -> None:
         """`begun`: whether earlier micro batches have left sharded gradients."""
-        rows = inner_blocks(plan, lambda name: (id(work.modules[name]), work.trained.get(name, 1.0)))
+        rows = inner_blocks(plan, lambda name: (id(work.modules[name]), work.trained.get(name, 1.0)), EDGE)
         self.plan = without(plan, frozenset().union(*(row.blocks for row in rows)))
         self._rows = {(row.after, "forward"): row for row in rows} | {
             (row.before, "backward"): row for row in rows

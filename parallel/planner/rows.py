@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import Plan, UnitPlan
 
-EDGE = 2  # blocks at each end of a row that stay, besides those that are prefetched
 _settings = attrgetter(*(field.name for field in fields(UnitPlan) if field.name != "modules"))
 
 
@@ -25,9 +24,12 @@ class InnerBlocks(NamedTuple):
     period: int
 
 
-def inner_blocks(plan: Plan, kind: Callable[[str], object]) -> list[InnerBlocks]:
+def inner_blocks(plan: Plan, kind: Callable[[str], object], edge: int) -> list[InnerBlocks]:
     """Return the inner blocks of each row of neighboring modules of the same `kind`, with a unit of its own
-    each and the same settings. A plan with lists of prefetched units, which can name any block, has none."""
+    each and the same settings. A plan with lists of prefetched units, which can name any block, has none.
+
+    `edge`: blocks at each end of a row that are not inner ones, besides those that are prefetched.
+    """
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
 
     def full_kind(name: str) -> object:
@@ -40,11 +42,11 @@ def inner_blocks(plan: Plan, kind: Callable[[str], object]) -> list[InnerBlocks]
         forward, backward = unit_of[names[0]].forward_prefetch, unit_of[names[0]].backward_prefetch
         if isinstance(forward, tuple) or isinstance(backward, tuple):
             return []
-        edge, period = EDGE + max(forward, backward), lcm(forward + 1, max(1, backward))
-        inner = max(0, len(names) - 2 * edge)
+        begin, period = edge + max(forward, backward), lcm(forward + 1, max(1, backward))
+        inner = max(0, len(names) - 2 * begin)
         if count := inner - inner % period:
-            blocks = tuple(names[edge : edge + count])
-            rows.append(InnerBlocks(names[edge - 1], blocks, names[edge + count], period))
+            blocks = tuple(names[begin : begin + count])
+            rows.append(InnerBlocks(names[begin - 1], blocks, names[begin + count], period))
     return rows
 
 
