@@ -6,7 +6,13 @@ from math import prod
 
 from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
 from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload
+
+
+def shard_values(module: ModuleWorkload, shards: int) -> list[int]:
+    """Return the number of values of each of a module's weights on one rank: its rows, padded."""
+    weights = module.weights or ((module.parameters, 1),)
+    return [-(-rows // shards) * values for rows, values in weights]
 
 
 class UnitBytes:
@@ -18,11 +24,10 @@ class UnitBytes:
         self.stored = DTYPE_BYTES[plan.storage_dtype]  # bytes of a stored parameter, and of its gradient
 
     def values(self, name: str) -> int:
-        """Return the number of a module's parameters on one rank: its rows of each weight."""
+        """Return the number of a module's parameters on one rank."""
         module, shards = self._work.modules[name], self._plan.mesh.shards
         if id(module) not in self._values:
-            weights = module.weights or ((module.parameters, 1),)
-            self._values[id(module)] = sum(-(-rows // shards) * values for rows, values in weights)
+            self._values[id(module)] = sum(shard_values(module, shards))
         return self._values[id(module)]
 
     def trained_values(self, name: str) -> int:
