@@ -248,17 +248,14 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
         modules=modules,
         optimizer_s=_optimizer_s(plan, work, device),
         overlaps=hardware.overlaps,
-        slowdown=_slowdowns(groups, hardware),
+        slowdown={
+            lane: hardware.network_slowdown if groups[axis].nodes > 1 else hardware.slowdown
+            for lane, axis in AXIS_OF_LANE.items()
+        },
         offload_s=copy_times(plan, work, device),
         hook_s=device.host.unit_s,
         scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device),
     )
-
-
-def _slowdowns(groups: Mapping[str, Group], hardware: Hardware) -> dict[str, float]:
-    """Return the slowdown of compute by the lane of the collective."""
-    within, between = hardware.slowdown, hardware.network_slowdown
-    return {lane: between if groups[axis].nodes > 1 else within for lane, axis in AXIS_OF_LANE.items()}
 
 
 def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
@@ -371,8 +368,7 @@ def _unit_times(
     shard, replicate = groups["dp_shard"], groups["dp_replicate"]
     parameters = sum(work.modules[name].parameters for name in unit.modules)
     trained = trained_parameters(unit.modules, work)
-    narrower = sum(work.modules[name].float8 for name in unit.modules) * plan.float8.all_gather
-    gathered = parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
+    gathered = gathered_bytes(parameters, unit, plan, work)
     reduced = trained * DTYPE_BYTES[unit.reduce_dtype]
     cast_s = copying_s((parameters * DTYPE_BYTES[plan.storage_dtype] + gathered) / shard.size, hardware)
     size = unit.reshard_after_forward
@@ -397,6 +393,14 @@ def _unit_times(
         sum_s=copying_s(given + 2 * reduced, hardware),
         sums_copy_in_s=copying_s(2 * reduced, hardware),
     )
+
+
+def gathered_bytes(parameters: int, unit: UnitPlan, plan: Plan, work: ModelWorkload) -> int:
+    """Return the bytes of a number of parameters of a unit when they are gathered: in param_dtype, but one
+    byte for each that is gathered in float8."""
+    size = DTYPE_BYTES[unit.param_dtype]
+    float8 = sum(work.modules[name].float8 for name in unit.modules) * plan.float8.all_gather
+    return parameters * size - float8 * (size - 1)
 
 
 def _optimizer_s(plan: Plan, work: ModelWorkload, hardware: Hardware) -> float:

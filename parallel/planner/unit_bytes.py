@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
-from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
+from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks, trained_parameters
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload
 
 
@@ -40,11 +40,8 @@ class UnitBytes:
 
     def gathered(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's gathered parameters."""
-        narrower = (
-            sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
-        )
         parameters = sum(map(self.values, unit.modules)) * self._plan.mesh.shards
-        return parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
+        return gathered_bytes(parameters, unit, self._plan, self._work)
 
     def buffer(self, unit: UnitPlan) -> int:
         """Return the bytes of a unit's all-gather buffer; 0 if nothing shards it."""

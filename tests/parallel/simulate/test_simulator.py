@@ -6,12 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation
-from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.resolve import plan_run
-from tests.support.plans import change
 from tests.support.simulated import TINY, describe_collective, simulated
 
 TP = "--parallel.tp=2"  # its collectives show when a unit computes
@@ -75,17 +71,6 @@ def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
 
 def outside_of_units(collectives) -> list[tuple[str, str, str, int]]:
     return [(c.op, c.axis, c.phase, c.bytes) for c in collectives if not c.unit]
-
-
-def test_a_plan_files_prefetch_of_one_unit_moves_its_gathers(tmp_path):
-    plan = plan_run(parse_config([*TINY, TP, *prefetch(1)]).job, 4)
-    plan = change(plan, 1, forward_prefetch=("layers.1", "layers.2", "head"), backward_prefetch=0)
-    file = tmp_path / "plan.yaml"
-    file.write_text(plan_to_yaml(plan))
-    model = [argument for argument in TINY if "micro_batch" not in argument]
-    collectives = simulated(4, *model, f"--parallel.plan={file}").collectives
-    assert describe_collective(collectives, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
-    assert describe_collective(collectives, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 ~tok -tok"
 
 
 def test_what_stays_gathered_is_not_gathered_again():
@@ -330,11 +315,3 @@ def test_a_simulation_leaves_nothing_behind_and_every_rank_does_the_same():
     assert first == last
     assert not dist.is_initialized()
     assert type(torch.ones(1)) is torch.Tensor
-
-
-def test_frozen_parameters_are_gathered_and_not_reduced():
-    collectives = simulated(4, *TINY, "--train.freeze=[layers.0.*,tok_embeddings.*]").collectives
-    words = describe_collective(collectives)
-    assert words.startswith("tok 0 1 2 head ")
-    assert {"-head", "-2", "-1"} < set(words.split())
-    assert {"-0", "-tok"}.isdisjoint(words.split())
