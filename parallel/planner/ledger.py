@@ -68,15 +68,18 @@ class Ledger:
 
     def repeat(self, owner: Hashable, others: Iterable[Hashable], states: Iterable[str]) -> None:
         """Let each of the others have what an owner has in these states, in groups (owner, state): of what is
-        counted one tensor for each state and kind."""
-        sizes: defaultdict[tuple[str, Stream, str], float] = defaultdict(float)
+        counted one tensor for each state and kind. The states change in their order."""
+        sizes: dict[str, defaultdict[tuple[Stream, str], float]] = {}
         for state in states:
+            sizes[state] = defaultdict(float)
             for counted in self._counted.get((owner, state), ()):
-                sizes[state, counted.stream, counted.kind] += counted.size
+                sizes[state][counted.stream, counted.kind] += counted.size
         for other in others:
-            self.drop(*[group for state in states if (group := (other, state)) in self._counted])
-            for (state, stream, kind), size in sizes.items():
-                self.hold(stream, (other, state), size, kind=kind)
+            for state, of_state in sizes.items():
+                if (other, state) in self._counted:
+                    self.drop((other, state))
+                for (stream, kind), size in of_state.items():
+                    self.hold(stream, (other, state), size, kind=kind)
 
     def reserved_bytes(self) -> dict[str, int]:
         """Return the size of each stream's pool after STEPS steps."""
