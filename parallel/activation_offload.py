@@ -52,24 +52,24 @@ class _OffloadedStorage:
     copies have released it, its host buffer returns to `unused`.
 
     Host buffers have powers of two as sizes, so that batches of many lengths share them: as many bytes as
-    torch pins for a buffer of any size.
+    torch pins for a buffer of any size. `host` is the used part of `buffer`.
     """
 
     device: Tensor | None
     unused: dict[int, list[Tensor]]  # free host buffers by size in bytes
+    buffer: Tensor | None = None
     host: Tensor | None = None
-    nbytes: int = 0  # of the storage
 
     def send(self) -> int:
         """Start the copy to a free or new host buffer. Returns its bytes."""
         assert self.device is not None
-        self.nbytes = self.device.nbytes
-        size = 1 << (self.nbytes - 1).bit_length()
+        size = 1 << (self.device.nbytes - 1).bit_length()
         free = self.unused[size]
-        self.host = (
+        self.buffer = (
             free.pop() if free else self.device.new_empty(size, device="cpu", pin_memory=self.device.is_cuda)
         )
-        return self.on_host().copy_(self.device, non_blocking=True).nbytes
+        self.host = self.buffer[: self.device.nbytes]
+        return self.host.copy_(self.device, non_blocking=True).nbytes
 
     def allocate(self, device: torch.device) -> None:
         """Allocate the device memory for `fetch`."""
@@ -87,11 +87,11 @@ class _OffloadedStorage:
     def on_host(self) -> Tensor:
         """Return the bytes in host memory."""
         assert self.host is not None, "the storage was not sent"
-        return self.host[: self.nbytes]
+        return self.host
 
     def __del__(self) -> None:
-        if self.host is not None:
-            self.unused[self.host.nbytes].append(self.host)
+        if self.buffer is not None:
+            self.unused[self.buffer.nbytes].append(self.buffer)
 
 
 @dataclass(eq=False)

@@ -1,14 +1,10 @@
 """The memory that torch's caching allocator reserves on a GPU: every CUDA stream has a pool of its own."""
 
 from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Hashable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 Stream = Literal["compute", "all_gather", "reduce_scatter", "all_reduce"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-KEPT = "kept"  # the group of tensors that no step frees
-STEPS = 2  # the second still finds gaps that the first has made; later ones repeat it
 ALIGNMENT_BYTES = 512  # kMinBlockSize: sizes are rounded up to it
 PAGE_BYTES = 20 * 2**20  # kLargeBuffer: a pool grows by multiples of it
 
@@ -71,57 +67,3 @@ class StreamPool:
         size = self._gap_sizes.pop(address)
         del self._gaps[bisect_left(self._gaps, (size, address))], self._gap_ending[address + size]
         return size
-
-
-class _Call(NamedTuple):
-    """One call of AllocationLog. `stream`: of new tensors; None if the group's tensors are moved `into`
-    another group, or freed."""
-
-    stream: Stream | None
-    group: Hashable
-    sizes: tuple[int, ...] = ()
-    into: Hashable = None
-
-
-class AllocationLog:
-    """The tensors that a step allocates and frees, in order, by any key. While `muted`, calls are ignored."""
-
-    def __init__(self) -> None:
-        self.muted = False
-        self._calls: list[_Call] = []
-
-    def hold(self, stream: Stream, group: Hashable, *sizes: float) -> None:
-        """Allocate tensors, and add them to a group. Those in the group KEPT are never freed."""
-        if not self.muted:
-            self._calls.append(_Call(stream, group, tuple(int(size) for size in sizes if size >= 1)))
-
-    def drop(self, *groups: Hashable) -> None:
-        """Free the tensors of groups, if there are any."""
-        if not self.muted:
-            self._calls += [_Call(None, group) for group in groups]
-
-    def move(self, group: Hashable, into: Hashable) -> None:
-        """Add a group's tensors to another group."""
-        if not self.muted:
-            self._calls.append(_Call(None, group, (), into))
-
-    def reserved_bytes(self) -> dict[str, int]:
-        """Return the size of each stream's pool after STEPS steps."""
-        pools = {stream: StreamPool() for stream in STREAMS}
-        groups: dict[Hashable, list[tuple[StreamPool, int]]] = defaultdict(list)
-        for step in range(STEPS):
-            for call in self._calls:
-                if call.stream is None:
-                    tensors = groups.pop(call.group, [])
-                    if call.into is not None:
-                        groups[call.into] += tensors
-                        continue
-                    for pool, address in tensors:
-                        pool.free(address)
-                elif call.group is not KEPT or step == 0:
-                    pool = pools[call.stream]
-                    groups[call.group] += [(pool, pool.allocate(size)) for size in call.sizes]
-            for group in [group for group in groups if group is not KEPT]:
-                for pool, address in groups.pop(group):
-                    pool.free(address)
-        return {stream: pool.reserved_bytes for stream, pool in pools.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.parallel.memory_breakdown import round_up
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import sent_blocks
+from meshwright.parallel.planner.unit_bytes import shard_values
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 
 
@@ -53,8 +54,7 @@ def _shards(plan: Plan, work: ModelWorkload, size_bytes: Callable[[int], int]) -
     for name in plan.modules:
         module = work.modules[name]
         if id(module) not in sizes:
-            weights = module.weights or ((module.parameters, 1),)
-            sizes[id(module)] = sum(size_bytes(-(-rows // plan.mesh.shards) * row) for rows, row in weights)
+            sizes[id(module)] = sum(map(size_bytes, shard_values(module, plan.mesh.shards)))
         in_total += sizes[id(module)]
         trained += sizes[id(module)] * work.trained.get(name, 1.0)
     return in_total, trained

@@ -1,11 +1,18 @@
 """The sizes on one rank of what an FSDP unit stores, gathers and reduces; and bounds of a plan's memory that
 need no walk through a step."""
 
+from itertools import accumulate, pairwise
 from math import prod
 
 from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
 from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks, trained_parameters
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload
+
+
+def shard_values(module: ModuleWorkload, shards: int) -> list[int]:
+    """Return the number of values of each of a module's weights on one rank: its rows, padded."""
+    weights = module.weights or ((module.parameters, 1),)
+    return [-(-rows // shards) * values for rows, values in weights]
 
 
 class UnitBytes:
@@ -17,11 +24,10 @@ class UnitBytes:
         self.stored = DTYPE_BYTES[plan.storage_dtype]  # bytes of a stored parameter, and of its gradient
 
     def values(self, name: str) -> int:
-        """Return the number of a module's parameters on one rank: its rows of each weight."""
+        """Return the number of a module's parameters on one rank."""
         module, shards = self._work.modules[name], self._plan.mesh.shards
         if id(module) not in self._values:
-            weights = module.weights or ((module.parameters, 1),)
-            self._values[id(module)] = sum(-(-rows // shards) * values for rows, values in weights)
+            self._values[id(module)] = sum(shard_values(module, shards))
         return self._values[id(module)]
 
     def trained_values(self, name: str) -> int:
@@ -41,10 +47,18 @@ class UnitBytes:
         """Return the bytes of a unit's all-gather buffer; 0 if nothing shards it."""
         return self.gathered(unit) if self._plan.mesh.shards > 1 else 0
 
+    def by_weight(self, unit: UnitPlan, size: int) -> list[int]:
+        """Divide the bytes of a unit among its weights."""
+        modules = [self._work.modules[name] for name in unit.modules]
+        weights = [prod(weight) for module in modules for weight in module.weights] or [1]
+        ends = [size * end // sum(weights) for end in accumulate(weights, initial=0)]
+        return [end - begin for begin, end in pairwise(ends)]
+
     def last_weight(self, unit: UnitPlan) -> int:
-        """Return the number of values of a unit's last weight."""
+        """Return the number of values of a unit's last weight, at most those that are trained."""
         weights = self._work.modules[unit.modules[-1]].weights
-        return prod(weights[-1]) if weights else 0
+        trained = sum(map(self.trained_parameters, unit.modules))
+        return min(trained, prod(weights[-1])) if weights else 0
 
     def reduction(self, unit: UnitPlan, last: bool) -> tuple[int, int]:
         """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a

@@ -130,7 +130,7 @@ class OwnSource:
             phase, _ = record_call(call, ())
             sums = {"matmul": 0.0, "attention": 0.0}
             for operation in phase.operations:
-                sums[operation.kind] = sums.get(operation.kind, 0.0) + operation.flops
+                sums[operation.kind] = sums.get(operation.kind, 0.0) + operation.flops.fixed
             return sums
 
         with torch.no_grad():

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
-from meshwright.parallel.planner.tracing.fx_graph import KernelGraph, overwritten
+from meshwright.parallel.planner.tracing.fx_graph import KernelGraph
 from meshwright.parallel.planner.workload import Buffer, Linear, Role, total
 
 
@@ -24,17 +24,17 @@ def module_buffers(
     """
     start = -len(forward.kernels)
     end_of = {
-        storage: end + 1 for node, (_, end) in _lifetimes(backward).items() if (storage := saved.get(node))
+        storage: end + 1 for node, (_, end) in backward.lifetimes().items() if (storage := saved.get(node))
     }
     gradients: list[Role] = ["weight_grad" if weight else "input_grad" for weight in weights]
     roles = dict(zip(backward.returned(), gradients, strict=True))
     role_of = {saved[node]: role for node, role in roles.items() if node and node in saved}
     buffers = []
-    for node, (begin, end) in _lifetimes(forward).items():
+    for node, (begin, end) in forward.lifetimes().items():
         role: Role = "input" if begin < 0 else "output" if node in results else role_of.get(node, "inner")
         last = end_of.get(node, min(start + end, -1))
         buffers.append(Buffer(role, forward.size(node), start + begin, last))
-    for node, (begin, end) in _lifetimes(backward).items():
+    for node, (begin, end) in backward.lifetimes().items():
         if node not in saved:
             role = "output_grad" if begin < 0 else roles.get(node, "inner")
             size = backward.size(node)
@@ -43,19 +43,6 @@ def module_buffers(
             buffers.append(Buffer(role, size, begin + 1, end + 1))
     buffers += [*_inside_operators(forward, start), *_inside_operators(backward, 1)]
     return tuple(sorted(buffers, key=lambda buffer: buffer.begin))
-
-
-def _lifetimes(graph: KernelGraph) -> dict[Node, tuple[int, int]]:
-    """Return the first and the last kernel with each counted storage; the first is -1 for a placeholder, the
-    last is the number of kernels for a result."""
-    last = {node: i for i, kernel in enumerate(graph.kernels) for node in kernel.reads | kernel.writes}
-    last |= dict.fromkeys(filter(None, graph.returned()), len(graph.kernels))
-    first = dict.fromkeys(sorted(graph.counted_placeholders()), -1)
-    for i, kernel in enumerate(graph.kernels):
-        dying = [node for node in sorted(kernel.reads) if node in first and last[node] == i]
-        last |= dict.fromkeys(overwritten(kernel, dying), i - 1)
-        first |= dict.fromkeys(sorted(kernel.writes), i)
-    return {node: (begin, last.get(node, -1)) for node, begin in first.items()}
 
 
 def _inside_operators(graph: KernelGraph, start: int) -> list[Buffer]:

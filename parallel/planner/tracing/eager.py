@@ -20,7 +20,7 @@ from meshwright.parallel.operators import (
     collective_axis,
     custom_op_body,
 )
-from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks
+from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks, total
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
 # Two micro batches show which amounts grow with them; not 1, a size that torch treats specially in places.
@@ -55,25 +55,11 @@ class TracedModule:
 
 
 @dataclass(frozen=True)
-class _OpRecord:
-    """An operation recorded with one micro batch size: amounts are numbers."""
-
-    kind: str
-    name: str
-    flops: float
-    bytes: float
-    dtype: str
-    length: int = 0
-    head_dim: int = 0
-    axis: str = ""
-
-
-@dataclass(frozen=True)
 class RecordedPhase:
-    """A forward or backward recorded with one micro batch size: its operations, the live bytes at each
-    moment, and the bytes `left` after it."""
+    """A forward or backward recorded with one micro batch size: its operations, whose amounts are `fixed`,
+    the live bytes at each moment, and the bytes `left` after it."""
 
-    operations: list[_OpRecord]
+    operations: list[Operation]
     moments: list[int]
     left: int
 
@@ -102,7 +88,7 @@ class _OpRecorder(TorchDispatchMode):
         # counted
         self._kept = [tensor.untyped_storage() for tensor in uncounted]
         self._uncounted = {storage._cdata for storage in self._kept}
-        self.operations: list[_OpRecord] = []
+        self.operations: list[Operation] = []
         self.moments: list[int] = []
         self.now = 0
         self._live: dict[int, weakref.ref[Any]] = {}
@@ -138,7 +124,7 @@ class _OpRecorder(TorchDispatchMode):
             self.moments.append(self.now)
         if made and name not in VIEWS | ALLOCATIONS:
             self.operations.append(
-                _record_op(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made)
+                record_op(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made)
             )
         return result
 
@@ -190,22 +176,22 @@ def record_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[Reco
         return recorder.finish(), result
 
 
-def _record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _OpRecord:
-    moved = float(sum(tensor.nbytes for tensor in (*read, *made)))
+def record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> Operation:
+    """Return an operation with its amounts for one micro batch size."""
+    moved = Linear(sum(tensor.nbytes for tensor in (*read, *made)))
     dtype = str(made[0].dtype).removeprefix("torch.")
     if name in PRODUCTS:
         in_float8 = name == FLOAT8_PRODUCT
         left = read[0] if in_float8 else read[-2]  # its scales come last, and a bias first
-        flops = 2.0 * made[0].numel() * left.shape[-1]
-        return _OpRecord("matmul", name, flops, moved, "float8" if in_float8 else dtype)
+        flops = Linear(2.0 * made[0].numel() * left.shape[-1])
+        return Operation("matmul", name, flops, moved, "float8" if in_float8 else dtype)
     if "attention" in name:
-        return _OpRecord(
-            "attention", name, attention_flops(name, args), moved, dtype, *attention_shape(name, args)
-        )
+        flops = Linear(attention_flops(name, args))
+        return Operation("attention", name, flops, moved, dtype, *attention_shape(name, args))
     if name in COLLECTIVES:
-        full = float(max(t.nbytes for t in (*read, *made)))
-        return _OpRecord("collective", COLLECTIVES[name], 0.0, full, dtype, axis=collective_axis(args))
-    return _OpRecord("memory", name, 0.0, moved, dtype)
+        full = Linear(max(t.nbytes for t in (*read, *made)))
+        return Operation("collective", COLLECTIVES[name], Linear(), full, dtype, axis=collective_axis(args))
+    return Operation("memory", name, Linear(), moved, dtype)
 
 
 def join_phases(recorded: Sequence[RecordedPhase]) -> Phase:
@@ -218,16 +204,11 @@ def join_phases(recorded: Sequence[RecordedPhase]) -> Phase:
             for phase in recorded
         ]
     operations = tuple(
-        Operation(
-            small.kind,
-            small.name,
-            fit_line([small.flops, large.flops]),
-            fit_line([small.bytes, large.bytes]),
-            small.dtype,
-            small.length,
-            small.head_dim,
-            small.axis,
-        )  # type: ignore[arg-type]
+        replace(
+            small,
+            flops=fit_line([small.flops.fixed, large.flops.fixed]),
+            bytes=fit_line([small.bytes.fixed, large.bytes.fixed]),
+        )
         for small, large in zip(*(phase.operations for phase in recorded), strict=True)
     )
     return Phase(
@@ -236,14 +217,13 @@ def join_phases(recorded: Sequence[RecordedPhase]) -> Phase:
     )
 
 
-def _sum_by_name(operations: Sequence[_OpRecord]) -> list[_OpRecord]:
-    sums: dict[_OpRecord, _OpRecord] = {}
+def _sum_by_name(operations: Sequence[Operation]) -> list[Operation]:
+    sums: dict[Operation, Operation] = {}
     for operation in operations:
-        key = replace(operation, flops=0.0, bytes=0.0)
+        key = replace(operation, flops=Linear(), bytes=Linear())
         before = sums.get(key, key)
-        sums[key] = replace(
-            before, flops=before.flops + operation.flops, bytes=before.bytes + operation.bytes
-        )
+        flops, moved = total((before.flops, operation.flops)), total((before.bytes, operation.bytes))
+        sums[key] = replace(before, flops=flops, bytes=moved)
     return list(sums.values())
 
 

@@ -6,7 +6,7 @@ operator, with two micro batches.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import or_
 from typing import Any
@@ -15,25 +15,17 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.parallel.operators import (
-    COLLECTIVES,
-    FLOAT8_PRODUCT,
-    PRODUCTS,
-    REDUCTIONS,
-    VIEWS,
-    attention_flops,
-    attention_shape,
-    collective_axis,
-    custom_op_body,
-)
+from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, REDUCTIONS, VIEWS, custom_op_body
 from meshwright.parallel.planner.tracing.eager import (
     RECORDED_SEQUENCES,
     RecordedPhase,
     fit_line,
     join_phases,
     record_call,
+    record_op,
 )
 from meshwright.parallel.planner.tracing.fusion import Kernel, Loop, Value, fuse
 from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks, total
@@ -182,51 +174,64 @@ class KernelGraph:
         return list(order)
 
     def _operation(self, kernel: Kernel) -> Operation:
+        first, name = kernel.nodes[0], _name(kernel.nodes[0])
+        args = map_arg(first.args, lambda node: node.meta["val"])
+        operation = record_op(name, args, _tensors(args), _tensors(first.meta["val"]))
+        if operation.kind == "collective":
+            full = max((first, *self._sources(first)), key=_bytes)
+            return replace(operation, bytes=self.size(full))
+        if operation.kind == "memory":
+            operation = replace(operation, name="_".join((FUSED, *dict.fromkeys(map(_name, kernel.nodes)))))
         read_again = kernel.reads if WHOLE_REDUCTION in map(_name, kernel.nodes) else ()
         moved = total(map(self.size, (*(kernel.reads | kernel.writes), *read_again)))
-        first = kernel.nodes[0]
-        name, dtype = _name(first), str(_tensors(first.meta["val"])[0].dtype).removeprefix("torch.")
-        if name in PRODUCTS:
-            dtype = "float8" if name == FLOAT8_PRODUCT else dtype
-            return Operation("matmul", name, self._scale(_product_flops(first), fixed=False), moved, dtype)
-        if "attention" in name:
-            flops = self._scale(attention_flops(name, first.args), fixed=False)
-            return Operation("attention", name, flops, moved, dtype, *attention_shape(name, first.args))
-        if name in COLLECTIVES:
-            full = max((first, *self._sources(first)), key=_bytes)
-            axis = collective_axis(first.args)
-            return Operation("collective", COLLECTIVES[name], Linear(), self.size(full), dtype, axis=axis)
-        names = dict.fromkeys(map(_name, kernel.nodes))
-        return Operation("memory", "_".join((FUSED, *names)), Linear(), moved, dtype)
+        return replace(operation, flops=self._scale(operation.flops.fixed, fixed=False), bytes=moved)
 
     def counted_placeholders(self) -> set[Node]:
         """Return the storages of the placeholders, except weights and tables."""
         placeholders = {self.storage[node] for node in self._nodes if node.op == "placeholder"}
         return placeholders.difference(self._inputs.uncounted)
 
-    def _moments(self) -> list[Linear]:
-        """Return the live bytes during each kernel, including its results."""
-        end = len(self.kernels)
-        last_use = {node: i for i, kernel in enumerate(self.kernels) for node in kernel.reads | kernel.writes}
-        last_use |= dict.fromkeys(filter(None, self.returned()), end)
-        live = self.counted_placeholders()
-        if self._inputs.held:
-            last_use |= dict.fromkeys(live, end)
-        writable = self._kernel_of.keys() | set(self._inputs.donated)
-        moments = [total(map(self.size, live))]
+    def lifetimes(
+        self, held: bool = False, writable: Collection[Node] | None = None
+    ) -> dict[Node, tuple[int, int]]:
+        """Return the first and the last kernel with each counted storage; the first is -1 for a placeholder,
+        the last is the number of kernels for a result.
+
+        Args:
+            held: whether the placeholders live to the end
+            writable: the storages that a kernel may overwrite; None: all
+        """
+        placeholders, end = self.counted_placeholders(), len(self.kernels)
+        last = {node: i for i, kernel in enumerate(self.kernels) for node in kernel.reads | kernel.writes}
+        last |= dict.fromkeys(filter(None, self.returned()), end) | dict.fromkeys(
+            placeholders if held else (), end
+        )
+        first = dict.fromkeys(sorted(placeholders), -1)
         for i, kernel in enumerate(self.kernels):
-            dying = {node for node in kernel.reads & live & writable if last_use[node] == i}
-            if (first := kernel.nodes[0]) in self.bodies:
-                moments += [
-                    total((*map(self.size, live), moment)) for moment in self.bodies[first].phase.live_bytes
-                ]
-            live |= kernel.writes
-            moments.append(total(map(self.size, live - overwritten(kernel, dying))))
-            live = {node for node in live if last_use.get(node, -1) > i}
+            dying = (node for node in sorted(kernel.reads) if node in first and last[node] == i)
+            free = [node for node in dying if writable is None or node in writable]
+            last |= dict.fromkeys(_overwritten(kernel, free), i - 1)
+            first |= dict.fromkeys(sorted(kernel.writes), i)
+        return {node: (begin, last.get(node, -1)) for node, begin in first.items()}
+
+    def _moments(self) -> list[Linear]:
+        """Return the live bytes before the first kernel and during each kernel, including its results."""
+        writable = self._kernel_of.keys() | set(self._inputs.donated)
+        lifetimes = self.lifetimes(self._inputs.held, writable)
+
+        def live(begin: int, end: int) -> Linear:
+            living = (node for node, (first, last) in lifetimes.items() if first <= begin and last >= end)
+            return total(map(self.size, living))
+
+        moments = [live(-1, -1)]
+        for i, kernel in enumerate(self.kernels):
+            if body := self.bodies.get(kernel.nodes[0]):
+                moments += [total((live(i - 1, i), moment)) for moment in body.phase.live_bytes]
+            moments.append(live(i, i))
         return moments
 
 
-def overwritten(kernel: Kernel, dying: Iterable[Node]) -> set[Node]:
+def _overwritten(kernel: Kernel, dying: Iterable[Node]) -> set[Node]:
     """Return the dying input that an elementwise kernel overwrites with its only result, as inductor does for
     equal dtypes and sizes (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
     depends on their loops, so none is assumed to be overwritten."""
@@ -263,11 +268,6 @@ def _elements(node: Node) -> int:
 
 def _inner_code(node: Node) -> Callable[..., Any] | None:
     return custom_op_body(node.target) if isinstance(node.target, OpOverload) else None
-
-
-def _product_flops(node: Node) -> float:
-    left, _ = [x.meta["val"] for x in node.all_input_nodes if x.meta["val"].dim() > 1][-2:]  # not scales
-    return 2.0 * _tensors(node.meta["val"])[0].numel() * left.shape[-1]
 
 
 def _name(node: Node) -> str:

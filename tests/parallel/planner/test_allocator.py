@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from meshwright.parallel.planner.allocator import ALIGNMENT_BYTES, KEPT, PAGE_BYTES, AllocationLog, StreamPool
+from meshwright.parallel.planner.allocator import ALIGNMENT_BYTES, PAGE_BYTES, StreamPool
+from meshwright.parallel.planner.ledger import KEPT, Ledger
 
 MIB = 2**20
 
@@ -68,20 +69,20 @@ def test_random_tensors_never_overlap_and_all_gaps_are_found_again() -> None:
 
 
 def test_each_stream_has_its_own_pool_and_memory_of_another_is_no_help() -> None:
-    log = AllocationLog()
-    log.hold("compute", "a", 20 * MIB)
-    log.drop("a")
-    log.hold("all_gather", "b", 40 * MIB)
-    log.hold("all_gather", "b", 40 * MIB)
+    ledger = Ledger()
+    ledger.hold("compute", "a", 20 * MIB)
+    ledger.drop("a")
+    ledger.hold("all_gather", "b", 40 * MIB)
+    ledger.hold("all_gather", "b", 40 * MIB)
     pools = {"compute": 20 * MIB, "all_gather": 80 * MIB, "reduce_scatter": 0, "all_reduce": 0}
-    assert log.reserved_bytes() == pools
+    assert ledger.reserved_bytes() == pools
 
 
 @pytest.mark.parametrize(("group", "reserved"), [(KEPT, 60), ("other", 40)])
 def test_what_is_kept_is_in_the_way_in_the_next_step(group: str, reserved: int) -> None:
     """It is placed where the first step has freed a tensor, so the second step's is placed elsewhere."""
-    log = AllocationLog()
-    log.hold("compute", "first", 40 * MIB)
-    log.drop("first")
-    log.hold("compute", group, 1 * MIB)
-    assert log.reserved_bytes()["compute"] == reserved * MIB
+    ledger = Ledger()
+    ledger.hold("compute", "first", 40 * MIB)
+    ledger.drop("first")
+    ledger.hold("compute", group, 1 * MIB)
+    assert ledger.reserved_bytes()["compute"] == reserved * MIB

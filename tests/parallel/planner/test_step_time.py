@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.step_time import simulate_step
+from meshwright.parallel.planner.step_time import simulate_step, step_seconds
 from tests.support.plans import BLOCK, change, make_model, plan_of
 from tests.support.streams import bars, exposed_by_unit, times_of
 
@@ -25,6 +25,14 @@ def three_units(ahead: int = 1, global_batch: int = -1, **keys: Any) -> Plan:
 
 def simple(plan: Plan, **keys: Any) -> StepTimes:
     return times_of(plan, gather_s=2, scatter_s=2, forward=3, backward=5, **keys)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("gather_s", [2, 9])
+def test_the_seconds_of_40_blocks_follow_from_those_of_a_few(gather_s: int, ahead: int):
+    plan = plan_of(model=make_model(40), forward_prefetch=ahead, backward_prefetch=ahead)
+    times = times_of(plan, gather_s=gather_s, scatter_s=2, forward=3, backward=5, optimizer=4)
+    assert step_seconds(plan, times) == simulate_step(plan, times).step_s
 
 
 def test_without_collectives_a_step_is_computing_alone():

@@ -69,8 +69,8 @@ MENDED = (
     Fault(
         "smaller-group-keeps-nothing",
         "the part that a unit keeps after resharding to a smaller group is not in the predicted memory",
-        'self._gathered[f"{unit.name}, kept"] = sum(kept)',
-        'self._gathered[f"{unit.name}, kept"] = 0',
+        'weight // size, kind="unsharded"',
+        '0, kind="unsharded"',
         tests=("tests/parallel/planner/test_memory_model.py",),
     ),
     Fault(
