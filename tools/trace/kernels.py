@@ -101,6 +101,7 @@ class KernelTable:
         self._open = defaultdict[int, list[_OpenCall]](list)  # by thread
         self._places = dict[int, tuple[str, int]]()  # by thread: the unit's forward or backward, and its end
         self._gloo_threads = set[int]()
+        self._works = dict[OperatorWork, OperatorWork]()  # one object for equal ones
         self._work_of_call = dict[int, OperatorWork]()  # by external id
         self._longest = dict[int, tuple[int, str]]()  # by external id: ns and name of a kernel
         self._has_gpu = False
@@ -161,7 +162,7 @@ class KernelTable:
         """Count an operator that computes or waits; record any operator's work, which its kernels may do."""
         work = work_of(event)
         if work and (external := (event.get("args") or {}).get("External id")):
-            self._work_of_call[int(external)] = work
+            self._work_of_call[int(external)] = self._works.setdefault(work, work)
         waits = is_wait(name)
         if not waits and not counts_as_compute(name):
             return
