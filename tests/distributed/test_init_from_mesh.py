@@ -44,6 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return {name: [rank[name] for rank in ranks] for name in CASES}
 
 
+@pytest.mark.sampled(3, day=0)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_and_first_loss_are_those_of_transformers(
     name: str, results: dict[str, list[dict[str, Any]]]

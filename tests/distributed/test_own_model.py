@@ -82,6 +82,7 @@ def train_each(runs: list[tuple[Any, ...]]) -> list[list[float]]:
     return [train(*run) for run in runs]
 
 
+@pytest.mark.sampled(3, day=2)
 def test_two_ranks_train_the_same_and_each_goes_on_from_the_other(tmp_path: Path) -> None:
     nothing, one, two, following, last = (
         tmp_path / name for name in ("nothing", "1", "2", "following", "last")

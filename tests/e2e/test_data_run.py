@@ -101,6 +101,7 @@ def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(
         assert board.Scalars(tag_of(key))[-1].value == pytest.approx(row[key], rel=1e-6)
 
 
+@pytest.mark.sampled(3, day=2)
 def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninterrupted_run(stores, tmp_path):
     folder, longer = tmp_path / "run", tmp_path / "longer"
     more = [*mixture(stores), "--checkpoint.every=1", QUIET]

@@ -31,6 +31,7 @@ Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]
 
 
+@pytest.mark.sampled(3, day=0)
 def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
     checkpoint = find_newest(run)
     whole = load_full_weights(checkpoint)

@@ -105,6 +105,7 @@ def test_what_cannot_be_done_is_one_message(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "prepared"]
 
 
+@pytest.mark.sampled(3, day=1)
 def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", odd_texts(6_000, seed=12, mean_bits=60))
     tokenizer, out = train_bpe(tmp_path / "bpe"), tmp_path / "out"

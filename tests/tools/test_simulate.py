@@ -16,6 +16,7 @@ KINDS = ["params", "grads", "optimizer", "unsharded", "activations", "logits", "
 DEBUG = ("--config=llama_debug", *TINY, "--train.global_batch_size=-1")
 
 
+@pytest.mark.sampled(3, day=0)
 def test_json_is_the_contract(capsys: Output) -> None:
     main([*DEBUG, "--world-size", "4", "--parallel.tp=2", "--json"])
     document = json.loads(capsys.readouterr().out)

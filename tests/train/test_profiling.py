@@ -82,6 +82,7 @@ def test_a_compiled_run_names_them_too_and_its_graphs(tmp_path: Path) -> None:
     assert all("forward (" in graph["function"] and graph["total_s"] > 0 for graph in graphs)
 
 
+@pytest.mark.sampled(3, day=1)
 def test_a_units_range_lies_behind_its_gathering_and_before_its_reduction(recomputed: Path) -> None:
     events = annotations(recomputed / "rank-0.json.gz")
     ends = {e["name"]: e["ts"] + e["dur"] for e in reversed(events)}

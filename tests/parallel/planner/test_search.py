@@ -228,6 +228,7 @@ def test_prefetch_and_micro_batch_can_be_fixed_too() -> None:
     assert {(u.forward_prefetch, u.backward_prefetch) for c in ranked for u in c.plan.units} == {(3, 0)}
 
 
+@pytest.mark.sampled(3, day=2)
 def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() -> None:
     tried = tried_in(find(16, batch=64))
     assert {c.plan.mesh.world_size for c in tried} == {16}

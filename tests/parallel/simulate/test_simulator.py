@@ -55,6 +55,7 @@ def test_units_are_gathered_as_far_ahead_as_the_plan_says(k, forward, backward):
     assert describe_collective(collectives, ["backward"]) == backward
 
 
+@pytest.mark.sampled(3, day=1)
 def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
     collectives = simulated(4, *PLAIN).collectives
     assert describe_collective(collectives) == "tok 0 1 2 head 2 -head 1 -2 0 -1 -0 -tok"

@@ -100,6 +100,7 @@ def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) 
     assert train["gpu_days"] == pytest.approx(2 * train["days"])
 
 
+@pytest.mark.sampled(3, day=0)
 def test_people_get_reasons_figures_and_runners_up_and_the_saved_plan_runs(
     capsys: Output, tmp_path: Path
 ) -> None:
@@ -245,6 +246,7 @@ def test_what_does_not_go_together_is_said(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(3, day=1)
 def test_nothing_fits_leaves_with_2_and_one_message(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "list_configs", list)  # test_fit.py has smaller models
     with pytest.raises(SystemExit, match="2"):

@@ -52,6 +52,7 @@ def config_of(folder: Path) -> LlamaConfig:
     return config_from_hf(json.loads((folder / "config.json").read_text()))
 
 
+@pytest.mark.sampled(3, day=0)
 def test_runs_start_from_hugging_face_and_from_the_checkpoint_of_another_run(
     hf_dir: Path, ours: Path, tmp_path: Path
 ) -> None:

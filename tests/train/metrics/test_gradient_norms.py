@@ -67,6 +67,7 @@ def take_step(keys: list[str]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(3, day=1)
 @pytest.mark.parametrize("processes", PLANS)
 def test_the_norms_of_units_are_those_of_the_whole_gradients_on_all_ranks_and_add_up(processes: int) -> None:
     plans = PLANS[processes]

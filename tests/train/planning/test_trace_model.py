@@ -128,6 +128,7 @@ def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
     assert sent == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
 
 
+@pytest.mark.sampled(3, day=0)
 def test_modules_come_in_the_plans_order_and_blocks_share_their_work() -> None:
     config = parse_config(SMALL)
     work = work_of(*SMALL)
@@ -142,6 +143,7 @@ def test_modules_come_in_the_plans_order_and_blocks_share_their_work() -> None:
     ]
 
 
+@pytest.mark.sampled(3, day=1)
 def test_weights_have_their_rows_and_add_up_to_the_parameters() -> None:
     block = block_8b("--parallel.tp=4")
     assert block.weights[1] == (4096 // 4, 4096), "wq: rows are split"
