@@ -3,8 +3,9 @@
 import fnmatch
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.structure import Count, Integer
@@ -172,6 +173,11 @@ class UnitPlan:
     def name(self) -> str:
         """The names of the modules, joined by "+"."""
         return "+".join(self.modules)
+
+    @cached_property
+    def settings(self) -> tuple[Any, ...]:
+        """All but the modules: the same for units that differ only in these."""
+        return tuple(getattr(self, field.name) for field in fields(self) if field.name != "modules")
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
 """Rows of equal blocks: what a step of a plan needs follows from a step with a few blocks of each row."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby
 from math import lcm
-from operator import attrgetter
 from typing import NamedTuple
 
-from meshwright.parallel.plan.schema import Plan, UnitPlan
-
-_settings = attrgetter(*(field.name for field in fields(UnitPlan) if field.name != "modules"))
+from meshwright.parallel.plan.schema import Plan
 
 
 class InnerBlocks(NamedTuple):
@@ -34,7 +31,7 @@ def inner_blocks(plan: Plan, kind: Callable[[str], object], edge: int) -> list[I
 
     def full_kind(name: str) -> object:
         unit = unit_of[name]
-        return (kind(name), _settings(unit)) if unit.modules == (name,) else name
+        return (kind(name), unit.settings) if unit.modules == (name,) else name
 
     rows = list[InnerBlocks]()
     for _, row in groupby(plan.modules, full_kind):

@@ -4,7 +4,7 @@ the bounds that find the fewest recomputed or offloaded blocks with which a plan
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
@@ -74,8 +74,12 @@ def with_gathering(plan: Plan, config: ParallelConfig, choices: Choices) -> Plan
     settings |= dict.fromkeys(_open_prefetches(config), choices.prefetch)
     *others, last = plan.units  # the last is never resharded after its forward
     resharded = settings | {"reshard_after_forward": choices.reshard_after_forward}
-    units = (*(replace(unit, **resharded) for unit in others), replace(last, **settings))
+    units = (*(_with(unit, **resharded) for unit in others), _with(last, **settings))
     return replace(plan, units=units)
+
+
+# a search gives the same units the same settings over and over
+_with = lru_cache(maxsize=2**15)(replace)
 
 
 def least_memory(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -57,19 +58,20 @@ def model_workload(
     source = source_of(model)
     kinds, units = source.kinds(seq_len), source.units
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    modules, traced = dict[str, ModuleWorkload](), dict[TraceCase, ModuleWorkload]()
+    modules, traced = dict[str, ModuleWorkload](), dict[Any, ModuleWorkload]()
     for name in plan.modules:
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
         in_block = name in units.checkpointed
-        case = dataclasses.replace(
-            _make_case(source, plan, unit_of[name], kinds[name], seq_len),
-            frozen=fixed,
-            document_mask=document_mask and in_block,
-            float8=plan.float8.linears if in_block else (),
-        )
-        if case not in traced:
-            traced[case] = _trace(model, case, folder)
-        modules[name] = traced[case]
+        equal = kinds[name], unit_of[name].settings, fixed, in_block
+        if equal not in traced:
+            case = dataclasses.replace(
+                _make_case(source, plan, unit_of[name], kinds[name], seq_len),
+                frozen=fixed,
+                document_mask=document_mask and in_block,
+                float8=plan.float8.linears if in_block else (),
+            )
+            traced[equal] = _trace(model, case, folder)
+        modules[name] = traced[equal]
     if parameters := count_float8(plan, units.linears):
         blocks = {id(work): work for name, work in modules.items() if name in units.checkpointed}
         multiplied = {key: dataclasses.replace(work, float8=parameters) for key, work in blocks.items()}
