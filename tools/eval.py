@@ -23,8 +23,8 @@ import torch.distributed as dist
 from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
+from meshwright.tools.checkpoint.convert import config_text
 from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positive, run_tool
-from meshwright.tools.convert_hf import config_text
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.load_weights import find_newest
 from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
@@ -214,7 +214,7 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
 
 
 def config_of_hf(folder: Path, overrides: Sequence[str]) -> Config:
-    """Return the config that tools.convert_hf writes for a Hugging Face model, with overrides."""
+    """Return the config that tools.checkpoint writes for a Hugging Face model, with overrides."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.yaml"
         path.write_text(config_text(open_folder(folder), None), encoding="utf-8")

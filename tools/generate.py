@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="RUN_OR_CHECKPOINT",
         help="folder of a run, whose newest checkpoint is used; or a checkpoint, such as "
-        "runs/NAME/checkpoints/step-00000100 or the output of tools.convert_hf import",
+        "runs/NAME/checkpoints/step-00000100 or the output of tools.checkpoint import",
     )
     add_tokenizer_option(parser)
     parser.add_argument("--prompt", default="", help="text to continue (default: a new document)")
@@ -167,7 +167,7 @@ def _shape(job: TrainingJob) -> LlamaConfig:
     if not isinstance(job.model, LlamaConfig):
         raise ConfigError(
             f"the run's model is built by {job.model.factory}, and this tool generates with our Llama only: "
-            "write a model of transformers with tools.convert_hf export, and use its generate()"
+            "write a model of transformers with tools.checkpoint export, and use its generate()"
         )
     return job.model
 

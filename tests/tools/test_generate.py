@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.tools.generate import (
     Sampling,
     choose_token,

@@ -23,7 +23,7 @@ MENDED = (
         "the config of an imported model leaves checkpoint.every at its default, which saves only at the end",
         'sections["checkpoint"] = {"every": SAVE_EVERY}',
         "pass",
-        tests=("tests/tools/test_convert_hf.py",),
+        tests=("tests/tools/test_checkpoint_convert.py",),
     ),
     # Plans
     Fault(
