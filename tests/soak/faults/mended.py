@@ -236,7 +236,7 @@ MENDED = (
     Fault(
         "compare-silent",
         "two runs are called the same though one lacks a curve",
-        "if has and key not in compared:",
+        "elif first or second:",
         "if False:",
         tests=("tests/tools/test_compare.py",),
     ),
