@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.models.hf import config_to_hf, for_every_version, hf_name
@@ -25,7 +26,6 @@ from meshwright.tools.load_weights import (
     load_full_weights,
     read_full_tensors,
     saved_weights,
-    write_weights,
 )
 from meshwright.train.checkpoint.commit import write_synced
 from meshwright.train.checkpoint.huggingface import (
@@ -67,6 +67,10 @@ from meshwright.train.model.own import HF_CONFIG
 # checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
 # size: the default is only at the end
 SAVE_EVERY = 500
+HEAD = (  # of that config
+    "# The model of {folder}, by tools.checkpoint. Position tables have model.max_seq_len rows:\n"
+    "# the key may be lowered, down to train.seq_len.\n"
+)
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -92,16 +96,17 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
         beside = beside_weights(Origin(), folder.path / FILE, [folder.path])
         for name, content in beside.items():
             (partial / name).write_bytes(content)
-        config = config_text(folder, str(out.resolve()) if FILE in beside else None)
-        (partial / "config.yaml").write_text(config, encoding="utf-8")
+        config = to_yaml(imported_config(folder, str(out.resolve()) if FILE in beside else None))
+        head = HEAD.format(folder=folder.path)
+        (partial / "config.yaml").write_text(head + config, encoding="utf-8")
         files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
         manifest = CheckpointManifest(TrainPosition(), files, described, mesh=dict(layout.mesh))
         write_synced(partial / MANIFEST, manifest_to_text(manifest))
     return out
 
 
-def config_text(folder: HfFolder, tokenizer: str | None) -> str:
-    """Return the text of a config.yaml for `--config`: the model, its tokenizer if it has one, and other keys
+def imported_config(folder: HfFolder, tokenizer: str | None) -> dict[str, Any]:
+    """Return the sections of a config for `--config`: the model, its tokenizer if it has one, and other keys
     that must differ from the defaults."""
     sections: dict[str, Any] = {"model": asdict(folder.config)}
     if tokenizer:
@@ -109,11 +114,7 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
     if folder.config.max_seq_len < Config().train.seq_len:
         sections["train"] = {"seq_len": folder.config.max_seq_len}
     sections["checkpoint"] = {"every": SAVE_EVERY}
-    head = (
-        f"# The model of {folder.path}, by tools.checkpoint. Position tables have model.max_seq_len rows:\n"
-        "# the key may be lowered, down to train.seq_len.\n"
-    )
-    return head + to_yaml(sections)
+    return sections
 
 
 def export_model(checkpoint: Path, out: Path, force: bool, limit_bytes: int, dtype: str | None) -> Path:
@@ -204,6 +205,17 @@ def write_files(
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file and sync it to disk. Raises OSError and SafetensorError."""
+    file.touch()
+    # the mode of the user's umask: safetensors makes the file readable only by its owner
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(mode)
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
 
 
 def describe(path: Path) -> dict[str, Any]:
