@@ -156,7 +156,7 @@ def test_another_dtype_is_the_rounded_weights(hf_dir: Path, tmp_path: Path) -> N
 
 
 def test_a_value_too_large_for_float16_is_refused(hf_dir: Path, tmp_path: Path) -> None:
-    changed = copy_of(hf_dir, tmp_path / "hf")
+    changed = shutil.copytree(hf_dir, tmp_path / "hf")
     tensors = read_all(changed)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
@@ -169,7 +169,7 @@ def test_a_value_too_large_for_float16_is_refused(hf_dir: Path, tmp_path: Path) 
 
 
 def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> None:
-    source = copy_of(hf_dir, tmp_path / "hf")
+    source = shutil.copytree(hf_dir, tmp_path / "hf")
     (source / "generation_config.json").unlink()
     (source / "tokenizer.json").write_text('{"a": 1}')
     (source / "tokenizer_config.json").write_text('{"b": 2}')
@@ -186,7 +186,7 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (5, [6, 7], None)
     # a run trained from it has these files only in the folder of its data.tokenizer
-    trained = copy_of(tmp_path / "ours", tmp_path / "trained")
+    trained = shutil.copytree(tmp_path / "ours", tmp_path / "trained")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (trained / name).unlink()
     commit_again(trained)
@@ -306,11 +306,6 @@ def commit_again(checkpoint: Path) -> None:
     )
 
 
-def copy_of(folder: Path, target: Path) -> Path:
-    shutil.copytree(folder, target)
-    return target
-
-
 def test_what_is_there_is_kept_unless_forced(hf_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -369,7 +364,7 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{written['parameters']:,} parameters, float32" in done.stdout
     wrong = json.loads((hf_dir / "config.json").read_text()) | {"model_type": "qwen2", "attention_bias": True}
-    other = copy_of(hf_dir, tmp_path / "qwen")
+    other = shutil.copytree(hf_dir, tmp_path / "qwen")
     (other / "config.json").write_text(json.dumps(wrong))
     done = tool("checkpoint", "import", str(other), str(tmp_path / "no"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -379,7 +374,7 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_is_refused_before_a_block_is_built(hf_dir: Path, tmp_path: Path) -> None:
     """A billion blocks would take hours."""
     ours = config_from_hf(json.loads((hf_dir / "config.json").read_text()))
-    source = copy_of(hf_dir, tmp_path / "hf")
+    source = shutil.copytree(hf_dir, tmp_path / "hf")
     for key, value, message in (
         ("num_hidden_layers", "10000000", "num_hidden_layers=10,000,000, but the files contain 21 tensors"),
         (

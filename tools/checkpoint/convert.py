@@ -91,8 +91,9 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
 
     with _new_folder(source, out, force) as partial:
         for rank in range(replicas):
-            shards = {name: read(name) for name in layout.written_by(rank)}
-            write_shard_file(partial / rank_file(rank), shards)
+            write_shard_file(
+                partial / rank_file(rank), {name: read(name) for name in layout.written_by(rank)}
+            )
         beside = beside_weights(Origin(), folder.path / FILE, [folder.path])
         for name, content in beside.items():
             (partial / name).write_bytes(content)
