@@ -6,24 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.checkpoint.contents import (
-    compare_checkpoints,
-    describe_checkpoint,
-    describe_checkpoints,
-    difference_text,
-    list_text,
-    show_text,
-    verify,
-    verify_text,
-)
-from meshwright.tools.checkpoint.convert import (
-    EXPORT_DTYPES,
-    describe,
-    description_text,
-    export_model,
-    export_plain_names,
-    import_model,
-)
+from meshwright.tools.checkpoint import contents, convert
 from meshwright.tools.cli import number_from, run_tool, to_json
 from meshwright.tools.load_weights import checkpoints_folder, find_newest
 from meshwright.train.checkpoint.commit import list_checkpoints
@@ -68,23 +51,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     document: Any
     if options.command == "ls":
-        rows = describe_checkpoints(checkpoints_folder(path))
-        document, text = {"checkpoints": rows}, list_text(path, rows)
+        rows = contents.describe_checkpoints(checkpoints_folder(path))
+        document, text = {"checkpoints": rows}, contents.list_text(path, rows)
     elif options.command == "verify":
-        document = verify(path)
-        text = verify_text(document)
+        document = contents.verify(path)
+        text = contents.verify_text(document)
     elif options.command == "show" and read_training(path) and not list_checkpoints(checkpoints_folder(path)):
         text = describe_training(path)
         document = {"run": text}
     elif options.command == "show":
-        document = describe_checkpoint(find_newest(path))
-        text = show_text(document)
+        document = contents.describe_checkpoint(find_newest(path))
+        text = contents.show_text(document)
     elif options.command == "diff":
-        document = compare_checkpoints(find_newest(path), find_newest(others[0]))
-        text = difference_text(document)
+        document = contents.compare_checkpoints(find_newest(path), find_newest(others[0]))
+        text = contents.difference_text(document)
     else:
-        document = describe(_convert(options, path, others[0]))
-        text = description_text(document)
+        document = convert.describe(_convert(options, path, others[0]))
+        text = convert.description_text(document)
     print(to_json(document) if options.json else text)
     if options.command == "diff" and not document["same"]:
         sys.exit(EXIT_DIFFERENT)
@@ -94,15 +77,15 @@ def _convert(options: argparse.Namespace, source: Path, out: Path) -> Path:
     """Import or export; return what was written."""
     limit_bytes = int((options.shard_gb or 5.0) * 1e9)
     if options.command == "import":
-        return import_model(source, out, options.force, limit_bytes)
+        return convert.import_model(source, out, options.force, limit_bytes)
     checkpoint = find_newest(source)
     is_file = out.suffix == ".safetensors" and not out.is_dir()
     if not (is_file or options.plain_names):
-        return export_model(checkpoint, out, options.force, limit_bytes, options.dtype)
+        return convert.export_model(checkpoint, out, options.force, limit_bytes, options.dtype)
     if options.shard_gb:
         raise CheckpointError("plain names are written into one file: omit --shard_gb")
     target = out if is_file else out / "model.safetensors"
-    return export_plain_names(checkpoint, target, options.force, options.dtype or "float32")
+    return convert.export_plain_names(checkpoint, target, options.force, options.dtype or "float32")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -128,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--shard_gb", type=number_from(1e-9), metavar="GB", help=size_help)
         command.add_argument("--force", action="store_true", help="replace OUT and everything in it")
     dtype_help = "dtype of the weights (default: as saved; with --plain_names float32)"
-    command.add_argument("--dtype", choices=EXPORT_DTYPES, help=dtype_help)
+    command.add_argument("--dtype", choices=convert.EXPORT_DTYPES, help=dtype_help)
     command.add_argument(
         "--plain_names",
         action="store_true",
