@@ -152,21 +152,7 @@ def compare_runs(
             f"no common step: {a.folder} reports {_describe_steps(a)}, {b.folder} reports "
             f"{_describe_steps(b)}: compare runs that have logged the same steps (metrics.every)"
         )
-    pairs, missing = dict[str, list[tuple[int, float, float]]](), dict[str, str]()
-    for key in CURVES:
-        first, second = (
-            {step: value for step, value in series(run.rows, key).items() if step <= last} for run in (a, b)
-        )
-        if common := [(step, first[step], second[step]) for step in first if step in second]:
-            pairs[key] = common
-        elif first or second:
-            only = f"only {(a if first else b).folder} reports it"
-            missing[key] = "no common step has it" if first and second else only
-    if not pairs:
-        raise ConfigError(
-            f"no common curve: {a.folder} and {b.folder} have no step at which both have a number for "
-            f"{', '.join(CURVES)}: compare runs that report one of them"
-        )
+    pairs, missing = _common_points(a, b, last)
     bands = tuple(bands or bands_for(a, b))
     curves = tuple(_difference(key, points, bands[-1].tolerances[key]) for key, points in pairs.items())
     values = [(key, x, y) for key, points in pairs.items() for _, x, y in points]
@@ -197,6 +183,29 @@ def compare_runs(
         plan=_plan_differences(a, b),
         notes=(*_agreement_notes(curves, steps), *omitted, *_notes(a, b, len(steps))),
     )
+
+
+def _common_points(
+    a: RunFolder, b: RunFolder, last: float
+) -> tuple[dict[str, list[tuple[int, float, float]]], dict[str, str]]:
+    """Return the curves of both runs up to step `last`, as steps with both values; and why other curves, which
+    a run reports, cannot be compared. Raises ConfigError if no curve is in both."""
+    pairs, missing = dict[str, list[tuple[int, float, float]]](), dict[str, str]()
+    for key in CURVES:
+        first, second = (
+            {step: value for step, value in series(run.rows, key).items() if step <= last} for run in (a, b)
+        )
+        if common := [(step, first[step], second[step]) for step in first if step in second]:
+            pairs[key] = common
+        elif first or second:
+            only = f"only {(a if first else b).folder} reports it"
+            missing[key] = "no common step has it" if first and second else only
+    if not pairs:
+        raise ConfigError(
+            f"no common curve: {a.folder} and {b.folder} have no step at which both have a number for "
+            f"{', '.join(CURVES)}: compare runs that report one of them"
+        )
+    return pairs, missing
 
 
 def _difference(key: str, pairs: Sequence[tuple[int, float, float]], tolerance: Tolerance) -> CurveDifference:
