@@ -188,8 +188,8 @@ def compare_runs(
 def _common_points(
     a: RunFolder, b: RunFolder, last: float
 ) -> tuple[dict[str, list[tuple[int, float, float]]], dict[str, str]]:
-    """Return the curves of both runs up to step `last`, as steps with both values; and why other curves, which
-    a run reports, cannot be compared. Raises ConfigError if no curve is in both."""
+    """Return the curves of both runs up to step `last`, as steps with both values; and why other curves that
+    a run reports cannot be compared. Raises ConfigError if no curve is in both."""
     pairs, missing = dict[str, list[tuple[int, float, float]]](), dict[str, str]()
     for key in CURVES:
         first, second = (
