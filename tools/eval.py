@@ -83,20 +83,19 @@ class EvalTarget:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
     options, overrides = make_parser().parse_known_args(arguments)
-    ranks, code = ALONE, 0
-    problem: Exception | None = None
+    ranks = ALONE
     try:
         ranks = read_rank_info()
         evaluate_model(options, overrides, ranks)
     except USER_ERRORS as error:
         print_user_error(ranks, f"{type(error).__name__}: {error}")
-        code, problem = EXIT_USER_ERROR, error
+        exit_process(ranks, EXIT_USER_ERROR, error)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        exit_process(ranks, EXIT_INTERRUPTED)
     except Exception as error:
         traceback.print_exc()
-        code, problem = EXIT_FAILED, error
-    exit_process(ranks, code, problem)
+        exit_process(ranks, EXIT_FAILED, error)
+    exit_process(ranks, 0)
 
 
 def make_parser() -> argparse.ArgumentParser:
