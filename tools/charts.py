@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Point = tuple[float, float]
 # The palette of Okabe and Ito (2008), distinguishable with color blindness; without yellow, which is hard to
 # see on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
@@ -43,7 +42,7 @@ class Style:
 class Curve:
     """Points from left to right; a y that is not finite is drawn as a gap with a cross above it."""
 
-    points: Sequence[Point]
+    points: Sequence[tuple[float, float]]
     style: Style
 
 
@@ -96,7 +95,17 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     known = [bar.high or bar.value for bar in bars if bar.value is not None]
     if not known:
         return _empty_chart(title)
-    figure, axes = _rows([bar.name for bar in bars], title)
+    height = TOP + len(bars) * BAR_ROW + SIDE
+    figure = new_figure(WIDTH, height)
+    place = (SIDE / WIDTH, SIDE / height, 1 - 2 * SIDE / WIDTH, len(bars) * BAR_ROW / height)
+    axes = figure.add_axes(place, ylim=(len(bars), 0))
+    style_axes(axes, title, pad=TOP - 20)
+    axes.yaxis.set_visible(False)
+    axes.xaxis.set_visible(False)
+    name_style: Any = {"fontsize": SMALL, "color": FAINT, "parse_math": False}
+    for row, bar in enumerate(bars):
+        name = one_line(bar.name, int((WIDTH - 2 * SIDE) / (LETTER * SMALL)))
+        axes.text(0, row + 0.33, name, transform=axes.get_yaxis_transform(), **name_style)
     longest = WIDTH - 3 * SIDE - LETTER * SMALL * max(len(bar.label) for bar in bars)
     axes.set_xlim(0, (max(known) or 1.0) * (WIDTH - 2 * SIDE) / longest)
     rows, values = [row + 0.68 for row in range(len(bars))], [bar.value or 0.0 for bar in bars]
@@ -106,22 +115,6 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     drawn = axes.barh(rows, values, 0.36, xerr=[below, above], **style)
     axes.bar_label(drawn, [bar.label for bar in bars], padding=5, fontsize=SMALL, color=INK)
     return figure
-
-
-def _rows(names: Sequence[str], title: str) -> "tuple[Figure, Axes]":
-    """Return a chart with one row per name at y = 0, 1 and so on, the name at the top of its row."""
-    height = TOP + len(names) * BAR_ROW + SIDE
-    figure = new_figure(WIDTH, height)
-    place = (SIDE / WIDTH, SIDE / height, 1 - 2 * SIDE / WIDTH, len(names) * BAR_ROW / height)
-    axes = figure.add_axes(place, ylim=(len(names), 0))
-    style_axes(axes, title, pad=TOP - 20)
-    axes.yaxis.set_visible(False)
-    axes.xaxis.set_visible(False)
-    style: Any = {"fontsize": SMALL, "color": FAINT, "parse_math": False}
-    for row, name in enumerate(names):
-        label = one_line(name, int((WIDTH - 2 * SIDE) / (LETTER * SMALL)))
-        axes.text(0, row + 0.33, label, transform=axes.get_yaxis_transform(), **style)
-    return figure, axes
 
 
 def _empty_chart(title: str) -> "Figure":

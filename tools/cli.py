@@ -65,20 +65,16 @@ def to_json(document: object) -> str:
     return msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
 
 
-def positive(text: str) -> int:
-    """Option type: an integer of at least 1."""
-    return _integer(text, 1)
+def _integer_from(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be an integer of at least {least}")
+        return int(text)
+
+    return read
 
 
-def natural(text: str) -> int:
-    """Option type: an integer of at least 0."""
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least {least}")
-    return int(text)
+positive, natural = _integer_from(1), _integer_from(0)  # option types
 
 
 def number_from(least: float, below: float = math.inf) -> Callable[[str], float]:

@@ -8,13 +8,11 @@ import argparse
 import dataclasses
 import json
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tokenizers
 import torch
@@ -23,15 +21,16 @@ import torch.distributed as dist
 from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
+from meshwright.tools.checkpoint.convert import imported_config
 from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positive, run_tool
-from meshwright.tools.convert_hf import config_text
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.load_weights import find_newest
+from meshwright.tools.run_reader import value_text
 from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, DataConfig
-from meshwright.train.config_parser import parse_config
+from meshwright.train.config_parser import leaves, parse_config
 from meshwright.train.data.corpus import Corpus, check_data, load_on_all_ranks
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
@@ -48,6 +47,7 @@ from meshwright.train.model.choose import source_of
 from meshwright.train.planning.resolve import plan_on_device
 
 PROG = "tools.eval"
+FIGURES = ("loss", "perplexity", "bits_per_byte", "tokens")  # of a set, for --json
 # The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of
 # this tool, and keys that only training needs are reset.
 RESET_KEYS = (
@@ -83,20 +83,19 @@ class EvalTarget:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
     options, overrides = make_parser().parse_known_args(arguments)
-    ranks, code = ALONE, 0
-    problem: Exception | None = None
+    ranks = ALONE
     try:
         ranks = read_rank_info()
         evaluate_model(options, overrides, ranks)
     except USER_ERRORS as error:
         print_user_error(ranks, f"{type(error).__name__}: {error}")
-        code, problem = EXIT_USER_ERROR, error
+        exit_process(ranks, EXIT_USER_ERROR, error)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        exit_process(ranks, EXIT_INTERRUPTED)
     except Exception as error:
         traceback.print_exc()
-        code, problem = EXIT_FAILED, error
-    exit_process(ranks, code, problem)
+        exit_process(ranks, EXIT_FAILED, error)
+    exit_process(ranks, 0)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,44 +106,31 @@ def make_parser() -> argparse.ArgumentParser:
         "run or a checkpoint on the run's evaluation sets, or on --data. Under torchrun the model is sharded "
         "and the sequences are divided among the processes.",
         epilog="Config keys of train.main are accepted too, as --section.key=value: --data.text_field, "
-        "--data.packing, "
-        "--data.document_mask, --parallel.compile.enabled and so on. They override those of the run.",
+        "--data.packing, --data.document_mask, --parallel.compile.enabled and so on. They override those of "
+        "the run.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "model",
-        metavar="CHECKPOINT_OR_RUN_OR_HF_DIR",
-        help="a checkpoint, a run (its newest checkpoint is used), or the folder of a Hugging Face Llama",
-    )
-    parser.add_argument(
-        "--data",
-        metavar="SOURCE",
-        help="evaluate on this source instead: all of a file, folder or glob of text; of a folder made by "
+    add = parser.add_argument
+    model = "a checkpoint, a run (its newest checkpoint is used), or the folder of a Hugging Face Llama"
+    add("model", metavar="CHECKPOINT_OR_RUN_OR_HF_DIR", help=model)
+    data = (
+        "evaluate on this source instead: all of a file, folder or glob of text; of a folder made by "
         "tools.prepare_data the held-out documents, or all if none is held out; required for a Hugging Face "
-        "model",
+        "model"
     )
+    add("--data", metavar="SOURCE", help=data)
     add_tokenizer_option(parser)
-    parser.add_argument(
-        "--sequences",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="evaluate the first N sequences of each set; 0, the default, evaluates all",
-    )
-    parser.add_argument(
+    sequences = "evaluate the first N sequences of each set; 0, the default, evaluates all"
+    add("--sequences", type=natural, default=0, metavar="N", help=sequences)
+    add(
         "--seq_len",
         type=positive,
         metavar="T",
         help="tokens of a sequence (default: the run's train.seq_len)",
     )
-    parser.add_argument(
-        "--micro_batch_size",
-        type=positive,
-        default=1,
-        metavar="B",
-        help="sequences per process and forward (default 1)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    micro_batch = "sequences per process and forward (default 1)"
+    add("--micro_batch_size", type=positive, default=1, metavar="B", help=micro_batch)
+    add("--json", action="store_true", help="print one JSON document")
     return parser
 
 
@@ -161,18 +147,24 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     source.check(config.job)
     check_data(config.data, source.vocab_size)
     warnings = start_process(config.run, ranks, device)
-    corpus = load_on_all_ranks(config.data, ranks, None, partial(_say, ranks))
+
+    def print_progress(*lines: str) -> None:
+        if ranks.is_main:
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+    corpus = load_on_all_ranks(config.data, ranks, None, print_progress)
     sets = choose_sets(corpus, options.data)
-    if ranks.is_main:
-        processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
-        described = (
-            f"{target.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: "
-            f"{', '.join(sets)}"
-        )
-        print(*warnings, described, sep="\n", file=sys.stderr, flush=True)
+    processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
+    sequences = f"sequences of {config.train.seq_len}: {', '.join(sets)}"
+    print_progress(*warnings, f"{target.folder} on {device_name}, {processes}, {sequences}")
     scores = score_model(target, plan, corpus, sets, options.sequences, device)
     if ranks.is_main:
-        figures = make_figures(target, ranks, scores)
+        figures = {
+            "model": str(target.folder),
+            "processes": ranks.world_size,
+            "seq_len": config.train.seq_len,
+            "sets": {name: {key: getattr(score, key) for key in FIGURES} for name, score in scores.items()},
+        }
         print(json.dumps(figures, indent=2) if options.json else to_text(scores), flush=True)
     dist.destroy_process_group()
 
@@ -185,17 +177,14 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
     path = Path(options.model).expanduser()
     is_hf = (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
     folder = path if is_hf else find_newest(path)
-    keys = [
-        *RESET_KEYS,
-        f"--train.micro_batch_size={options.micro_batch_size}",
-        *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []),
-        *overrides,
-    ]
-    config = (
-        config_of_hf(folder, keys)
-        if is_hf
-        else parse_config([f"--config={folder / 'config.yaml'}", *keys], PROG)
-    )
+    if is_hf:  # the config that tools.checkpoint writes for it
+        model = imported_config(open_folder(folder), None)
+        keys = [f"--{key}={value_text(value)}" for key, value in leaves(model)]
+    else:
+        keys = [f"--config={folder / 'config.yaml'}"]
+    keys += [*RESET_KEYS, f"--train.micro_batch_size={options.micro_batch_size}"]
+    keys += [f"--train.seq_len={options.seq_len}"] if options.seq_len else []
+    config = parse_config([*keys, *overrides], PROG)
     weights = find_weights(str(folder), config.model, None)
     assert weights is not None, "the folder exists, and there is no checkpoint to resume from"
     if is_hf and not options.data:
@@ -211,14 +200,6 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
             )
         config = dataclasses.replace(config, data=data)
     return EvalTarget(folder, config, weights)
-
-
-def config_of_hf(folder: Path, overrides: Sequence[str]) -> Config:
-    """Return the config that tools.convert_hf writes for a Hugging Face model, with overrides."""
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "config.yaml"
-        path.write_text(config_text(open_folder(folder), None), encoding="utf-8")
-        return parse_config([f"--config={path}", *overrides], PROG)
 
 
 def with_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
@@ -269,34 +250,12 @@ def score_model(
         return score_sets(model, sets, sequences, shape, limit, device, group, loss_of)
 
 
-def make_figures(target: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:
-    """Return the scores as plain data, for --json."""
-    keys = ("loss", "perplexity", "bits_per_byte", "tokens")
-    return {
-        "model": str(target.folder),
-        "processes": ranks.world_size,
-        "seq_len": target.config.train.seq_len,
-        "sets": {name: {key: getattr(score, key) for key in keys} for name, score in scores.items()},
-    }
-
-
-def _say(ranks: RankInfo, line: str) -> None:
-    if ranks.is_main:
-        print(line, file=sys.stderr, flush=True)
-
-
 def to_text(scores: dict[str, Score]) -> str:
     """Return the scores as a table with a row for each set."""
     head = ("set", "loss (nats/token)", "perplexity", "bits/byte", "tokens")
     rows = [
-        (
-            name,
-            f"{score.loss:.4f}",
-            f"{score.perplexity:.4g}",
-            f"{score.bits_per_byte:.4f}",
-            f"{score.tokens:,}",
-        )
-        for name, score in scores.items()
+        (name, f"{s.loss:.4f}", f"{s.perplexity:.4g}", f"{s.bits_per_byte:.4f}", f"{s.tokens:,}")
+        for name, s in scores.items()
     ]
     return format_table(head, rows)
 

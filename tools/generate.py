@@ -67,57 +67,36 @@ def make_parser() -> argparse.ArgumentParser:
         description="Print a prompt and a trained model's continuation.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--run",
-        required=True,
-        metavar="RUN_OR_CHECKPOINT",
-        help="folder of a run, whose newest checkpoint is used; or a checkpoint, such as "
-        "runs/NAME/checkpoints/step-00000100 or the output of tools.convert_hf import",
+    add = parser.add_argument
+    run = (
+        "folder of a run, whose newest checkpoint is used; or a checkpoint, such as "
+        "runs/NAME/checkpoints/step-00000100 or the output of tools.checkpoint import"
     )
+    add("--run", required=True, metavar="RUN_OR_CHECKPOINT", help=run)
     add_tokenizer_option(parser)
-    parser.add_argument("--prompt", default="", help="text to continue (default: a new document)")
-    parser.add_argument(
-        "--max_new_tokens",
-        type=natural,
-        default=200,
-        metavar="N",
-        help="maximum number of tokens to generate (default 200); the end of the document ends it earlier",
+    add("--prompt", default="", help="text to continue (default: a new document)")
+    most = "maximum number of tokens to generate (default 200); the end of the document ends it earlier"
+    add("--max_new_tokens", type=natural, default=200, metavar="N", help=most)
+    temperature = "divides the logits (default 0.8); 0 always takes the likeliest token"
+    add("--temperature", type=number_from(0), default=0.8, metavar="X", help=temperature)
+    top_k = "sample from the K likeliest tokens (default 50); 0 samples from all"
+    add("--top_k", type=natural, default=50, metavar="K", help=top_k)
+    add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    window = (
+        "maximum tokens of context, the oldest are dropped; 0, the default, is the run's "
+        "train.seq_len, because the model has not learned later positions; at most its model.max_seq_len"
     )
-    parser.add_argument(
-        "--temperature",
-        type=number_from(0),
-        default=0.8,
-        metavar="X",
-        help="divides the logits (default 0.8); 0 always takes the likeliest token",
-    )
-    parser.add_argument(
-        "--top_k",
-        type=natural,
-        default=50,
-        metavar="K",
-        help="sample from the K likeliest tokens (default 50); 0 samples from all",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    parser.add_argument(
-        "--window",
-        type=natural,
-        default=0,
-        metavar="T",
-        help="maximum tokens of context, the oldest are dropped; 0, the default, is the run's "
-        "train.seq_len, because the model has not learned later positions; at most its model.max_seq_len",
-    )
+    add("--window", type=natural, default=0, metavar="T", help=window)
     return parser
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--tokenizer` of `find_model_tokenizer`."""
-    parser.add_argument(
-        "--tokenizer",
-        default="auto",
-        metavar="bytes|PATH",
-        help="a tokenizer.json or its folder; auto, the default, is the tokenizer in the folder of the "
-        "weights, or else that of the run's data",
+    tokenizer = (
+        "a tokenizer.json or its folder; auto, the default, is the tokenizer in the folder of the "
+        "weights, or else that of the run's data"
     )
+    parser.add_argument("--tokenizer", default="auto", metavar="bytes|PATH", help=tokenizer)
 
 
 def find_model_tokenizer(folder: Path, data: DataConfig, requested: str) -> Tokenizer:
@@ -126,12 +105,10 @@ def find_model_tokenizer(folder: Path, data: DataConfig, requested: str) -> Toke
     With `requested` auto it is the one that a checkpoint keeps, the tokenizer in that folder, or else that of
     the training data. Raises DataError.
     """
+    if requested == "bytes":
+        return ByteTokenizer()
     if requested != "auto":
-        return (
-            load_tokenizer(requested)
-            if requested == "bytes"
-            else load_tokenizer(requested, data.bos, data.eos)
-        )
+        return load_tokenizer(requested, data.bos, data.eos)
     info = read_origin(folder).tokenizer
     if info and not info.sha256:
         return ByteTokenizer()
@@ -167,7 +144,7 @@ def _shape(job: TrainingJob) -> LlamaConfig:
     if not isinstance(job.model, LlamaConfig):
         raise ConfigError(
             f"the run's model is built by {job.model.factory}, and this tool generates with our Llama only: "
-            "write a model of transformers with tools.convert_hf export, and use its generate()"
+            "write a model of transformers with tools.checkpoint export, and use its generate()"
         )
     return job.model
 

@@ -1,12 +1,9 @@
-"""Reads full tensors from a checkpoint's shards and writes them to files, in one process without process
-group or device."""
+"""Reads full tensors from a checkpoint's shards, in one process without process group or device."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.train.checkpoint.commit import list_checkpoints
@@ -95,14 +92,3 @@ def read_full_tensors(
     tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in saved.items()}
     read_tensors(files, tensors)
     return tensors
-
-
-def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and sync it to disk. Raises OSError and SafetensorError."""
-    file.touch()
-    # the mode of the user's umask: safetensors makes the file readable only by its owner
-    mode = file.stat().st_mode
-    save_file(dict(tensors), file, metadata={"format": "pt"})
-    file.chmod(mode)
-    with open(file, "rb") as written:
-        os.fsync(written.fileno())

@@ -56,21 +56,32 @@ def read_run(folder: Path) -> RunFolder:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder: give a run's folder, such as runs/llama_debug")
     rows, unreadable = read_rows(folder / "metrics.jsonl")
-    plan, problem = _read_plan(folder / "plan.yaml")
+    plan, problem = None, "" if (folder / "plan.yaml").is_file() else "no plan.yaml"
+    if not problem:
+        try:
+            plan = load_plan(folder / "plan.yaml")
+        except (PlanError, YamlError) as error:
+            problem = one_line(error, 300)
     return RunFolder(folder, read_status(folder), rows, read_config(folder), plan, problem, unreadable)
 
 
 def read_rows(path: Path) -> tuple[dict[int, Row], int]:
-    """Return the rows of metrics.jsonl by step and the number of lines that are not rows; lines are read
-    up to MAX_LINE_BYTES. A missing file has no rows. Raises ConfigError if the file cannot be read."""
+    """Return the rows of metrics.jsonl by step and the number of lines that are not rows, such as a partially
+    written one; lines are read up to MAX_LINE_BYTES. A missing file has no rows. Raises ConfigError if the
+    file cannot be read."""
     rows, unreadable = dict[int, Row](), 0
     try:
         with path.open("rb") as file:
             while line := file.readline(MAX_LINE_BYTES):
-                if (row := parse_row(line)) is None:
-                    unreadable += 1
+                try:
+                    row = parse_mapping(line.decode("utf-8"))
+                except ValueError:
+                    row = {}
+                step = row.get("step")
+                if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
+                    rows[step] = row
                 else:
-                    rows[row["step"]] = row
+                    unreadable += 1
     except FileNotFoundError:
         return {}, 0
     except OSError as error:
@@ -162,25 +173,6 @@ def training_s(rows: Mapping[int, Row]) -> dict[int, float]:
     return times
 
 
-def _read_plan(path: Path) -> tuple[Plan | None, str]:
-    if not path.is_file():
-        return None, "no plan.yaml"
-    try:
-        return load_plan(path), ""
-    except (PlanError, YamlError) as error:
-        return None, one_line(error, 300)
-
-
-def parse_row(line: bytes) -> Row | None:
-    """Return the row in a line of metrics.jsonl; None if it is no row, such as a partially written one."""
-    try:
-        row = parse_mapping(line.decode("utf-8"))
-    except ValueError:
-        return None
-    step = row.get("step")
-    return row if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
-
-
 # excluded from rates, as in benchmarks.train: compilation, caches and allocators settle in these steps
 WARM_UP_STEPS = 4
 PREDICTED = ("step_time_s", "peak_memory_gib")  # figures that the planner predicts, as named in a row
@@ -231,31 +223,25 @@ def format_number(value: float | None, form: str) -> str:
 
 
 def figures_of(run: RunFolder) -> Figures:
-    """Summarize a run's rows."""
-    counted = rows_after_warm_up(run.rows)
-    memory = series(run.rows, "peak_memory_gib")
-    predicted = {
-        name: values[max(values)] for name in PREDICTED if (values := series(run.rows, f"predicted_{name}"))
-    }
-    mfu = [value for value in series(counted, "mfu").values() if math.isfinite(value)]
+    """Summarize a run's rows. Rates are of the rows without the first report, which includes compilation, and
+    without the first WARM_UP_STEPS steps; of the last report if none remains."""
+    reported = [step for step, row in run.rows.items() if "step_time_s" in row]
+    counted = [step for step in reported[1:] if step > WARM_UP_STEPS] or reported[-1:]
+    rows = {step: run.rows[step] for step in counted}
+    loss, eval_loss = (next(reversed(series(run.rows, key).values()), None) for key in ("loss", "eval_loss"))
+    predicted = {name: [*series(run.rows, f"predicted_{name}").values()] for name in PREDICTED}
+    memory = series(run.rows, "peak_memory_gib").values()
+    mfu = [value for value in series(rows, "mfu").values() if math.isfinite(value)]
     return Figures(
         step=max(run.steps, default=0),
-        loss=_last(series(run.rows, "loss")),
-        eval_loss=_last(series(run.rows, "eval_loss")),
-        tokens_per_s=_rate(series(counted, "tokens_per_s")),
-        step_time_s=_rate(series(counted, "step_time_s")),
-        peak_memory_gib=max((value for value in memory.values() if math.isfinite(value)), default=None),
+        loss=loss,
+        eval_loss=eval_loss,
+        tokens_per_s=_rate(series(rows, "tokens_per_s")),
+        step_time_s=_rate(series(rows, "step_time_s")),
+        peak_memory_gib=max((value for value in memory if math.isfinite(value)), default=None),
         mfu=statistics.median(mfu) if mfu else None,
-        predicted=predicted,
+        predicted={name: values[-1] for name, values in predicted.items() if values},
     )
-
-
-def rows_after_warm_up(rows: Mapping[int, Row]) -> dict[int, Row]:
-    """Return the rows that count for rates: without the first report, which includes compilation, and
-    without the first WARM_UP_STEPS steps; only the last report if none remains."""
-    reported = [step for step, row in rows.items() if "step_time_s" in row]
-    counted = [step for step in reported[1:] if step > WARM_UP_STEPS] or reported[-1:]
-    return {step: rows[step] for step in counted}
 
 
 def _rate(values: Mapping[int, float]) -> Rate | None:
@@ -266,7 +252,3 @@ def _rate(values: Mapping[int, float]) -> Rate | None:
         statistics.quantiles(finite, n=4, method="inclusive") if len(finite) > 1 else [finite[0]] * 3
     )
     return Rate(middle, low, high, len(finite))
-
-
-def _last(values: Mapping[int, float]) -> float | None:
-    return values[max(values)] if values else None

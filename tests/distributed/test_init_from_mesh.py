@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models.hf import hf_name
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main as convert
 from tests.distributed.counted_reading import run_cases
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import EAGER

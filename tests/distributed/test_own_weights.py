@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.parallel.mesh import build_mesh
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config_parser import config_to_yaml, parse_config

@@ -95,9 +95,9 @@ MAKERS = {
         for path, pattern in {
             "web_tokens": "prepare_data.* web_tokens",
             "code_tokens": "prepare_data.* code_tokens",
-            "start": "convert_hf import",
+            "start": "checkpoint import",
             "runs/mine": "train.main.* runs/mine",
-            "HF_OUT": "convert_hf export",
+            "HF_OUT": "checkpoint export",
             "sweeps/prefetch": "tools.sweep prefetch",
         }.items()
     },

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main as convert
 from tests.support.factories import RUN
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, run

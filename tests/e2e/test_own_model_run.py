@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.model.factory import call_factory, name_factory
@@ -108,7 +108,7 @@ def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(traine
 
 @pytest.mark.sampled(3, day=1)
 def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(trained: Path, tmp_path: Path) -> None:
-    refused = run(1, "export", str(trained), str(tmp_path / "hf"), module="tools.convert_hf")
+    refused = run(1, "export", str(trained), str(tmp_path / "hf"), module="tools.checkpoint")
     assert refused.returncode == 2
     assert "not one of transformers" in refused.stderr
     generated = run(1, f"--run={trained}", module="tools.generate")

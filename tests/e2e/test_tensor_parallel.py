@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.models.llama import Llama, init_weights
-from meshwright.tools.checkpoint import consolidate
+from meshwright.tools.checkpoint.convert import export_plain_names
 from meshwright.train.config_parser import load_config
 from tests.distributed.parity import LOSS, NORM
 from tests.e2e.conftest import SMALL
@@ -56,7 +56,7 @@ def resume_run(processes: int, whole: Path, folder: Path, *arguments: str) -> No
 def weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Consolidated weights of the newest checkpoint of a run."""
     newest = max((folder / "checkpoints").iterdir())
-    return load_file(consolidate(newest, out, force=False))
+    return load_file(export_plain_names(newest, out, force=False, dtype="float32"))
 
 
 @pytest.mark.sampled(3, day=2)
@@ -87,7 +87,7 @@ def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.sampled(6)
-def test_a_split_runs_consolidated_weights_are_whole_and_what_they_were_made_as(data, tmp_path):
+def test_a_split_runs_exported_weights_are_whole_and_what_they_were_made_as(data, tmp_path):
     zero_lr = [
         *SMALL,
         *BATCH,

@@ -107,9 +107,9 @@ tools.checkpoint ls {tmp}/nowhere -> {tmp}/nowhere ... runs/NAME
 tools.checkpoint verify {tmp}/changed -> {tmp}/changed ... rank-00000.safetensors
 tools.checkpoint verify {tmp}/lacks --json -> {tmp}/lacks ... rank-00000.safetensors ... missing
 tools.checkpoint show {tmp}/manifest -> {tmp}/manifest/manifest.json ... another
-tools.checkpoint consolidate {tmp}/good {tmp}/file -> {tmp}/file ... File exists
-tools.convert_hf import {tmp}/hf {own} -> {tmp}/hf/config.json ... model_type=gpt2
-tools.convert_hf export {tmp}/good {tmp}/empty -> {tmp}/empty ... --force
+tools.checkpoint export {tmp}/good {tmp}/file --plain_names -> {tmp}/file ... File exists
+tools.checkpoint import {tmp}/hf {own} -> {tmp}/hf/config.json ... model_type=gpt2
+tools.checkpoint export {tmp}/good {tmp}/empty -> {tmp}/empty ... --force
 tools.prepare_data {tmp}/field.jsonl {tmp}/empty -> {tmp}/empty ... another folder
 tools.prepare_data {tmp}/field.jsonl {own} --workers 0 -> --workers ... 0 ... at least 1
 tools.eval {tmp}/nowhere -> {tmp}/nowhere ... runs/NAME

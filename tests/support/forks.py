@@ -56,9 +56,8 @@ PRELOADED = """
     meshwright.train.main
     meshwright.tools.plan
     meshwright.tools.simulate
-    meshwright.tools.checkpoint
+    meshwright.tools.checkpoint.convert
     meshwright.tools.compare
-    meshwright.tools.convert_hf
     meshwright.tools.eval
     meshwright.tools.generate
     meshwright.tools.sweep

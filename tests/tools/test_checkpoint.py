@@ -1,4 +1,4 @@
-"""tools/checkpoint.py and tools/load_weights.py: what they report about checkpoints, and that full weights
+"""tools/checkpoint/ and tools/load_weights.py: what they report about checkpoints, and that full weights
 are those of the run."""
 
 import dataclasses
@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from meshwright.models.llama import Llama
-from meshwright.tools.checkpoint import compare_checkpoints, main
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main
+from meshwright.tools.checkpoint.contents import compare_checkpoints
 from meshwright.tools.load_weights import find_newest, load_full_weights
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
@@ -50,8 +50,8 @@ def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
     assert seen == {name: tensor.numel() for name, tensor in whole.items()}
 
 
-def test_consolidate_writes_the_models_own_names(run: Path, tmp_path: Path, capsys: Output) -> None:
-    main(["consolidate", str(run), str(tmp_path / "new" / "folder")])
+def test_an_export_with_plain_names_has_the_models_own(run: Path, tmp_path: Path, capsys: Output) -> None:
+    main(["export", str(run), str(tmp_path / "new" / "folder"), "--plain_names"])
     target = tmp_path / "new" / "folder" / "model.safetensors"
     assert str(target) in capsys.readouterr().out
     weights = load_file(target)
@@ -65,17 +65,19 @@ def test_consolidate_writes_the_models_own_names(run: Path, tmp_path: Path, caps
     assert target.stat().st_mode & 0o777 == (run / "config.yaml").stat().st_mode & 0o777
 
 
-def test_consolidate_overwrites_only_by_force(tied_run: Path, tmp_path: Path) -> None:
+def test_a_file_is_overwritten_only_by_force(tied_run: Path, tmp_path: Path) -> None:
     target = tmp_path / "one.safetensors"
     target.write_text("precious")
     with pytest.raises(CheckpointError, match=r"one\.safetensors exists: .* --force"):
-        main(["consolidate", str(tied_run), str(target)])
+        main(["export", str(tied_run), str(target)])
     assert target.read_text() == "precious"
-    main(["consolidate", str(tied_run), str(target), "--force"])
+    main(["export", str(tied_run), str(target), "--force"])
     assert "tok_embeddings.weight" in load_file(target)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write"):
-        main(["consolidate", str(tied_run), str(tmp_path / "file" / "out")])
+        main(["export", str(tied_run), str(tmp_path / "file" / "out.safetensors")])
+    with pytest.raises(CheckpointError, match="omit --shard_gb"):
+        main(["export", str(tied_run), str(target), "--force", "--shard_gb=1"])
 
 
 def test_a_checkpoint_can_be_named_directly(tied_run: Path) -> None:
@@ -151,7 +153,7 @@ def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=message):
         load_full_weights(copy)
     with pytest.raises(CheckpointError, match=message):
-        convert(["export", str(copy), str(tmp_path / "hf")])
+        main(["export", str(copy), str(tmp_path / "hf")])
 
 
 def test_verify_says_what_it_has_read(sharded_run: Path, capsys: Output) -> None:
@@ -197,7 +199,7 @@ def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, t
     copy = save_alone(find_newest(sharded_run), tmp_path / "alone")
     assert [path.name for path in copy.glob("*.safetensors")] == ["rank-00000.safetensors"]
     differences = compare_checkpoints(find_newest(sharded_run), copy)
-    assert (differences.same, differences.tensors, differences.compared > 20) == (True, (), True)
+    assert (differences["same"], differences["tensors"], differences["compared"] > 20) == (True, [], True)
 
 
 def save_alone(checkpoint: Path, folder: Path) -> Path:

@@ -198,9 +198,3 @@ def test_what_cannot_be_evaluated_is_said(
     assert (data.source, data.text_field, data.bos, data.eos) == (str(records), "body", "<s>", "</s>")
     with pytest.raises(DataError, match=r"model\.vocab_size=265 is smaller than the \d+ ids"):
         check_data(data, 265)
-
-
-def test_a_mistake_is_one_line(tied_run: Path, tmp_path: Path) -> None:
-    done = launch(1, str(tied_run), f"--data={tmp_path / 'gone'}", module="tools.eval")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("DataError: data.source=")

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,25 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 SHOWN = 40  # differences listed per config and per plan
+FIGURES = (  # label, name and format
+    ("last step", "step", ",.0f"),
+    ("loss", "loss", ".4f"),
+    ("eval loss", "eval_loss", ".4f"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+    ("step time, s", "step_time_s", ".4g"),
+    ("peak memory, GiB", "peak_memory_gib", ".2f"),
+    ("MFU", "mfu", ".1%"),
+)
 
 
 def as_text(comparison: RunComparison) -> str:
     """Return a comparison as text: the verdict first, then the evidence."""
     a, b = comparison.a, comparison.b
     lines = [comparison.verdict, f"  first:  {a.folder}", f"  second: {b.folder}", ""]
-    lines += [format_table(("", "first", "second", "second / first"), _side_by_side(*comparison.figures)), ""]
+    lines += [
+        format_table(("", "first", "second", "second / first"), [*_side_by_side(*comparison.figures)]),
+        "",
+    ]
     lines += [f"data: {comparison.data}", *(_describe_curve(curve) for curve in comparison.curves)]
     for title, differences in (("config", comparison.config), ("plan", comparison.plan)):
         lines.append(f"{title}:" if differences else f"{title}: no difference")
@@ -124,29 +136,15 @@ def _describe_curve(curve: CurveDifference) -> str:
     )
 
 
-def _side_by_side(a: Figures, b: Figures) -> list[tuple[str, str, str, str]]:
-    rows = [
-        ("last step", a.step, b.step, ",.0f"),
-        ("loss", a.loss, b.loss, ".4f"),
-        ("eval loss", a.eval_loss, b.eval_loss, ".4f"),
-        ("tokens/s", _median(a.tokens_per_s), _median(b.tokens_per_s), ",.0f"),
-        ("step time, s", _median(a.step_time_s), _median(b.step_time_s), ".4g"),
-        ("peak memory, GiB", a.peak_memory_gib, b.peak_memory_gib, ".2f"),
-        ("MFU", a.mfu, b.mfu, ".1%"),
-    ]
-    return [
-        (label, format_number(first, form), format_number(second, form), _ratio(first, second))
-        for label, first, second, form in rows
-        if first is not None or second is not None
-    ]
-
-
-def _ratio(a: float | None, b: float | None) -> str:
-    return f"{b / a:.3f}" if a and b is not None and math.isfinite(b / a) else ""
-
-
-def _median(rate: Rate | None) -> float | None:
-    return None if rate is None else rate.median
+def _side_by_side(a: Figures, b: Figures) -> Iterator[tuple[str, str, str, str]]:
+    for label, name, form in FIGURES:
+        first, second = (
+            value.median if isinstance(value := getattr(figures, name), Rate) else value for figures in (a, b)
+        )
+        if first is not None or second is not None:
+            ratio = second / first if first and second is not None else math.nan
+            shown = f"{ratio:.3f}" if math.isfinite(ratio) else ""
+            yield label, format_number(first, form), format_number(second, form), shown
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 whether they are the same training."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, describe_changes, figures_of, series
@@ -58,9 +58,20 @@ def custom_band(rtol: float, atol: float) -> ToleranceBand:
 
 def bands_for(a: RunFolder, b: RunFolder) -> tuple[ToleranceBand, ...]:
     """Return the bands from the narrowest to the widest that can explain a difference between two runs:
-    bfloat16's only if one of them computes, stores or reduces below float32."""
-    low_precision = _uses_low_precision(a) or _uses_low_precision(b)
+    bfloat16's only if one of them uses, or with auto may use, a dtype below float32."""
+    low_precision = any(dtype in (*REDUCED, "auto") for dtype in [*_dtypes(a), *_dtypes(b)])
     return (BITWISE, FLOAT32, BFLOAT16) if low_precision else (BITWISE, FLOAT32)
+
+
+def _dtypes(run: RunFolder) -> list[Any]:
+    """Return the dtypes in which a run computes, reduces and stores, by its plan or else its config."""
+    keys = ("optim.state_dtype", "parallel.param_dtype", "parallel.reduce_dtype", "parallel.storage_dtype")
+    configured = [run.config.get(key, "") for key in keys]
+    if run.plan is None:
+        return configured
+    of_units = [dtype for unit in run.plan.units for dtype in (unit.param_dtype, unit.reduce_dtype)]
+    float8 = ["float8"] if run.plan.float8.linears else []
+    return [configured[0], *of_units, run.plan.storage_dtype, *float8]
 
 
 def distance(a: float, b: float) -> float:
@@ -68,18 +79,6 @@ def distance(a: float, b: float) -> float:
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b)
     return math.inf if math.isfinite(a) or math.isfinite(b) else 0.0
-
-
-def _uses_low_precision(run: RunFolder) -> bool:
-    """Whether the run uses, or with auto may use, a dtype below float32, by its plan or else its config."""
-    if run.plan is not None:
-        dtypes = {dtype for unit in run.plan.units for dtype in (unit.param_dtype, unit.reduce_dtype)}
-        dtypes_in_use = [*dtypes, run.plan.storage_dtype, "float8" if run.plan.float8.linears else ""]
-    else:
-        keys = ("parallel.param_dtype", "parallel.reduce_dtype", "parallel.storage_dtype")
-        dtypes_in_use = [run.config.get(key, "") for key in keys]
-    dtypes_in_use.append(run.config.get("optim.state_dtype", ""))
-    return any(dtype in REDUCED or dtype == "auto" for dtype in dtypes_in_use)
 
 
 @dataclass(frozen=True)
@@ -146,68 +145,67 @@ def compare_runs(
 
     Raises ConfigError if no step or no curve is in both.
     """
-    steps = tuple(step for step in a.steps if step in set(b.steps) and (until is None or step <= until))
+    last = math.inf if until is None else until
+    steps = tuple(step for step in a.steps if step in set(b.steps) and step <= last)
     if not steps:
         raise ConfigError(
             f"no common step: {a.folder} reports {_describe_steps(a)}, {b.folder} reports "
             f"{_describe_steps(b)}: compare runs that have logged the same steps (metrics.every)"
         )
+    pairs, missing = _common_points(a, b, last)
     bands = tuple(bands or bands_for(a, b))
-    other_data, data = _compare_data(a, b, steps)
-    reported = {key: [_until(until, series(run.rows, key)) for run in (a, b)] for key in CURVES}
-    pairs = {
-        key: [(step, first[step], second[step]) for step in first if step in second]
-        for key, (first, second) in reported.items()
-        if first.keys() & second.keys()
-    }
-    if not pairs:
-        raise ConfigError(
-            f"no common curve: {a.folder} and {b.folder} have no step at which both have a number for "
-            f"{', '.join(CURVES)}: compare runs that report one of them"
-        )
-    missing = _missing((a.folder, b.folder), reported, pairs)
     curves = tuple(_difference(key, points, bands[-1].tolerances[key]) for key, points in pairs.items())
     values = [(key, x, y) for key, points in pairs.items() for _, x, y in points]
-    contains = (all(band.tolerances[key].allows(x, y) for key, x, y in values) for band in bands)
-    band = next((band for band, all_values in zip(bands, contains, strict=True) if all_values), None)
-    same = band is not None and other_data is None
-    verdict = _verdict(band, bands[-1], curves, other_data, len(steps), missing)
+    contain = (band for band in bands if all(band.tolerances[key].allows(x, y) for key, x, y in values))
+    band = next(contain, None)
+    other_data, data = _compare_data(a, b, steps)
+    if other_data is not None:
+        band, verdict = None, f"different: the runs read different data at step {other_data}, or earlier"
+    elif band is not None:
+        verdict = _sameness(band, curves, len(steps), missing)
+    else:
+        verdict = _difference_verdict(bands[-1], curves)
     omitted = (f"{key} is not compared: {reason}" for key, reason in missing.items())
-    notes = (*_agreement_notes(curves, steps), *omitted, *_notes(a), *_notes(b), *_unshared(a, b, steps))
     return RunComparison(
         a,
         b,
         verdict,
-        same,
-        band if same else None,
+        band is not None,
+        band,
         bands,
         steps,
         curves,
         missing,
         data,
         other_data,
-        (figures_of(a), figures_of(b)),
-        tuple(describe_changes(changed_keys(a.config, b.config))),
-        _plan_differences(a, b),
-        notes,
+        figures=(figures_of(a), figures_of(b)),
+        config=tuple(describe_changes(changed_keys(a.config, b.config))),
+        plan=_plan_differences(a, b),
+        notes=(*_agreement_notes(curves, steps), *omitted, *_notes(a, b, len(steps))),
     )
 
 
-def _until(last: int | None, curve: Mapping[int, float]) -> dict[int, float]:
-    """Return the curve up to step `last`, if there is one."""
-    return {step: value for step, value in curve.items() if last is None or step <= last}
-
-
-def _missing(
-    folders: Sequence[Path], reported: Mapping[str, Sequence[Mapping[int, float]]], compared: Iterable[str]
-) -> dict[str, str]:
-    """Return the curves that were not compared although a run reports them, with the reason."""
-    reasons = dict[str, str]()
-    for key, curves in reported.items():
-        has = [folder for folder, curve in zip(folders, curves, strict=True) if curve]
-        if has and key not in compared:
-            reasons[key] = f"only {has[0]} reports it" if len(has) == 1 else "no common step has it"
-    return reasons
+def _common_points(
+    a: RunFolder, b: RunFolder, last: float
+) -> tuple[dict[str, list[tuple[int, float, float]]], dict[str, str]]:
+    """Return the curves of both runs up to step `last`, as steps with both values; and why other curves that
+    a run reports cannot be compared. Raises ConfigError if no curve is in both."""
+    pairs, missing = dict[str, list[tuple[int, float, float]]](), dict[str, str]()
+    for key in CURVES:
+        first, second = (
+            {step: value for step, value in series(run.rows, key).items() if step <= last} for run in (a, b)
+        )
+        if common := [(step, first[step], second[step]) for step in first if step in second]:
+            pairs[key] = common
+        elif first or second:
+            only = f"only {(a if first else b).folder} reports it"
+            missing[key] = "no common step has it" if first and second else only
+    if not pairs:
+        raise ConfigError(
+            f"no common curve: {a.folder} and {b.folder} have no step at which both have a number for "
+            f"{', '.join(CURVES)}: compare runs that report one of them"
+        )
+    return pairs, missing
 
 
 def _difference(key: str, pairs: Sequence[tuple[int, float, float]], tolerance: Tolerance) -> CurveDifference:
@@ -231,28 +229,25 @@ def _compare_data(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> tuple[int
     )
 
 
-def _verdict(
-    band: ToleranceBand | None,
-    widest: ToleranceBand,
-    curves: Sequence[CurveDifference],
-    other_data: int | None,
-    steps: int,
-    missing: Mapping[str, str],
+def _sameness(
+    band: ToleranceBand, curves: Sequence[CurveDifference], steps: int, missing: Mapping[str, str]
 ) -> str:
-    if other_data is not None:
-        return f"different: the runs read different data at step {other_data}, or earlier"
-    if band is not None:
-        most = ", ".join(f"{curve.key} {curve.largest[1]:.2g}" for curve in curves if curve.largest[1] > 0)
-        differences = f"; largest difference: {most}" if most else ""
-        known = f" in {' and '.join(curve.key for curve in curves)}" if missing else ""
-        omitted = "".join(f"; {key} is not compared" for key in missing)
-        return f"the same training {band.name}{known}, at {steps} steps{differences}{omitted}"
+    """Return the verdict on runs of which the band contains all curves."""
+    most = ", ".join(f"{curve.key} {curve.largest[1]:.2g}" for curve in curves if curve.largest[1] > 0)
+    differences = f"; largest difference: {most}" if most else ""
+    known = f" in {' and '.join(curve.key for curve in curves)}" if missing else ""
+    omitted = "".join(f"; {key} is not compared" for key in missing)
+    return f"the same training {band.name}{known}, at {steps} steps{differences}{omitted}"
+
+
+def _difference_verdict(widest: ToleranceBand, curves: Sequence[CurveDifference]) -> str:
     worst = min((curve for curve in curves if curve.beyond is not None), key=lambda curve: curve.beyond or 0)
     step, size = worst.largest
+    atol, rtol = worst.tolerance.atol, worst.tolerance.rtol  # as "0.01 + 1e-05 of its size"
+    allowed = [f"{atol:g}"] * bool(atol or not rtol) + [f"{rtol:.2g} of its size"] * bool(rtol)
     largest = f"largest difference at step {step}: {size:.3g}"
     return (
-        f"different: at step {worst.beyond} {worst.key} is not {widest.name} "
-        f"({_describe_tolerance(worst.tolerance)}); "
+        f"different: at step {worst.beyond} {worst.key} is not {widest.name} ({' + '.join(allowed)}); "
         f"{largest if math.isfinite(size) else f'at step {step} only one value is finite'}"
     )
 
@@ -273,43 +268,32 @@ def _agreement_notes(curves: Sequence[CurveDifference], steps: Sequence[int]) ->
     ]
 
 
-def _describe_tolerance(tolerance: Tolerance) -> str:
-    """Describe a tolerance, such as "0.01 + 1e-05 of its size"."""
-    parts = [f"{tolerance.atol:g}"] if tolerance.atol or not tolerance.rtol else []
-    parts += [f"{tolerance.rtol:.2g} of its size"] if tolerance.rtol else []
-    return " + ".join(parts)
-
-
 def _plan_differences(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
     if a.plan is not None and b.plan is not None:
         return tuple(map(describe_difference, diff_plans(a.plan, b.plan)))
     return tuple(f"{run.folder}: {run.plan_problem}" for run in (a, b) if run.plan is None)
 
 
-def _notes(run: RunFolder) -> list[str]:
-    """Describe a run's irregularities: not finished, resumed, unreadable lines, losses not finite."""
-    notes, name = list[str](), run.folder
-    if run.status is None:
-        notes.append(f"{name} has no status.json")
-    elif run.status.state != "finished":
-        reason = f" ({run.status.reason})" if run.status.reason else ""
-        notes.append(f"{name} is {run.status.state} at step {run.status.step}{reason}")
-    if run.status is not None and run.status.resumed_from is not None:
-        notes.append(f"{name} resumed from the checkpoint of step {run.status.resumed_from}")
-    if run.unreadable:
-        notes.append(f"{name}/metrics.jsonl has {run.unreadable} lines that are not rows; they are ignored")
-    if bad := [step for step, loss in series(run.rows, "loss").items() if not math.isfinite(loss)]:
-        notes.append(f"{name} has a loss that is not finite at {len(bad)} steps, first at step {bad[0]}")
-    return notes
-
-
-def _unshared(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> list[str]:
-    """Describe the steps that only one run reports; they are not compared."""
-    return [
-        f"{run.folder} has {count} reported steps that are not compared (it has {_describe_steps(run)})"
-        for run in (a, b)
-        if (count := len(run.steps) - len(steps))
-    ]
+def _notes(a: RunFolder, b: RunFolder, common: int) -> Iterator[str]:
+    """Describe the runs' irregularities: not finished, resumed, unreadable lines, losses not finite; then the
+    steps that only one run reports, which are not compared."""
+    for run in (a, b):
+        name, status = run.folder, run.status
+        if status is None:
+            yield f"{name} has no status.json"
+        elif status.state != "finished":
+            reason = f" ({status.reason})" if status.reason else ""
+            yield f"{name} is {status.state} at step {status.step}{reason}"
+        if status is not None and status.resumed_from is not None:
+            yield f"{name} resumed from the checkpoint of step {status.resumed_from}"
+        if run.unreadable:
+            yield f"{name}/metrics.jsonl has {run.unreadable} lines that are not rows; they are ignored"
+        if bad := [step for step, loss in series(run.rows, "loss").items() if not math.isfinite(loss)]:
+            yield f"{name} has a loss that is not finite at {len(bad)} steps, first at step {bad[0]}"
+    for run in (a, b):
+        if count := len(run.steps) - common:
+            steps = f"it has {_describe_steps(run)}"
+            yield f"{run.folder} has {count} reported steps that are not compared ({steps})"
 
 
 def _describe_steps(run: RunFolder) -> str:

@@ -75,28 +75,22 @@ def _draw_differences(axes: "Axes", key: str, comparisons: Sequence[RunCompariso
     from matplotlib.ticker import FuncFormatter
 
     title = f"{key}: difference from the first"
-    differences = [_distances(comparison, key) for comparison in comparisons]
+    first = series(comparisons[0].a.rows, key)
+    others = (series(comparison.b.rows, key) for comparison in comparisons)
+    differences = [
+        {step: distance(first[step], other[step]) for step in first if step in other} for other in others
+    ]
     sizes = [size for values in differences for size in values.values() if 0 < size < math.inf]
     if not sizes:
-        has_values = any(values for values in differences)
-        return draw_note(
-            axes, title, "no difference at any common step" if has_values else "no common step has it"
-        )
+        note = "no difference at any common step" if any(differences) else "no common step has it"
+        return draw_note(axes, title, note)
     style_axes(axes, title, "step")
     add_curves(axes, [Curve([*values.items()], style_of(n + 1)) for n, values in enumerate(differences)])
-    widest = max(_widest(comparison, key) for comparison in comparisons)
+    finite = [value for value in first.values() if math.isfinite(value)] or [0.0]
+    tolerances = [comparison.bands[-1].tolerances[key] for comparison in comparisons]
+    widest = max(tolerance.width(value) for tolerance in tolerances for value in finite)
     axes.axhspan(0, widest, color=SHADE, zorder=0.4)
     axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(sizes))))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}" if value else "0"))
     axes.set_ylim(0, 2 * max(*sizes, widest))
     return None
-
-
-def _distances(comparison: RunComparison, key: str) -> dict[int, float]:
-    first, second = series(comparison.a.rows, key), series(comparison.b.rows, key)
-    return {step: distance(first[step], second[step]) for step in first if step in second}
-
-
-def _widest(comparison: RunComparison, key: str) -> float:
-    values = [value for value in series(comparison.a.rows, key).values() if math.isfinite(value)]
-    return max((comparison.bands[-1].tolerances[key].width(value) for value in values), default=0.0)

@@ -128,7 +128,7 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
-    way_out = f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml for --config"
+    way_out = f"`python -m tools.checkpoint import {folder.path} OUT` writes a config.yaml for --config"
     changes = config_changes(folder.config, model, "model")
     grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
     padded = check_folder(folder, model, grown)

@@ -20,7 +20,7 @@ BROKEN = (
         '"layers.{}.feed_forward.w1": "model.layers.{}.mlp.up_proj",\n'
         '    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",\n'
         '    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.gate_proj",',
-        tests=("tests/models/test_hf.py", "tests/tools/test_convert_hf.py"),
+        tests=("tests/models/test_hf.py", "tests/tools/test_checkpoint_convert.py"),
     ),
     Fault(
         "tied-weight-counted-twice",
@@ -226,13 +226,13 @@ BROKEN = (
         "files of an export are larger than requested",
         "sum(sizes[other] for other in files[-1]) + size > limit_bytes",
         "sum(sizes[other] for other in files[-1]) > limit_bytes",
-        tests=("tests/tools/test_convert_hf.py",),
+        tests=("tests/tools/test_checkpoint_convert.py",),
     ),
     Fault(
         "float16-overflows",
         "an export to float16 writes infinities",
         "if dtype == torch.float16 and bool(",
         "if False and bool(",
-        tests=("tests/tools/test_convert_hf.py",),
+        tests=("tests/tools/test_checkpoint_convert.py",),
     ),
 )

@@ -23,7 +23,7 @@ MENDED = (
         "the config of an imported model leaves checkpoint.every at its default, which saves only at the end",
         'sections["checkpoint"] = {"every": SAVE_EVERY}',
         "pass",
-        tests=("tests/tools/test_convert_hf.py",),
+        tests=("tests/tools/test_checkpoint_convert.py",),
     ),
     # Plans
     Fault(
@@ -236,7 +236,7 @@ MENDED = (
     Fault(
         "compare-silent",
         "two runs are called the same though one lacks a curve",
-        "if has and key not in compared:",
+        "elif first or second:",
         "if False:",
         tests=("tests/tools/test_compare.py",),
     ),

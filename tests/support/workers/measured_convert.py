@@ -1,4 +1,4 @@
-"""`run(1, ..., module="tests.support.workers.measured_convert")`: tools.convert_hf with the growth of its
+"""`run(1, ..., module="tests.support.workers.measured_convert")`: tools.checkpoint with the growth of its
 process in bytes."""
 
 import re
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-import meshwright.tools.convert_hf as tool
+import meshwright.tools.checkpoint.convert as tool
 from meshwright.models.llama import LlamaConfig
+from meshwright.tools.checkpoint.__main__ import main
 
 save = tool.write_weights
 highest_bytes = 0
@@ -34,5 +35,5 @@ if __name__ == "__main__":
     tool.write_weights = save_and_look
     tool.weight_shapes(LlamaConfig())  # do late imports now, so that they are not counted
     before_bytes = anonymous_bytes()
-    tool.main(sys.argv[1:])
+    main(sys.argv[1:])
     print("grew", highest_bytes - before_bytes)

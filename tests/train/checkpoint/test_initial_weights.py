@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.models.hf import config_from_hf
 from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope_scaling import RopeScaling
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.train.checkpoint.changes import refuse_other_model
 from meshwright.train.checkpoint.huggingface import INDEX, open_folder
 from meshwright.train.checkpoint.initial_weights import describe_start, find_weights

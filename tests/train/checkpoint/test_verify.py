@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.tools.checkpoint import main as checkpoint_tool
-from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.checkpoint.__main__ import main as checkpoint_tool
 from meshwright.train.checkpoint import initial_weights, reader
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
@@ -158,8 +157,8 @@ def ways_in(run: Sharded, bad: Path, out: Path) -> Ways:
         "resume named": lambda: resume(str(bad)),
         "resume auto": lambda: resume("auto"),
         "init_from": init_from,
-        "export": lambda: convert(["export", str(bad), str(out / "hf")]),
-        "consolidate": lambda: checkpoint_tool(["consolidate", str(bad), str(out / "whole.safetensors")]),
+        "export": lambda: checkpoint_tool(["export", str(bad), str(out / "hf")]),
+        "export plain": lambda: checkpoint_tool(["export", str(bad), str(out / "whole.safetensors")]),
         "diff": lambda: checkpoint_tool(["diff", str(bad), str(bad)]),
         "tool verify": lambda: checkpoint_tool(["verify", str(bad)]),
         "tool verify of the run": lambda: checkpoint_tool(["verify", str(bad.parent.parent)]),

@@ -1,4 +1,4 @@
-"""tools/convert_hf.py: import and export are bitwise the same, transformers loads the export, and no partial
+"""tools.checkpoint: import and export are bitwise the same, transformers loads the export, and no partial
 folder is left."""
 
 import dataclasses
@@ -19,8 +19,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from meshwright.models.hf import config_from_hf
-from meshwright.tools.checkpoint import consolidate
-from meshwright.tools.convert_hf import main, write_files
+from meshwright.tools.checkpoint.__main__ import main
+from meshwright.tools.checkpoint.convert import write_files
 from meshwright.tools.generate import load_model
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
 from meshwright.train.checkpoint.huggingface import Origin, beside_weights, make_export
@@ -123,7 +123,8 @@ def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path)
     assert config.train.seq_len == config.model.max_seq_len  # 96, less than the default
     assert config.checkpoint.every > 0, "its config saves on the way, although the default is only at the end"
     weights = load_full_weights(out)
-    whole = consolidate(out, tmp_path / "whole.safetensors", force=False)
+    whole = tmp_path / "whole.safetensors"
+    main(["export", str(out), str(whole)])
     check_same(load_file(whole), weights)
     assert len(list((out).glob(".*"))) == len(list(tmp_path.glob(".*"))) == 0
 
@@ -155,7 +156,7 @@ def test_another_dtype_is_the_rounded_weights(hf_dir: Path, tmp_path: Path) -> N
 
 
 def test_a_value_too_large_for_float16_is_refused(hf_dir: Path, tmp_path: Path) -> None:
-    changed = copy_of(hf_dir, tmp_path / "hf")
+    changed = shutil.copytree(hf_dir, tmp_path / "hf")
     tensors = read_all(changed)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
@@ -168,7 +169,7 @@ def test_a_value_too_large_for_float16_is_refused(hf_dir: Path, tmp_path: Path) 
 
 
 def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> None:
-    source = copy_of(hf_dir, tmp_path / "hf")
+    source = shutil.copytree(hf_dir, tmp_path / "hf")
     (source / "generation_config.json").unlink()
     (source / "tokenizer.json").write_text('{"a": 1}')
     (source / "tokenizer_config.json").write_text('{"b": 2}')
@@ -185,7 +186,7 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (5, [6, 7], None)
     # a run trained from it has these files only in the folder of its data.tokenizer
-    trained = copy_of(tmp_path / "ours", tmp_path / "trained")
+    trained = shutil.copytree(tmp_path / "ours", tmp_path / "trained")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (trained / name).unlink()
     commit_again(trained)
@@ -267,7 +268,8 @@ def test_files_are_as_few_as_the_limit_allows_and_written_one_after_another(tmp_
         written.append(len(list(tmp_path.iterdir())))
         return torch.full((sizes[name] // 4,), float(ord(name)))
 
-    places = write_files(tmp_path, sizes, read, 800)
+    write_files(tmp_path, sizes, read, 800)
+    places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     files = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 3, "f": 4}
     assert places == {name: f"model-0000{number}-of-00004.safetensors" for name, number in files.items()}
     assert written == [0, 0, 1, 2, 2, 3], "a file is written before the next one's tensors are read"
@@ -302,11 +304,6 @@ def commit_again(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(
         manifest_to_text(dataclasses.replace(read_manifest(checkpoint), files=files))
     )
-
-
-def copy_of(folder: Path, target: Path) -> Path:
-    shutil.copytree(folder, target)
-    return target
 
 
 def test_what_is_there_is_kept_unless_forced(hf_dir: Path, tmp_path: Path) -> None:
@@ -358,18 +355,18 @@ def test_a_full_disk_leaves_nothing_behind(hf_dir: Path, tmp_path: Path) -> None
 
 
 def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
-    done = tool("convert_hf", "import", str(hf_dir), str(tmp_path / "ours"), "--json")
+    done = tool("checkpoint", "import", str(hf_dir), str(tmp_path / "ours"), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     written = json.loads(done.stdout)
     assert written["parameters"] == sum(tensor.numel() for tensor in read_all(hf_dir).values())
     assert (written["dtype"], written["files"]) == ("float32", 1)
-    done = tool("convert_hf", "export", str(tmp_path / "ours"), str(tmp_path / "back"))
+    done = tool("checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "back"))
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{written['parameters']:,} parameters, float32" in done.stdout
     wrong = json.loads((hf_dir / "config.json").read_text()) | {"model_type": "qwen2", "attention_bias": True}
-    other = copy_of(hf_dir, tmp_path / "qwen")
+    other = shutil.copytree(hf_dir, tmp_path / "qwen")
     (other / "config.json").write_text(json.dumps(wrong))
-    done = tool("convert_hf", "import", str(other), str(tmp_path / "no"))
+    done = tool("checkpoint", "import", str(other), str(tmp_path / "no"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "model_type=qwen2 (only llama); attention_bias=True" in done.stderr
 
@@ -377,7 +374,7 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_is_refused_before_a_block_is_built(hf_dir: Path, tmp_path: Path) -> None:
     """A billion blocks would take hours."""
     ours = config_from_hf(json.loads((hf_dir / "config.json").read_text()))
-    source = copy_of(hf_dir, tmp_path / "hf")
+    source = shutil.copytree(hf_dir, tmp_path / "hf")
     for key, value, message in (
         ("num_hidden_layers", "10000000", "num_hidden_layers=10,000,000, but the files contain 21 tensors"),
         (
@@ -399,8 +396,8 @@ def test_a_config_that_cannot_be_is_refused_before_a_block_is_built(hf_dir: Path
 
 def test_a_name_that_no_folder_can_have_is_refused(hf_dir: Path) -> None:
     for source, out, message in (
-        ("~nosuchuser/x", "out", "SOURCE='~nosuchuser/x' is no usable path"),
-        ("", "out", "SOURCE is empty"),
+        ("~nosuchuser/x", "out", "HF_DIR='~nosuchuser/x' is no usable path"),
+        ("", "out", "HF_DIR is empty"),
         (str(hf_dir), "o" * 5000, r"OUT='o{80}\.\.\. \(5,000 letters\)' is no usable path .*too long"),
     ):
         with pytest.raises(CheckpointError, match=message):

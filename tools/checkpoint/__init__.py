@@ -1,0 +1,1 @@
+"""`python -m tools.checkpoint`: lists, verifies, shows, compares, imports and exports checkpoints."""

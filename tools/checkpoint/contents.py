@@ -1,0 +1,185 @@
+"""What checkpoints contain: the list of a run's, their bytes verified, tensors and totals, and the
+differences between two, saved on any mesh."""
+
+import difflib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.tools.cli import format_table
+from meshwright.tools.load_weights import checkpoints_folder, read_full_tensors
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
+from meshwright.train.checkpoint.layout import RANDOM
+from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
+from meshwright.train.checkpoint.ownership import describe_training
+from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
+from meshwright.train.checkpoint.verify import raise_damage, unnamed_files, verify_alone
+from meshwright.train.errors import CheckpointError
+
+
+def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """Describe each committed checkpoint, oldest first: step, samples, number of processes that saved it,
+    size in bytes, age in seconds.
+
+    Values from a manifest that cannot be read are None, with the reason under `problem`.
+    """
+    rows = []
+    for path in list_checkpoints(folder):
+        row: dict[str, Any] = {"step": step_of(path), "samples": None, "processes": None}
+        try:
+            position = read_manifest(path).position
+            row |= {"samples": position.samples, "processes": position.world_size}
+        except CheckpointError as error:
+            row["problem"] = str(error)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        age_s = max(0.0, time.time() - path.lstat().st_mtime)  # since the last file was added
+        rows.append({**row, "size_bytes": size, "age_s": age_s, "path": path})
+    return rows
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Hash every byte of a checkpoint, or of all checkpoints of a run; return paths, bytes and seconds.
+    Raises CheckpointError for the first one that is damaged or contains other files, and if there is none."""
+    checkpoints = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
+    if not checkpoints:
+        raise CheckpointError(f"{path} contains no committed checkpoint: name another run or a checkpoint")
+    start_s = time.perf_counter()
+    manifests = [verify_alone(checkpoint) for checkpoint in checkpoints]
+    for checkpoint, manifest in zip(checkpoints, manifests, strict=True):
+        raise_damage(checkpoint, unnamed_files(checkpoint, manifest))
+    size_bytes = sum(file.size_bytes for manifest in manifests for file in manifest.files.values())
+    return {"verified": checkpoints, "size_bytes": size_bytes, "seconds": time.perf_counter() - start_s}
+
+
+def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """Describe a checkpoint from its manifest: position, tensors, totals and versions. Totals are by the
+    first part of a name: model, optim, random; `run` says what a start in its folder does. Raises
+    CheckpointError."""
+    manifest = read_manifest(checkpoint)
+    tensors: list[dict[str, Any]] = []
+    totals: dict[str, dict[str, int]] = {}
+    for name, saved in manifest.tensors.items():
+        tensors.append(
+            {"name": name, "shape": saved.shape, "dtype": saved.dtype, "size_bytes": saved.size_bytes}
+        )
+        total = totals.setdefault(name.split(".")[0], {"tensors": 0, "elements": 0, "size_bytes": 0})
+        total["tensors"] += 1
+        total["elements"] += math.prod(saved.shape)
+        total["size_bytes"] += saved.size_bytes
+    training = describe_training(checkpoint.parent.parent)
+    origin = {"checkpoint": checkpoint, "position": manifest.position, "code": manifest.code, "run": training}
+    return {**origin, "tensors": tensors, "totals": totals}
+
+
+def list_text(path: Path, rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return f"{path}: no committed checkpoint"
+    cells = []
+    for row in rows:
+        saved = ("?" if row[key] is None else str(row[key]) for key in ("step", "samples", "processes"))
+        cells.append((*saved, f"{row['size_bytes'] / GIB:.3f}", _age(row["age_s"]), str(row["path"])))
+    table = format_table(("step", "samples", "processes", "size GiB", "age", "path"), cells)
+    return "\n".join([table, *(row["problem"] for row in rows if "problem" in row)])
+
+
+def verify_text(verified: dict[str, Any]) -> str:
+    rate = verified["size_bytes"] / 1e9 / max(verified["seconds"], 1e-9)
+    lines = [f"{path}: every byte matches the manifest" for path in verified["verified"]]
+    return "\n".join(
+        [*lines, f"{verified['size_bytes'] / GIB:.3f} GiB in {verified['seconds']:.1f} s, {rate:.2f} GB/s"]
+    )
+
+
+def show_text(shown: dict[str, Any]) -> str:
+    tensors = format_table(
+        ("tensor", "shape", "dtype"),
+        [(t["name"], " x ".join(map(str, t["shape"])) or "scalar", t["dtype"]) for t in shown["tensors"]],
+    )
+    totals = format_table(
+        ("total of", "tensors", "elements", "GiB"),
+        [
+            (kind, str(t["tensors"]), f"{t['elements']:,}", f"{t['size_bytes'] / GIB:.3f}")
+            for kind, t in shown["totals"].items()
+        ],
+    )
+    position = shown["position"]
+    saved_by = f"step {position.step}, {position.samples} samples, saved by {position.world_size} processes"
+    return f"{shown['checkpoint']}: {saved_by}\n{shown['run']}\n\n{tensors}\n\n{totals}"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def compare_checkpoints(first: Path, second: Path) -> dict[str, Any]:
+    """Verify and compare two checkpoints, with one pair of tensors in memory at a time. The number of
+    processes and the random state are not compared. Raises CheckpointError.
+
+    Returns `position`: keys with both values; `config`: lines of a unified diff; `tensors` that differ;
+    `compared`: number of tensors compared; and whether all is the `same`.
+    """
+    manifests = [verify_alone(checkpoint) for checkpoint in (first, second)]
+    opened = [(open_checkpoint(*each), each[1]) for each in zip((first, second), manifests, strict=True)]
+    positions = [vars(manifest.position) for manifest in manifests]
+    position = {
+        key: (value, positions[1][key])
+        for key, value in positions[0].items()
+        if value != positions[1][key] and key != "world_size"
+    }
+    config = [
+        *difflib.unified_diff(_config(first), _config(second), "config.yaml", "config.yaml", lineterm="", n=0)
+    ]
+    either = {**manifests[0].tensors, **manifests[1].tensors}
+    names = [name for name in either if not name.startswith(RANDOM)]
+    tensors = [difference for name in names if (difference := _compare(name, opened))]
+    same = not (position or config or tensors)
+    return {
+        "position": position,
+        "config": config,
+        "tensors": tensors,
+        "compared": len(names),
+        "same": same,
+    }
+
+
+def difference_text(differences: dict[str, Any]) -> str:
+    """Format the differences: the position, the config's lines, and the first 40 tensors that differ."""
+    lines = [f"{key}: {value_1} | {value_2}" for key, (value_1, value_2) in differences["position"].items()]
+    lines += [
+        line for line in differences["config"] if line[:1] in "+-" and not line.startswith(("+++", "---"))
+    ]
+    rows = [
+        (t["name"], t["here"], t["there"], "" if t["largest"] is None else f"{t['largest']:.3g}")
+        for t in differences["tensors"]
+    ]
+    if not rows:
+        return "\n".join([*lines, f"all {differences['compared']} tensors are equal"])
+    table = format_table(("tensor", "here", "there", "largest difference"), rows[:40])
+    return "\n".join([*lines, table, f"{len(rows)} of {differences['compared']} tensors differ"])
+
+
+def _compare(name: str, opened: Sequence[tuple[TensorFiles, CheckpointManifest]]) -> dict[str, Any] | None:
+    """Return how a tensor differs: shape and dtype in both, or "missing", and the largest absolute difference
+    of a value if shape and dtype are the same. None if it does not differ."""
+    here, there = (manifest.tensors.get(name) for _, manifest in opened)
+    largest = None
+    if here == there:
+        a, b = (read_full_tensors(files, manifest, [name])[name] for files, manifest in opened)
+        if torch.equal(a, b):
+            return None
+        largest = (a.double() - b.double()).abs().max().item()
+    shown = {"here": str(here or "missing"), "there": str(there or "missing")}
+    return {"name": name, **shown, "largest": largest}
+
+
+def _config(checkpoint: Path) -> list[str]:
+    path = checkpoint / "config.yaml"
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
