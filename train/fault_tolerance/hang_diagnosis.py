@@ -108,7 +108,7 @@ def diagnose(reports: Iterable[RankReport], fired: TimedOut) -> str:
     groups.sort(key=lambda group: (group[0].rank not in blamed, group[0].order, len(group)))
     lines = [f"STUCK: {verdict}", *map(_describe, groups[:MOST_PLACES])]
     if rest := groups[MOST_PLACES:]:
-        lines.append(f"{_ranks([r for group in rest for r in group])}: at {len(rest)} other places")
+        lines.append(f"{_ranks([report for group in rest for report in group])}: at {len(rest)} other places")
     lines += _uneven_collectives(table)
     first = groups[0][0]
     if first.rank in blamed and len(first.path) > 1:
@@ -168,7 +168,8 @@ def _judge(table: Sequence[RankReport]) -> tuple[str, Sequence[RankReport]]:
     all_wait = all(report.waits_in for report in table)
     problem = "desynchronized collectives: " if all_wait else ""
     for rule in rules:
-        odd, others = _split(table, rule)
+        odd = [report for report in table if rule(report)]
+        others = [report for report in table if not rule(report)]
         if odd and others and odd[0].section == "ended":
             subject = _ranks(odd, "has", "have")
             return f"{subject} ended, but the others continue: the ranks disagree on the last step", odd
@@ -183,19 +184,11 @@ def _judge(table: Sequence[RankReport]) -> tuple[str, Sequence[RankReport]]:
 
 def _locate(group: Sequence[RankReport], others: Sequence[RankReport] = ()) -> str:
     """Return where ranks are, and whether they are in another section or step than all the others."""
-    first, orders = group[0], [report.order for report in others] or [group[0].order]
-    lag = "" if min(orders) <= first.order <= max(orders) else f"in {first.when}, "
-    lag = lag and f"{'behind' if first.order < min(orders) else 'ahead'}, {lag}"
+    first, orders = group[0], [report.order for report in others or group]
+    lag = "behind" if first.order < min(orders) else "ahead" if first.order > max(orders) else ""
+    when = f"{lag}, in {first.when}, " if lag else ""
     more = " and elsewhere" if len(_by(group, _place)) > 1 else ""
-    return f"{_ranks(group, 'is', 'are')} {lag}{first.at}{more}"
-
-
-def _split(
-    table: Iterable[RankReport], rule: Callable[[RankReport], bool]
-) -> tuple[list[RankReport], list[RankReport]]:
-    """Return the ranks to which a rule applies, and the others."""
-    groups = {rule(group[0]): group for group in _by(table, rule)}
-    return groups.get(True, []), groups.get(False, [])
+    return f"{_ranks(group, 'is', 'are')} {when}{first.at}{more}"
 
 
 def _by(table: Iterable[RankReport], key: Callable[[RankReport], Any]) -> list[list[RankReport]]:
