@@ -54,7 +54,7 @@ VERSION = "brain.Event:2"  # format version, the first record of every file
 PNG_SIZE = slice(16, 24)  # width and height in a PNG (https://www.w3.org/TR/png-3/#11IHDR)
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(LogFile):
     """A TensorBoard event file that writes each row to disk when it is added.
 
     SummaryWriter is not used: on a full disk its thread dies with a traceback, waiting rows are lost, and
@@ -71,26 +71,22 @@ class TensorBoardWriter:
         start += [_event(summary=summary) for summary in summaries]
         # TensorBoard reads the files in the order of their names
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = LogFile(folder / name, errors, _records(start))
+        super().__init__(folder / name, errors, _records(start))
 
     def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
         """Add the scalars and texts of a step, by tag."""
         # One event for all scalars: one event per scalar, as in SummaryWriter, takes three times as long.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._append(step, Summary(value=values), *_texts(texts))
+        self._add(step, Summary(value=values), *_texts(texts))
 
     def add_image(self, step: int, name: str, png: bytes) -> None:
         """Add an image, given as the bytes of a PNG file."""
         width, height = struct.unpack(">II", png[PNG_SIZE])
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        self._append(step, Summary(value=[Summary.Value(tag=name, image=image)]))
+        self._add(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
-    def close(self) -> None:
-        """Try once more to write the waiting rows."""
-        self._file.close()
-
-    def _append(self, step: int, *summaries: Any) -> None:
-        self._file.append(_records(_event(step=step, summary=summary) for summary in summaries))
+    def _add(self, step: int, *summaries: Any) -> None:
+        self.append(_records(_event(step=step, summary=summary) for summary in summaries))
 
 
 def _spelled(text: str) -> str:
