@@ -11,22 +11,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.train.evaluation import Score
 from meshwright.train.metrics import writer
-from meshwright.train.metrics.collector import GradientNorms, Metrics, Throughput, scores_row
+from meshwright.train.metrics.collector import GradientNorms, Metrics, scores_row
 from meshwright.train.metrics.run_summary import RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
 
 writer.HANGS_S = 240.0  # no disk hangs here, but the machine may be busy
-THROUGHPUT = Throughput(100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=1, peak_flops=None)
 
 
 def make_metrics(norms: GradientNorms | None = None) -> Metrics:
     """What makes the rows of a run on a CPU, without predictions."""
-    return Metrics(THROUGHPUT, torch.device("cpu"), {}, norms)
+    return Metrics(lambda step_time_s: {"tokens_per_s": 100 / step_time_s}, torch.device("cpu"), {}, norms)
 
 
 def open_rows(
     folder: Path,
-    warn: Callable[[str], object] = pytest.fail,
+    warn: Callable[[str], None] = pytest.fail,
     shown: RunSummary | None = None,
     tensorboard: bool = True,
 ) -> MetricsWriter:

@@ -3,8 +3,7 @@ the device has finished the step, which training otherwise avoids."""
 
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,18 +48,28 @@ class GradientNorms:
             self._norms, self.requested = unit_gradient_norms(list(self._units.values())), False
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """The constants that turn a step time into rates. `tokens_per_step`: positions, with those of padding.
+# from the seconds of a step to the rates in a row
+Rates = Callable[[float], dict[str, float]]
 
-    `peak_flops`: peak of one device in FLOP/s; None if unknown, then no MFU is reported.
-    """
 
-    tokens_per_step: int
-    flops_per_token: float
-    flops_per_token_causal: float
-    world_size: int
-    peak_flops: float | None
+def make_rates(job: TrainingJob, plan: Plan, device_name: str) -> Rates:
+    """Return the function for a plan: tokens per second, with those of padding, and the MFU if the peak of
+    the devices, named `device_name`, is known."""
+    from meshwright.parallel.planner.hardware import find_hardware  # late: needed once, by a run that starts
+
+    hardware, dtype = find_hardware(device_name), plan.units[0].param_dtype
+    full, causal = training_flops(job)  # per token
+
+    def rates(step_time_s: float) -> dict[str, float]:
+        tokens_per_s = plan.global_batch_size * job.seq_len / step_time_s
+        per_gpu = tokens_per_s / plan.mesh.world_size
+        row = {"tokens_per_s": tokens_per_s, "tokens_per_s_per_gpu": per_gpu}
+        if hardware:
+            peak_flops = hardware.peak_tflops[dtype] * 1e12
+            row |= {"mfu": per_gpu * full / peak_flops, "mfu_causal": per_gpu * causal / peak_flops}
+        return row
+
+    return rates
 
 
 class Metrics:
@@ -71,19 +80,19 @@ class Metrics:
 
     def __init__(
         self,
-        throughput: Throughput,
+        rates: Rates,
         device: torch.device,
         predicted: Mapping[str, float],
         norms: GradientNorms | None,
     ) -> None:
-        self._throughput, self._device, self._norms = throughput, device, norms
+        self._rates, self._device, self._norms = rates, device, norms
         self._spikes = SpikeDetector()
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._trained = torch.zeros((), dtype=torch.float64, device=device)  # tokens
         self._graphs: int | None = None
         self._predicted = dict(predicted)
-        rates = self._rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
-        self._predicted_row = {f"{PREDICTED}{name}": value for name, value in {**predicted, **rates}.items()}
+        at_rates = rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
+        self._predicted_row = {f"{PREDICTED}{name}": v for name, v in {**predicted, **at_rates}.items()}
         self._reported: list[dict[str, float]] = []  # the measured values of the predicted names, per report
 
     def before_step(self, reported: bool) -> None:
@@ -161,16 +170,6 @@ class Metrics:
         )
         return f"predicted against measured: {', '.join(comparisons)}"
 
-    def _rates(self, step_time_s: float) -> dict[str, float]:
-        t = self._throughput
-        tokens_per_s = t.tokens_per_step / step_time_s
-        per_gpu = tokens_per_s / t.world_size
-        rates = {"tokens_per_s": tokens_per_s, "tokens_per_s_per_gpu": per_gpu}
-        if t.peak_flops is not None:
-            rates["mfu"] = per_gpu * t.flops_per_token / t.peak_flops
-            rates["mfu_causal"] = per_gpu * t.flops_per_token_causal / t.peak_flops
-        return rates
-
 
 def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any]) -> str:
     """Describe a spike in Markdown, with the data position."""
@@ -200,18 +199,3 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
         return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
     resident = peak_resident_bytes() / GIB
     return resident, resident
-
-
-def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughput:
-    """Return the Throughput of a plan on devices named `device_name`."""
-    from meshwright.parallel.planner.hardware import find_hardware  # late: needed once, by a run that starts
-
-    hardware, dtype = find_hardware(device_name), plan.units[0].param_dtype
-    full, causal = training_flops(job)
-    return Throughput(
-        tokens_per_step=plan.global_batch_size * job.seq_len,
-        flops_per_token=full,
-        flops_per_token_causal=causal,
-        world_size=plan.mesh.world_size,
-        peak_flops=hardware.peak_tflops[dtype] * 1e12 if hardware else None,
-    )

@@ -14,7 +14,7 @@ from meshwright.train.console import Console
 from meshwright.train.data.loader import StepData
 from meshwright.train.data.training_data import TrainingData
 from meshwright.train.evaluation import Score
-from meshwright.train.metrics.collector import GradientNorms, Metrics, make_throughput, scores_row
+from meshwright.train.metrics.collector import GradientNorms, Metrics, make_rates, scores_row
 from meshwright.train.metrics.run_summary import describe_run
 from meshwright.train.metrics.writer import MetricsWriter
 from meshwright.train.planning.run_plan import RunPlan
@@ -142,8 +142,8 @@ def build_reporting(
         range(state.position.step + 1, data.total_steps + 1),
     )
     norms = GradientNorms(model, plan, state.optimizer) if config.metrics.gradient_norms else None
-    throughput = make_throughput(config.job, plan, planned.device_name)
-    metrics = Metrics(throughput, planned.device, planned.predicted, norms)
+    rates = make_rates(config.job, plan, planned.device_name)
+    metrics = Metrics(rates, planned.device, planned.predicted, norms)
     rows = kernels = None
     if dist.get_rank() == 0:
         shown = describe_run(config, planned, data.corpus.description, steps)
