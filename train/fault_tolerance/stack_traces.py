@@ -103,10 +103,9 @@ def _is_ours(call: FrameSummary) -> bool:
 def _show(call: FrameSummary) -> str:
     """Return "file:line function", with the path in the package, the checkout or the folder that contains
     torch; otherwise with the last two parts of the path."""
-    path = Path(call.filename)
-    ours = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
-    base = ours if _is_ours(call) else TORCH.parent
-    shown = path.relative_to(base) if path.is_relative_to(base) else Path(*path.parts[-2:])
+    path, folders = Path(call.filename), (PACKAGE, ROOT) if _is_ours(call) else (TORCH.parent,)
+    inside = (path.relative_to(folder) for folder in folders if path.is_relative_to(folder))
+    shown = next(inside, Path(*path.parts[-2:]))
     return f"{shown}:{call.lineno} {call.name}"
 
 
