@@ -2,7 +2,6 @@
 dies, for any reason."""
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count
 from meshwright.train.console import Console
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all, start_ticks
 from meshwright.train.errors import ConfigError, LockError
-from meshwright.train.files import make_lock, read_note, write_atomically
+from meshwright.train.files import NO_LOCKS, make_lock, read_note, write_atomically
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -29,12 +28,14 @@ NOTE = ".lock.json"  # next to .lock, which filelock truncates on acquire (3.31 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock. since: the date as text; launch: RankInfo.launch."""
+    """The process that holds a lock. since: the date as text; started: clock ticks from the machine's boot to
+    the process's start, 0 where the system does not provide it (not on Linux)."""
 
     host: str
     pid: Count
     since: str
-    launch: str = ""
+    started: int
+    launch: str = ""  # RankInfo.launch
 
     def __str__(self) -> str:
         return one_line(f"process {self.pid} on host {self.host}, since {self.since}", 200)
@@ -44,18 +45,19 @@ class Lock:
     """A folder's lock, as lock_folder returns it. warning: a message if the previous run did not release the
     lock, or if the folder supports no lock; otherwise ""."""
 
-    def __init__(self, folder: Path, lock: "FileLock", warning: str) -> None:
-        self._folder, self._lock, self.warning, self._held = folder, lock, warning, True
+    def __init__(self, folder: Path, lock: "FileLock | None", warning: str = "") -> None:
+        self._folder, self._lock, self.warning = folder, lock, warning
 
     def release(self) -> None:
         """Remove the note and release the lock. `.lock` stays, because others may have it open."""
         self.forget()
-        self._held = False
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def forget(self) -> None:
         """Remove the note, whose absence marks a clean end."""
-        if self._held:
+        if self._lock is not None:
             with contextlib.suppress(OSError):
                 (self._folder / NOTE).unlink(missing_ok=True)
 
@@ -69,23 +71,45 @@ def lock_folder(folder: Path, wait_s: float = 0.0, launch: str = "") -> Lock:
     """
     from filelock import Timeout
 
-    path, lock, unprotected = folder / ".lock", make_lock(folder / ".lock"), ""
+    path = folder / ".lock"
+    unprotected = "a second run in this folder will not be refused"
+    lock = make_lock(path)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise OSError(errno.EINVAL, "is not a file")
+            return Lock(folder, None, f"{path} is not a file: {unprotected}; delete it")
         lock.acquire(timeout=wait_s)
+        previous = _read_holder(folder)
     except Timeout:
-        user = _read_holder(folder) or "another process"
-        message = f"run.dir={folder} is in use by {user}: end that run, or use another run.dir"
-        raise LockError(message) from None
+        raise LockError(_taken_message(folder, _read_holder(folder))) from None
     except OSError as error:
-        unprotected = f"{path} cannot be locked ({error.strerror}): a second run here will not be refused"
-    warning = unprotected
-    if previous := _read_holder(folder):
-        stale = f"stale lock: the previous run ({previous}) was killed or its host went down; continuing"
-        warning = f"{unprotected}; {previous} may still be training in it" if unprotected else stale
+        if error.errno not in NO_LOCKS:
+            return Lock(folder, None, f"{path} cannot be opened ({error.strerror}): {unprotected}")
+        previous = _wait_for_dead_holder(folder, time.monotonic() + wait_s)
     _write_holder(folder, launch)
-    return Lock(folder, lock, warning)
+    stale = f"stale lock: the previous run ({previous}) was killed or its host went down; continuing"
+    return Lock(folder, lock, stale if previous else "")
+
+
+def _wait_for_dead_holder(folder: Path, deadline_s: float) -> Holder | None:
+    """On a file system without locks: return the previous holder once it is known to be dead, None without
+    one. Raises LockError."""
+    while (holder := _read_holder(folder)) and not _is_dead(holder):
+        if time.monotonic() >= deadline_s:
+            taken = _taken_message(folder, holder)
+            if holder.host != socket.gethostname():
+                taken += (
+                    ". This file system has no locks, so this host cannot check whether that run is still "
+                    f"alive: if it is not, remove {folder / NOTE}"
+                )
+            raise LockError(taken)
+        time.sleep(0.2)
+    return holder
+
+
+def _taken_message(folder: Path, holder: Holder | None) -> str:
+    return (
+        f"run.dir={folder} is in use by {holder or 'another process'}: end that run, or use another run.dir"
+    )
 
 
 def _read_holder(folder: Path) -> Holder | None:
@@ -94,11 +118,25 @@ def _read_holder(folder: Path) -> Holder | None:
 
 def _write_holder(folder: Path, launch: str) -> None:
     """Write the note with this process as holder. If the disk is full, the lock is held without a note."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    holder = Holder(socket.gethostname(), os.getpid(), since, launch)
+    pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z")
+    holder = Holder(socket.gethostname(), pid, since, start_ticks(pid), launch)
     with contextlib.suppress(OSError):
         (folder / NOTE).unlink(missing_ok=True)
         write_atomically(folder / NOTE, json.dumps(asdict(holder)).encode())
+
+
+def _is_dead(holder: Holder) -> bool:
+    """Return whether a process of this host has exited, or its number belongs to another process by now.
+    False for other hosts, where it is unknown."""
+    if holder.host != socket.gethostname():
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except PermissionError:
+        pass  # alive, and another user's
+    except (OSError, OverflowError):
+        return True
+    return bool(holder.started) and start_ticks(holder.pid) not in (0, holder.started)
 
 
 def make_run_folder(run_dir: str) -> Path:
