@@ -9,33 +9,34 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.train.config import MetricsConfig
 from meshwright.train.evaluation import Score
 from meshwright.train.metrics import writer
-from meshwright.train.metrics.collector import Metrics, Throughput
-from meshwright.train.metrics.tensorboard import RunSummary
+from meshwright.train.metrics.collector import GradientNorms, Metrics, scores_row
+from meshwright.train.metrics.run_summary import RunSummary
+from meshwright.train.metrics.writer import MetricsWriter
 
 writer.HANGS_S = 240.0  # no disk hangs here, but the machine may be busy
-THROUGHPUT = Throughput(100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=1, peak_flops=None)
 
 
-def open_metrics(
+def make_metrics(norms: GradientNorms | None = None) -> Metrics:
+    """What makes the rows of a run on a CPU, without predictions."""
+    return Metrics(lambda step_time_s: {"tokens_per_s": 100 / step_time_s}, torch.device("cpu"), {}, norms)
+
+
+def open_rows(
     folder: Path,
-    warn: Callable[[str], object] = pytest.fail,
-    is_main: bool = True,
+    warn: Callable[[str], None] = pytest.fail,
     shown: RunSummary | None = None,
-    **config: Any,
-) -> Metrics:
-    """The metrics of a run in this folder, as rank 0 or another rank opens them. `config`: keys of
-    metrics."""
-    cpu = torch.device("cpu")
-    return Metrics(MetricsConfig(**config), THROUGHPUT, folder, cpu, is_main, {}, shown or RunSummary(), warn)
+    tensorboard: bool = True,
+) -> MetricsWriter:
+    """The rows of a run in this folder."""
+    return MetricsWriter(folder, tensorboard, shown or RunSummary(), warn)
 
 
-def log_losses(metrics: Metrics, losses: dict[int, float]) -> None:
+def log_losses(rows: MetricsWriter, losses: dict[int, float]) -> None:
     """Log an evaluation with this loss at each step."""
     for step, loss in losses.items():
-        metrics.log_eval(step, {"held_out": Score(loss, 1, 1.0)})
+        rows.write({"step": step, **scores_row({"held_out": Score(loss, 1, 1.0)})}, {})
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:

@@ -64,19 +64,20 @@ def first_bad_value(
             loss.backward()
         watch.micro_batch = None
         for name, p in model.named_parameters():
-            if p.grad is not None:
-                watch.check(
-                    f"the gradient of {name}, summed over the ranks (or its square)", [_square(p.grad)]
-                )
+            squares = [_square(p.grad)] if p.grad is not None else []
+            watch.check(f"the gradient of {name}, summed over the ranks (or its square)", squares)
     model.zero_grad(set_to_none=True)
     return watch.first
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all local values are finite. Waits for the device once, and makes no copies."""
-    held = [local for x in tensors if (local := local_part(x.detach())).numel() and local.is_floating_point()]
-    largest = torch._foreach_norm(held, float("inf")) if held else []
-    return all(bool(torch.stack(of_device).isfinite().all()) for of_device in _by_device(largest))
+    """Return whether all local values are finite. Makes no copies."""
+    local = (local_part(x.detach()) for x in tensors)
+    return all(
+        bool(torch.linalg.vector_norm(x, float("inf")).isfinite())
+        for x in local
+        if x.numel() and x.is_floating_point()
+    )
 
 
 class _Watch:
@@ -85,9 +86,9 @@ class _Watch:
     def __init__(self) -> None:
         self.first: BadValue | None = None
         self.micro_batch: int | None = None
-        self.in_forward = True
+        self.in_forward = True  # and not in the recompute of a backward, whose values were checked before
         self._checked = 0
-        self._gradient_hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
 
     def check(self, what: str, values: Iterable[Tensor]) -> None:
         """Keep the values' description if they are the first that are not finite."""
@@ -98,26 +99,24 @@ class _Watch:
     @contextlib.contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
         """Check every module's inputs and outputs, and the gradients of its inputs and own weights."""
-        hooks = []
         for name, module in model.named_modules():
             if name:  # the model itself would add no location
-                hooks.append(module.register_forward_pre_hook(partial(self._before, name)))
-                hooks.append(module.register_forward_hook(partial(self._after, name)))
+                self._hooks.append(module.register_forward_pre_hook(partial(self._before, name)))
+                self._hooks.append(module.register_forward_hook(partial(self._after, name)))
         try:
             yield
         finally:
-            for hook in (*hooks, *self._gradient_hooks):
+            for hook in self._hooks:
                 hook.remove()
 
     def _before(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not self.in_forward:
-            return  # recompute in the backward: already checked
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        self.check(f"the input of {name}", tensors)
-        for x in tensors:
-            self._check_gradient(f"the gradient of the input of {name}", x, local_part)
-        for weight, p in module.named_parameters(recurse=False):
-            self._check_gradient(f"the gradient of {name}.{weight} (or its square)", p, _square)
+        if self.in_forward:
+            tensors = [x for x in inputs if isinstance(x, Tensor)]
+            self.check(f"the input of {name}", tensors)
+            for x in tensors:
+                self._check_gradient(f"the gradient of the input of {name}", x, local_part)
+            for weight, p in module.named_parameters(recurse=False):
+                self._check_gradient(f"the gradient of {name}.{weight} (or its square)", p, _square)
 
     def _after(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if self.in_forward:
@@ -125,7 +124,7 @@ class _Watch:
 
     def _check_gradient(self, what: str, x: Tensor, of: Callable[[Tensor], Tensor]) -> None:
         if x.requires_grad:
-            self._gradient_hooks.append(x.register_hook(lambda grad: self.check(what, [of(grad)])))
+            self._hooks.append(x.register_hook(lambda grad: self.check(what, [of(grad)])))
 
 
 @contextlib.contextmanager
@@ -133,9 +132,7 @@ def _eager(model: nn.Module) -> Iterator[None]:
     """Disable compilation within this context. The modules that were compiled recompute their activations
     instead, because these might not fit into memory."""
     compiled = {
-        module: module._compiled_call_impl
-        for module in model.modules()
-        if module._compiled_call_impl is not None
+        module: call for module in model.modules() if (call := module._compiled_call_impl) is not None
     }
     recomputing = [module for module in compiled if "forward" not in vars(module)]
     for module in compiled:
@@ -156,24 +153,14 @@ def _square(gradient: Tensor) -> Tensor:
     return local_part(gradient).detach().norm().square()
 
 
-def _by_device(values: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [[x for x in values if x.device == device] for device in {x.device for x in values}]
-
-
 _MANY = 8  # ranks, names or sequences listed in a message
 
 
 @dataclass(frozen=True)
 class NonFiniteFinding:
-    """What one rank found about a step that was skipped.
-
-    Args:
-        rank: the rank
-        parameters: names of its parameters that are not finite
-        first: the first value that was not finite when the step was repeated, or None
-        sequences: the sequences concerned, as text
-        repeated: whether the step was repeated, which takes more memory than a compiled step
-    """
+    """What one rank found about a skipped step: its parameters that are not finite, the first value that was
+    not finite when the step was repeated, the sequences concerned, and whether it could be repeated, which
+    takes more memory than a compiled step."""
 
     rank: int
     parameters: tuple[str, ...]
@@ -184,7 +171,7 @@ class NonFiniteFinding:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose flag is being copied to the host, and what is needed to repeat it."""
+    """A step, what is needed to repeat it, and its flag with the event after which that is on the host."""
 
     step: int
     first_sample: int
@@ -263,7 +250,6 @@ class NonFiniteGuard:
     def _diagnose(self, done: _Step) -> str:
         """Return all ranks' findings about a step. On a GPU the next may have changed weights slightly."""
         damaged = tuple(name for name, p in self._sharded.model.named_parameters() if not all_finite([p]))
-        positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         first, repeated = None, True
         try:
             first = first_bad_value(self._sharded, done.micro_batches, self._loss_of)
@@ -273,15 +259,15 @@ class NonFiniteGuard:
         own = NonFiniteFinding(dist.get_rank(), damaged, first, sequences, repeated)
         # out of memory possibly on this rank only, so no collective may follow
         findings = gather_from_all(own) if repeated else [own]
-        return describe(done.step, self._max_skipped, findings, positions)
+        last_sample = done.first_sample + self._shape.global_batch_size - 1
+        return describe(done.step, self._max_skipped, findings, f"{done.first_sample} to {last_sample}")
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
         """Return this rank's sequences, of a micro batch or the full step, by source and index in it."""
-        shape = self._shape
-        begin = first_sample + shape.data_rank * shape.accumulation * shape.micro_batch_size
-        count = shape.accumulation * shape.micro_batch_size
+        size, steps = self._shape.micro_batch_size, self._shape.accumulation
+        begin, count = first_sample + self._shape.data_rank * steps * size, steps * size
         if micro_batch is not None:
-            begin, count = begin + micro_batch * shape.micro_batch_size, shape.micro_batch_size
+            begin, count = begin + micro_batch * size, size
         by_source: dict[str, list[int]] = {}
         for source, index in self._order.rows(begin, count).tolist():
             by_source.setdefault(self._order.names[source], []).append(index)
@@ -291,37 +277,35 @@ class NonFiniteGuard:
 def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], positions: str) -> str:
     """Return the message with the findings of all ranks and what to do; `positions` is the range of the
     step's sequences in the data order."""
-    found = [(finding, finding.first) for finding in findings if finding.first is not None]
-    place = min((first.place for _, first in found), default=0)
-    firsts = [(finding, first) for finding, first in found if first.place == place]
-    lines = [
-        f"the loss or gradient of step {step} is not finite, and at most "
-        f"train.max_skipped_steps={max_skipped} of {WINDOW_STEPS} steps may be skipped. Diagnosis by "
-        f"repeating the step (sequences {positions} of the data order):"
-    ]
-    lines += [
-        f"rank {finding.rank} has parameters that are not finite: {first_of(finding.parameters, most=_MANY)}"
-        for finding in [each for each in findings if each.parameters][:_MANY]
-    ]
-    lines += [
-        f"rank {finding.rank}: {first.what} is the first value that is not finite; its sequences: "
-        f"{finding.sequences}"
-        for finding, first in firsts[:_MANY]
-    ]
+    place = min((finding.first.place for finding in findings if finding.first), default=0)
+    damaged, firsts, others = list[str](), list[str](), list[str]()
+    for finding in findings:
+        rank, first = f"rank {finding.rank}", finding.first
+        if finding.parameters:
+            names = first_of(finding.parameters, most=_MANY)
+            damaged.append(f"{rank} has parameters that are not finite: {names}")
+        if first and first.place == place:
+            seen = f"its sequences: {finding.sequences}"
+            firsts.append(f"{rank}: {first.what} is the first value that is not finite; {seen}")
+        if not finding.repeated:
+            others.append(f"{rank}: too little memory to repeat the step without compilation")
     if len(firsts) > _MANY:
-        lines.append(f"{len(firsts) - _MANY} other ranks: the same")
-    if not findings[0].repeated:
-        lines.append(f"rank {findings[0].rank}: too little memory to repeat the step without compilation")
-    elif not found:
-        lines.append(
+        others.append(f"{len(firsts) - _MANY} other ranks: the same")
+    if not firsts and not others:
+        others.append(
             "not reproduced on any rank when the step was repeated: a fault of the hardware, the network or "
             "compiled code is likely"
         )
-    lines.append(
-        "The step changed no weight. The same command resumes from the last checkpoint; a lower optim.lr, a "
-        "longer warm-up or other data may avoid the failure"
+    return "\n".join(
+        (
+            f"the loss or gradient of step {step} is not finite, and at most "
+            f"train.max_skipped_steps={max_skipped} of {WINDOW_STEPS} steps may be skipped. Diagnosis by "
+            f"repeating the step (sequences {positions} of the data order):",
+            *(*damaged[:_MANY], *firsts[:_MANY], *others),
+            "The step changed no weight. The same command resumes from the last checkpoint; a lower "
+            "optim.lr, a longer warm-up or other data may avoid the failure",
+        )
     )
-    return "\n".join(lines)
 
 
 def _to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

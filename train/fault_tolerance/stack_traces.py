@@ -7,15 +7,15 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 
 import torch
 import torch.distributed as dist
 
-from meshwright.train.fault_tolerance.hang_diagnosis import as_ranges
+from meshwright.train.fault_tolerance.hang_diagnosis import Where, as_ranges
 
 PACKAGE = Path(__file__).parents[2]
 ROOT = PACKAGE.parent
@@ -24,16 +24,6 @@ TORCH = Path(torch.__file__).parent
 WAIT = re.compile(r"\.wait\(|\bwait_tensor\b|\b_c10d_functional\b")
 # PyTorch's name; its tool torchfrtrace searches for it by --prefix
 TRACE_FILE = "nccl_trace_rank_"
-
-
-@dataclass(frozen=True)
-class Where:
-    """The position of a thread; the fields are those of train.fault_tolerance.hang_diagnosis.RankReport."""
-
-    place: str
-    waits_in: str
-    inside: str
-    path: tuple[str, ...]
 
 
 def main_thread_calls() -> list[FrameSummary]:
@@ -50,36 +40,31 @@ def find_where(calls: Sequence[FrameSummary]) -> Where:
     """Return where a stack (innermost call first) is in our code, and in which collective, if any."""
     ours = [call for call in calls if _is_ours(call)]
     inner = calls[: calls.index(ours[0])] if ours else calls
-    inside = "" if not calls or calls[0] in ours[:1] else _show(calls[0])
-    path = tuple(_show(call) for call in reversed(ours) if call.name != "<module>")
-    return Where(_show(ours[0]) if ours else "", _collective(inner) or _bare_wait(calls), inside, path)
-
-
-def format_threads(rank: int, world_size: int) -> str:
-    """Return the stacks of all threads but the calling one: the main thread's first, innermost call last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main, own = threading.main_thread().ident, threading.get_ident()
-    process = f"process {os.getpid()} on {platform.node()}"
-    parts = [f"rank {rank} of {world_size}, {process}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
-    for number, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
-        if number == own:
-            continue
-        parts.append(
-            f"\nthread {names.get(number, number)} (innermost call "
-            f"last)\n{''.join(traceback.format_stack(frame))}"
-        )
-    return "".join(parts)
+    return Where(
+        place=_show(ours[0]) if ours else "",
+        waits_in=_collective(inner) or ("wait" if calls and WAIT.search(calls[0].line or "") else ""),
+        inside=_show(inner[0]) if inner else "",
+        path=tuple(_show(call) for call in reversed(ours) if call.name != "<module>"),
+    )
 
 
 def write_stacks(folder: Path, rank: int, world_size: int) -> None:
-    """Write this rank's stacks into a folder. Raises OSError."""
+    """Write the stacks of this rank's threads, except the calling one, into a folder: the main thread's
+    first, innermost call last. Raises OSError."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, caller = threading.main_thread().ident, threading.get_ident()
+    process = f"process {os.getpid()} on {platform.node()}"
+    parts = [f"rank {rank} of {world_size}, {process}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
+    for number, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if number != caller:
+            stack = "".join(traceback.format_stack(frame))
+            parts.append(f"\nthread {names.get(number, number)} (innermost call last)\n{stack}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank-{rank:05d}.txt").write_text(format_threads(rank, world_size), encoding="utf-8")
+    (folder / f"rank-{rank:05d}.txt").write_text("".join(parts), encoding="utf-8")
 
 
 def keeps_flight_record() -> bool:
-    """Return whether PyTorch's flight recorder keeps a record that torchfrtrace can read: the collectives of
-    NCCL."""
+    """Return whether PyTorch's flight recorder keeps a record for torchfrtrace: NCCL's collectives."""
     return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
@@ -98,16 +83,14 @@ def write_flight_record(folder: Path, rank: int) -> None:
 def count_collectives() -> tuple[tuple[str, int], ...]:
     """Return the number of collectives started in each process group of this rank, by a name that is the same
     on all its members."""
-    started: dict[str, int] = {}
+    started, same = list[tuple[str, int]](), Counter[str]()
     for group in list(dist.distributed_c10d._world.pg_map):
         ranks = dist.get_process_group_ranks(group)
-        base = name = f"{group.group_desc} of {'rank' if len(ranks) == 1 else 'ranks'} {as_ranges(ranks)}"
-        number = 1
-        while name in started:
-            number += 1
-            name = f"{base}, number {number}"
-        started[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return tuple(started.items())
+        name = f"{group.group_desc} of {'rank' if len(ranks) == 1 else 'ranks'} {as_ranges(ranks)}"
+        same[name] += 1
+        number = f", number {same[name]}" if same[name] > 1 else ""
+        started.append((name + number, group._get_sequence_number_for_group()))  # type: ignore[attr-defined]
+    return tuple(started)
 
 
 def _is_ours(call: FrameSummary) -> bool:
@@ -120,10 +103,9 @@ def _is_ours(call: FrameSummary) -> bool:
 def _show(call: FrameSummary) -> str:
     """Return "file:line function", with the path in the package, the checkout or the folder that contains
     torch; otherwise with the last two parts of the path."""
-    path = Path(call.filename)
-    ours = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
-    base = ours if _is_ours(call) else TORCH.parent
-    shown = path.relative_to(base) if path.is_relative_to(base) else Path(*path.parts[-2:])
+    path, folders = Path(call.filename), (PACKAGE, ROOT) if _is_ours(call) else (TORCH.parent,)
+    inside = (path.relative_to(folder) for folder in folders if path.is_relative_to(folder))
+    shown = next(inside, Path(*path.parts[-2:]))
     return f"{shown}:{call.lineno} {call.name}"
 
 
@@ -138,8 +120,3 @@ def _collective(inner: Sequence[FrameSummary]) -> str:
     if calls and Path(calls[0].filename).relative_to(folder).parts[0] in waiting:
         return calls[0].name
     return ""
-
-
-def _bare_wait(calls: Sequence[FrameSummary]) -> str:
-    found = WAIT.search(calls[0].line or "") if calls else None
-    return "wait" if found else ""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -153,7 +153,7 @@ class Watchdog:
         if link is None or self._why_alone:
             return False
         if self._heartbeat is None:
-            report = RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s())
+            report = self._section_report()
             self._heartbeat = self._store_thread.submit(lambda: link.beat(report))
         try:
             requested = self._heartbeat.result(min(HEARTBEAT_S / 2, max(0.0, self._left_s())))
@@ -223,21 +223,14 @@ class Watchdog:
         # c10d raises if a backend does not count, or if the group is being created
         except Exception:
             collectives = ()
-        seen, in_section_s = self._seen, self._in_section_s()
-        about = {**vars(where), "collectives": collectives}
-        return RankReport(self._rank, seen.section, seen.step, in_section_s, **about)
+        return replace(self._section_report(), **vars(where), collectives=collectives)
+
+    def _section_report(self) -> RankReport:
+        return RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s())
 
     def _timed_out(self) -> TimedOut:
         section = self._seen.section
-        return TimedOut(
-            self._rank,
-            self._world_size,
-            section,
-            self._seen.step,
-            self._in_section_s(),
-            KEYS[section],
-            self._timeouts_s[section],
-        )
+        return TimedOut(self._section_report(), self._world_size, KEYS[section], self._timeouts_s[section])
 
     def _write_files(self) -> None:
         if self._folder:

@@ -1,11 +1,9 @@
-"""Collect the rows of metrics.jsonl: loss, rates, memory, and the gradient norm of each unit. A row waits
-until the device has finished the step, which training otherwise avoids."""
+"""Make the rows of metrics.jsonl: loss, rates, memory, and the gradient norm of each unit. A row waits until
+the device has finished the step, which training otherwise avoids."""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,30 +14,27 @@ from meshwright.parallel.compile.stats import count_training_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
-from meshwright.train.config import MetricsConfig, TrainingJob
+from meshwright.train.config import TrainingJob
 from meshwright.train.evaluation import Score, mean_loss
 from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
-from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, RunSummary
-from meshwright.train.metrics.writer import MetricsWriter
 from meshwright.train.model.build import training_flops
 from meshwright.train.step import StepResult
 
+PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
+UNIT_NORMS = "unit_grad_norms"
+
 
 class GradientNorms:
-    """Computes the gradient norm of each unit directly before the optimizer step, at requested steps. Only
-    then are the gradients accumulated, reduced over the ranks and not yet clipped: the optimizer may change
-    them in place, and they are freed after it."""
+    """Computes the gradient norm of each unit directly before the next optimizer step if `requested`, which
+    all ranks set alike. Only then are the gradients accumulated, reduced over the ranks and not yet clipped:
+    the optimizer may change them in place, and they are freed after it."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         self._units = unit_parameters(model, plan)
-        self._requested = False
+        self.requested = False
         self._norms: Tensor | None = None
         optimizer.register_step_pre_hook(self._before_optimizer)
-
-    def request(self, requested: bool) -> None:
-        """Set whether to compute the norms of the next step; all ranks must pass the same value."""
-        self._requested = requested
 
     def take(self) -> dict[str, float]:
         """Return and clear the norms of the last requested step, by unit; waits for the device."""
@@ -49,63 +44,61 @@ class GradientNorms:
         return dict(zip(self._units, norms, strict=True))
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._requested:
-            self._norms, self._requested = unit_gradient_norms(list(self._units.values())), False
+        if self.requested:
+            self._norms, self.requested = unit_gradient_norms(list(self._units.values())), False
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """The constants that turn a step time into rates. `tokens_per_step`: positions, with those of padding.
+# from the seconds of a step to the rates in a row
+Rates = Callable[[float], dict[str, float]]
 
-    `peak_flops`: peak of one device in FLOP/s; None if unknown, then no MFU is reported.
-    """
 
-    tokens_per_step: int
-    flops_per_token: float
-    flops_per_token_causal: float
-    world_size: int
-    peak_flops: float | None
+def make_rates(job: TrainingJob, plan: Plan, device_name: str) -> Rates:
+    """Return the function for a plan: tokens per second, with those of padding, and the MFU if the peak of
+    the devices, named `device_name`, is known."""
+    from meshwright.parallel.planner.hardware import find_hardware  # late: needed once, by a run that starts
+
+    hardware, dtype = find_hardware(device_name), plan.units[0].param_dtype
+    full, causal = training_flops(job)  # per token
+
+    def rates(step_time_s: float) -> dict[str, float]:
+        tokens_per_s = plan.global_batch_size * job.seq_len / step_time_s
+        per_gpu = tokens_per_s / plan.mesh.world_size
+        row = {"tokens_per_s": tokens_per_s, "tokens_per_s_per_gpu": per_gpu}
+        if hardware:
+            peak_flops = hardware.peak_tflops[dtype] * 1e12
+            row |= {"mfu": per_gpu * full / peak_flops, "mfu_causal": per_gpu * causal / peak_flops}
+        return row
+
+    return rates
 
 
 class Metrics:
-    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes.
+    """Makes the rows of metrics.jsonl from the steps since the last row; every rank makes them.
 
-    `predicted`: predictions of the planner, by their names in a row. `shown`: the run summary in TensorBoard,
-    from the first row on. A file that cannot be written does not end the run: `warn` gets one message.
+    `predicted`: predictions of the planner, by their names in a row; `norms`: None if not requested.
     """
 
     def __init__(
         self,
-        config: MetricsConfig,
-        throughput: Throughput,
-        folder: Path,
+        rates: Rates,
         device: torch.device,
-        is_main: bool,
         predicted: Mapping[str, float],
-        shown: RunSummary,
-        warn: Callable[[str], None],
+        norms: GradientNorms | None,
     ) -> None:
-        self._config, self._throughput, self._device = config, throughput, device
+        self._rates, self._device, self._norms = rates, device, norms
         self._spikes = SpikeDetector()
-        self._rows = MetricsWriter(folder, config.tensorboard, shown, warn) if is_main else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._trained = torch.zeros((), dtype=torch.float64, device=device)  # tokens
         self._graphs: int | None = None
         self._predicted = dict(predicted)
-        rates = self._rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
-        self._predicted_row = {f"{PREDICTED}{name}": value for name, value in {**predicted, **rates}.items()}
-        self._norms: GradientNorms | None = None
+        at_rates = rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
+        self._predicted_row = {f"{PREDICTED}{name}": v for name, v in {**predicted, **at_rates}.items()}
         self._reported: list[dict[str, float]] = []  # the measured values of the predicted names, per report
-
-    def watch_gradients(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-        """Add the gradient norm of each unit to every report if `metrics.gradient_norms` is set."""
-        if self._config.gradient_norms:
-            self._norms = GradientNorms(model, plan, optimizer)
 
     def before_step(self, reported: bool) -> None:
         """Prepare the next step; `reported`: whether it will be reported, the same on all ranks."""
         if self._norms is not None:
-            self._norms.request(reported)
+            self._norms.requested = reported
 
     def step_done(self, data_wait_s: float, result: StepResult) -> None:
         """Count a step and the tokens that it trained; graphs that are compiled after this process's first
@@ -126,16 +119,11 @@ class Metrics:
         """Start the clock again."""
         self._since = time.perf_counter()
 
-    def log(
-        self,
-        step: int,
-        result: StepResult,
-        lr: float,
-        used: Mapping[str, Any],
-        scores: Mapping[str, Score] | None,
-    ) -> dict[str, Any]:
-        """Write and return one row, with rates over the steps since the last row; every rank calls it while
-        the clock is stopped.
+    def make_row(
+        self, step: int, result: StepResult, lr: float, used: Mapping[str, Any], scores: Mapping[str, Score]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return one row, with rates over the steps since the last row, and texts for TensorBoard; every rank
+        calls it while the clock is stopped.
 
         `used`: the data position, added to the row. A row whose loss is a spike contains loss_spike, in
         deviations (train/metrics/loss_spikes.py).
@@ -147,14 +135,11 @@ class Metrics:
         worst = torch.tensor(local, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: maximum time and memory over the ranks
         step_time_s, wait_s, most_recompiles, memory_gib, reserved_gib = worst.tolist()
-        row: dict[str, Any] = {"step": step, "loss": loss}
-        row |= _scores_row(scores or {})
+        row: dict[str, Any] = {"step": step, "loss": loss, **scores_row(scores)}
         row |= {"grad_norm": grad_norm, "lr": lr, **self._rates(step_time_s), "step_time_s": step_time_s}
         row["trained_tokens_per_s"] = self._trained.item() / steps / step_time_s
         row |= {"peak_memory_gib": memory_gib, "reserved_memory_gib": reserved_gib}
-        row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles)}
-        row |= used
-        row |= self._predicted_row
+        row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles), **used, **self._predicted_row}
         if self._norms is not None:
             row[UNIT_NORMS] = self._norms.take()
         texts = {}
@@ -163,16 +148,9 @@ class Metrics:
             texts["loss_spikes"] = _describe_spike(spike, row, used)
         if self._predicted:
             self._reported.append({name: row[name] for name in self._predicted})
-        self._write(row, texts)
         self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         self._trained.zero_()
-        return row
-
-    def log_eval(self, step: int, scores: Mapping[str, Score]) -> dict[str, Any]:
-        """Write a row for an evaluation outside a reported step, such as the one before training."""
-        row = {"step": step, **_scores_row(scores)}
-        self._write(row, {})
-        return row
+        return row, texts
 
     def compare_with_predicted(self) -> str:
         """Return one line that compares predictions with measurements, or "" without predictions. Measured is
@@ -192,34 +170,6 @@ class Metrics:
         )
         return f"predicted against measured: {', '.join(comparisons)}"
 
-    def later(self, job: Callable[[], None]) -> None:
-        """Run `job` in the writing thread after all rows so far; on ranks without one run it immediately."""
-        self._rows.later(job) if self._rows is not None else job()
-
-    def flush(self) -> None:
-        """Wait until all rows so far are written, unless the disk hangs."""
-        if self._rows is not None:
-            self._rows.flush()
-
-    def close(self) -> None:
-        """Write the remaining rows and close the files."""
-        if self._rows is not None:
-            self._rows.close()
-
-    def _rates(self, step_time_s: float) -> dict[str, float]:
-        t = self._throughput
-        tokens_per_s = t.tokens_per_step / step_time_s
-        per_gpu = tokens_per_s / t.world_size
-        rates = {"tokens_per_s": tokens_per_s, "tokens_per_s_per_gpu": per_gpu}
-        if t.peak_flops is not None:
-            rates["mfu"] = per_gpu * t.flops_per_token / t.peak_flops
-            rates["mfu_causal"] = per_gpu * t.flops_per_token_causal / t.peak_flops
-        return rates
-
-    def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-        if self._rows is not None:
-            self._rows.write(row, texts)
-
 
 def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any]) -> str:
     """Describe a spike in Markdown, with the data position."""
@@ -230,7 +180,7 @@ def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any
     )
 
 
-def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
+def scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
     """Return eval_loss (the mean of all tokens), and eval/NAME/loss, perplexity, bits_per_byte of sets."""
     if not scores:
         return {}
@@ -249,18 +199,3 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
         return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
     resident = peak_resident_bytes() / GIB
     return resident, resident
-
-
-def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughput:
-    """Return the Throughput of a plan on devices named `device_name`."""
-    from meshwright.parallel.planner.hardware import find_hardware  # late: needed once, by a run that starts
-
-    hardware, dtype = find_hardware(device_name), plan.units[0].param_dtype
-    full, causal = training_flops(job)
-    return Throughput(
-        tokens_per_step=plan.global_batch_size * job.seq_len,
-        flops_per_token=full,
-        flops_per_token_causal=causal,
-        world_size=plan.mesh.world_size,
-        peak_flops=hardware.peak_tflops[dtype] * 1e12 if hardware else None,
-    )

@@ -16,30 +16,24 @@ class WriteErrors:
     all files can be written again."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn, self._failing = warn, set[Path]()
+        self.warn, self._failing = warn, set[Path]()
 
     def failed(self, path: Path, error: OSError) -> None:
         """Record that a row could not be written; warn if it is the first."""
         if not self._failing:
-            self._warn(
+            self.warn(
                 f"warning: {path} cannot be written ({error.strerror or error}); training continues, and "
                 "rows are kept in memory until it can be written"
             )
         self._failing.add(path)
 
-    def recovered(self, path: Path, lost: int) -> None:
+    def written(self, path: Path, lost: int) -> None:
         """Record that rows were written, except for `lost` ones; report when all files can be written."""
         if path in self._failing:
             self._failing.remove(path)
             if not self._failing:
-                self._warn(
-                    f"{path} can be written again; "
-                    + (f"{lost} rows were lost" if lost else "no row was lost")
-                )
-
-    def gave_up(self, path: Path, lost: int) -> None:
-        """Warn that the run ended before the last rows of the file could be written."""
-        self._warn(f"warning: {path} lacks its last {lost} rows, which could not be written")
+                rows = f"{lost} rows were lost" if lost else "no row was lost"
+                self.warn(f"{path} can be written again; {rows}")
 
 
 class LogFile:
@@ -65,17 +59,18 @@ class LogFile:
             self._end = append_whole(self._path, b"".join(self._waiting), self._end, self._head)
         except OSError as error:
             self._errors.failed(self._path, error)
-            return
-        self._waiting.clear()
-        self._errors.recovered(self._path, self._lost)
-        self._lost = 0
+        else:
+            self._errors.written(self._path, self._lost)
+            self._waiting.clear()
+            self._lost = 0
 
     def close(self) -> None:
-        """Try once more to write the waiting rows."""
+        """Try once more to write the waiting rows, and warn of those that could not be written."""
         if self._waiting:
             self.append(b"")
         if self._waiting:
-            self._errors.gave_up(self._path, len(self._waiting) + self._lost)
+            missing = f"its last {len(self._waiting) + self._lost} rows, which could not be written"
+            self._errors.warn(f"warning: {self._path} lacks {missing}")
 
 
 def append_whole(path: Path, data: bytes, end: int, head: bytes) -> int:

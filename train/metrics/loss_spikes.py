@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 WINDOW = 100  # reports that define the usual loss
@@ -23,28 +23,23 @@ class Spike:
 
 
 class SpikeDetector:
-    """Stores the last reported losses and checks each new one for a spike."""
+    """Stores the last reported losses and compares each new one with them by median and median absolute
+    deviation, which a few outliers do not change (Iglewicz and Hoaglin, How to Detect and Handle Outliers,
+    1993)."""
 
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, before: Iterable[float] = ()) -> None:
+        self._losses = deque(before, maxlen=WINDOW)
 
     def add(self, loss: float) -> Spike | None:
-        """Add a loss; return its spike, or None. Spikes are stored too, so that a new level becomes usual; a
-        loss that is not finite is neither stored nor a spike."""
+        """Add a loss; return its spike, or None. Only a loss above the median is a spike. Spikes are stored
+        too, so that a new level becomes usual; a loss that is not finite is neither stored nor a spike."""
         if not math.isfinite(loss):
             return None
-        spike = find_spike(tuple(self._losses), loss)
+        before = list(self._losses)
         self._losses.append(loss)
-        return spike
-
-
-def find_spike(before: Sequence[float], loss: float) -> Spike | None:
-    """Compare a loss with the previous ones by median and median absolute deviation, which a few outliers do
-    not change (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993). Only a loss above the median
-    is a spike; None if there is none."""
-    if len(before) < MIN_REPORTS:
-        return None
-    usual = statistics.median(before)
-    deviation = MAD_TO_STD * statistics.median(abs(value - usual) for value in before)
-    deviations = (loss - usual) / max(deviation, MIN_DEVIATION * abs(usual), math.ulp(0.0))
-    return Spike(deviations, usual) if deviations > THRESHOLD else None
+        if len(before) < MIN_REPORTS:
+            return None
+        usual = statistics.median(before)
+        deviation = MAD_TO_STD * statistics.median(abs(value - usual) for value in before)
+        deviations = (loss - usual) / max(deviation, MIN_DEVIATION * abs(usual), math.ulp(0.0))
+        return Spike(deviations, usual) if deviations > THRESHOLD else None

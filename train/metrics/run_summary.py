@@ -3,7 +3,8 @@
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.metrics.tensorboard import RunSummary, Value
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.device_defaults import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
@@ -28,6 +28,7 @@ from meshwright.train.planning.run_plan import RunPlan
 if TYPE_CHECKING:
     from meshwright.parallel.planner.timeline import Timeline
 
+Value = bool | float | str
 PREDICTED_STEP = "predicted_step"  # name of the image
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # sections whose keys are hyperparameters
 DEFAULT_COLUMNS = frozenset(
@@ -50,6 +51,24 @@ UNIT_KEYS = (
     "param_dtype",
     "reduce_dtype",
 )
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The description of a run that TensorBoard shows from the first row on, by name.
+
+    Args:
+        texts: Markdown
+        images: functions that return a PNG, called by the writing thread
+        hparams: the run's row in the HParams tab
+        first_hparams: hparams whose columns are shown at first, five of them in the order of their names; the
+            others are shown when the user ticks them
+    """
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
+    hparams: Mapping[str, Value] = field(default_factory=dict)
+    first_hparams: frozenset[str] = frozenset()
 
 
 def describe_run(config: Config, planned: RunPlan, data: str, steps: range) -> RunSummary:

@@ -9,14 +9,25 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.train.metrics.log_file import LogFile, WriteErrors
+from google.protobuf.struct_pb2 import Struct  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
+from tensorboard.plugins.custom_scalar import layout_pb2  # type: ignore[import-untyped]
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-Value = bool | float | str
+from meshwright.train.metrics.collector import PREDICTED, UNIT_NORMS
+from meshwright.train.metrics.log_file import LogFile, WriteErrors
+from meshwright.train.metrics.run_summary import RunSummary
+
 COMPARED = {  # tag -> column name: the metrics of the HParams tab
     "loss/eval": "loss, eval",
     "loss/train": "loss, train",
@@ -43,25 +54,7 @@ VERSION = "brain.Event:2"  # format version, the first record of every file
 PNG_SIZE = slice(16, 24)  # width and height in a PNG (https://www.w3.org/TR/png-3/#11IHDR)
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """The description of a run that TensorBoard shows from the first row on, by name.
-
-    Args:
-        texts: Markdown
-        images: functions that return a PNG, called by the writing thread
-        hparams: the run's row in the HParams tab
-        first_hparams: hparams whose columns are shown at first, five of them in the order of their names; the
-            others are shown when the user ticks them
-    """
-
-    texts: Mapping[str, str] = field(default_factory=dict)
-    images: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
-    hparams: Mapping[str, Value] = field(default_factory=dict)
-    first_hparams: frozenset[str] = frozenset()
-
-
-class TensorBoardWriter:
+class TensorBoardWriter(LogFile):
     """A TensorBoard event file that writes each row to disk when it is added.
 
     SummaryWriter is not used: on a full disk its thread dies with a traceback, waiting rows are lost, and
@@ -72,45 +65,28 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, errors: WriteErrors, shown: RunSummary, first_step: int) -> None:
         """The file starts with `shown`, except for its images. TensorBoard hides the steps of earlier files
         from `first_step` on, because a resumed run repeats them."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
-        from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
-
         begin = SessionLog(status=SessionLog.START)
         start = [_event(file_version=VERSION), _event(step=first_step, session_log=begin)]
-        hparams = {key: _spelled(v) if isinstance(v, str) else v for key, v in shown.hparams.items()}
-        shown = replace(shown, hparams=hparams)
-        texts = [text_pb(name, _spelled(text)) for name, text in shown.texts.items()]
-        summaries = [_layout(), *_begin_row(shown), *texts]
+        summaries = [_layout(), *_hparams_row(shown), *_texts(shown.texts)]
         start += [_event(summary=summary) for summary in summaries]
         # TensorBoard reads the files in the order of their names
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = LogFile(folder / name, errors, _records(start))
+        super().__init__(folder / name, errors, _records(start))
 
     def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
         """Add the scalars and texts of a step, by tag."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
         # One event for all scalars: one event per scalar, as in SummaryWriter, takes three times as long.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._append(
-            step, Summary(value=values), *(text_pb(name, _spelled(text)) for name, text in texts.items())
-        )
+        self._add(step, Summary(value=values), *_texts(texts))
 
     def add_image(self, step: int, name: str, png: bytes) -> None:
         """Add an image, given as the bytes of a PNG file."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         width, height = struct.unpack(">II", png[PNG_SIZE])
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        self._append(step, Summary(value=[Summary.Value(tag=name, image=image)]))
+        self._add(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
-    def close(self) -> None:
-        """Try once more to write the waiting rows."""
-        self._file.close()
-
-    def _append(self, step: int, *summaries: Any) -> None:
-        self._file.append(_records(_event(step=step, summary=summary) for summary in summaries))
+    def _add(self, step: int, *summaries: Any) -> None:
+        self.append(_records(_event(step=step, summary=summary) for summary in summaries))
 
 
 def _spelled(text: str) -> str:
@@ -118,16 +94,16 @@ def _spelled(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _event(**content: Any) -> Any:
-    from tensorboard.compat.proto.event_pb2 import Event
+def _texts(texts: Mapping[str, str]) -> list[Any]:
+    return [text_pb(name, _spelled(text)) for name, text in texts.items()]
 
+
+def _event(**content: Any) -> Any:
     return Event(wall_time=time.time(), **content)
 
 
 def _records(events: Iterable[Any]) -> bytes:
     """Serialize events in TensorBoard's record format."""
-    from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-
     buffer = io.BytesIO()
     writer = RecordWriter(buffer)
     for event in events:
@@ -137,10 +113,6 @@ def _records(events: Iterable[Any]) -> bytes:
 
 def _layout() -> Any:
     """The charts of the Custom Scalars tab; only the first category is open at first."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-    from tensorboard.plugins.custom_scalar import layout_pb2, metadata  # type: ignore[import-untyped]
-
     categories = [
         layout_pb2.Category(
             title=title,
@@ -153,22 +125,23 @@ def _layout() -> Any:
         for title, charts in CHARTS.items()
     ]
     layout = layout_pb2.Layout(category=categories).SerializeToString()
-    tensor, plugin = TensorProto(dtype="DT_STRING", string_val=[layout]), metadata.create_summary_metadata()
-    return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=plugin)])
+    return _plugin_summary(
+        layout_metadata.CONFIG_SUMMARY_TAG,
+        TensorProto(dtype="DT_STRING", string_val=[layout]),
+        layout_metadata.create_summary_metadata(),
+    )
 
 
-def _begin_row(shown: RunSummary) -> list[Any]:
+def _hparams_row(shown: RunSummary) -> list[Any]:
     """The columns of the HParams tab, and the run's row. TensorBoard takes the columns from any one of the
     runs it shows, so every run lists all keys and the same metrics. If a folder contains several rows, it
     takes the first."""
-    from google.protobuf.struct_pb2 import Struct  # type: ignore[import-untyped]
-    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
-
     if not shown.hparams:
         return []
+    hparams = {name: _spelled(v) if isinstance(v, str) else v for name, v in shown.hparams.items()}
     types = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
     values = Struct()
-    values.update(dict(shown.hparams))
+    values.update(hparams)
     # TensorBoard shows the keys with differs=True first. A run does not know which keys differ between runs.
     keys = [
         api_pb2.HParamInfo(
@@ -176,34 +149,33 @@ def _begin_row(shown: RunSummary) -> list[Any]:
             type=types.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
             differs=name in shown.first_hparams,
         )
-        for name, value in shown.hparams.items()
+        for name, value in hparams.items()
     ]
     metrics = [
         api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=label)
         for tag, label in COMPARED.items()
     ]
-    # without a group name: TensorBoard uses the run's folder
-    row = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time(), hparams=values.fields)
-    return [
-        _hparams_summary(
-            "experiment", experiment=api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics)
+    contents = {
+        "experiment": api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics),
+        # without a group name: TensorBoard uses the run's folder
+        "session_start_info": plugin_data_pb2.SessionStartInfo(
+            start_time_secs=time.time(), hparams=values.fields
         ),
-        _hparams_summary("session_start_info", session_start_info=row),
+    }
+    return [
+        _plugin_summary(
+            f"_hparams_/{name}",
+            hparams_metadata.NULL_TENSOR,
+            hparams_metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**{name: content})),
+        )
+        for name, content in contents.items()
     ]
 
 
-def _hparams_summary(name: str, **content: Any) -> Any:
-    """A summary of the HParams plugin."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-
-    plugin = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
-    value = Summary.Value(tag=f"_hparams_/{name}", metadata=plugin, tensor=metadata.NULL_TENSOR)
-    return Summary(value=[value])
+def _plugin_summary(tag: str, tensor: Any, metadata: Any) -> Any:
+    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
 
 
-PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
-UNIT_NORMS = "unit_grad_norms"
 TAGS = {
     "loss": "loss/train",
     "eval_loss": "loss/eval",

@@ -5,16 +5,19 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.background import BackgroundThread
 from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, WriteErrors
-from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter, scalars_of
+from meshwright.train.metrics.run_summary import RunSummary
+
+if TYPE_CHECKING:
+    from meshwright.train.metrics.tensorboard import TensorBoardWriter
 
 HANGS_S = 5.0  # without a written row for this long, the disk counts as hanging and is no longer waited for
 COMPUTES_S = 60.0  # the same while TensorBoard is imported or a picture drawn: a busy machine takes long
@@ -88,25 +91,31 @@ class MetricsWriter:
 
     def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         self._file.append(json.dumps(_finite(row)).encode() + b"\n")
-        if self._board_folder is not None:
-            step = row["step"]
+        if self._board_folder is None:
+            return
+        with self._computing():
+            from meshwright.train.metrics.tensorboard import TensorBoardWriter, scalars_of
+
             if self._board is None:
-                self._computes = True
-                self._board = TensorBoardWriter(self._board_folder, self._errors, self._shown, step)
-                self._computes = False
-            self._board.add(step, scalars_of(row), texts)
+                self._board = TensorBoardWriter(self._board_folder, self._errors, self._shown, row["step"])
+        self._board.add(row["step"], scalars_of(row), texts)
 
     def _write_image(self, name: str, make: Callable[[], bytes]) -> None:
         if self._board is None:
             return
-        self._computes = True
         try:
-            png = make()
+            with self._computing():
+                self._board.add_image(0, name, make())
         except Exception as error:
             # an error of drawing, such as a missing library, does not end the training
             self._warn(f"warning: the image {name} was not drawn: {type(error).__name__}: {one_line(error)}")
-        else:
-            self._board.add_image(0, name, png)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Context in which the thread computes for long, which is not a disk that hangs."""
+        self._computes = True
+        try:
+            yield
         finally:
             self._computes = False
 

@@ -1,7 +1,6 @@
 """`metrics.gradient_norms`: correct with every kind of sharding, and free when it is off."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from meshwright.train.metrics.collector import GradientNorms, Metrics
 from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
-from tests.support.metrics import open_metrics
+from tests.support.metrics import make_metrics
 from tests.support.sharded import Sharded, build_sharded, random_batches, sharded_alone
 from tests.support.worlds import run_ranks
 from tests.train.test_step import Count
@@ -57,7 +56,7 @@ def take_step(keys: list[str]) -> dict[str, Any]:
 
     run.optimizer.register_step_pre_hook(gather)
     norms = GradientNorms(run.model, run.plan, run.optimizer)
-    norms.request(True)
+    norms.requested = True
     grad_norm = step_of(run).grad_norm.item()
     return {
         "grad_norm": grad_norm,
@@ -89,19 +88,13 @@ def operations_of(run: Sharded, metrics: Metrics, reported: bool) -> int:
     return counted.count
 
 
-def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_reported(tmp_path: Path) -> None:
+def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_reported() -> None:
     with sharded_alone([*TINY, *EAGER]) as run:
-
-        def opened(on: bool) -> Metrics:
-            metrics = open_metrics(tmp_path, is_main=False, gradient_norms=on)
-            metrics.watch_gradients(run.model, run.plan, run.optimizer)
-            return metrics
-
-        off = opened(False)
+        off = make_metrics()
         operations_of(run, off, False)  # FSDP initializes itself
         usual = operations_of(run, off, False)
         assert operations_of(run, off, True) == usual
-        on = opened(True)
+        on = make_metrics(GradientNorms(run.model, run.plan, run.optimizer))
         assert operations_of(run, on, False) == usual
         assert operations_of(run, on, True) > usual
         assert operations_of(run, on, False) == usual

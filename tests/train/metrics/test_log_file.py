@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from meshwright.train.metrics import log_file, writer
-from meshwright.train.metrics.collector import Metrics
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
-from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
+from meshwright.train.metrics.run_summary import RunSummary
+from meshwright.train.metrics.tensorboard import TensorBoardWriter
+from meshwright.train.metrics.writer import MetricsWriter
 from tests.support.launch import LIMIT_S
 from tests.support.limited import full_at
-from tests.support.metrics import board_steps, log_losses, open_metrics, read_board, steps_in
+from tests.support.metrics import board_steps, log_losses, open_rows, read_board, steps_in
 
 FLUSH_LIMIT_S = 30.0
 ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
@@ -124,13 +125,13 @@ def test_metrics_without_a_folder_warn_once_and_are_complete_when_it_can_be_made
     run = tmp_path / "run"
     run.write_text("a file where a folder should be")
     warnings: list[str] = []
-    metrics = open_metrics(run, warnings.append)
-    log_losses(metrics, dict.fromkeys(range(3), 1.0))
-    metrics.flush()
+    rows = open_rows(run, warnings.append)
+    log_losses(rows, dict.fromkeys(range(3), 1.0))
+    rows.flush()
     assert len(warnings) == 1, "one warning for all files"
     run.unlink()
-    log_losses(metrics, {3: 1.0})
-    metrics.close()
+    log_losses(rows, {3: 1.0})
+    rows.close()
     assert steps_in(run) == board_steps(run / "tb") == [0, 1, 2, 3]
     assert len(warnings) == 2
 
@@ -167,8 +168,8 @@ def assert_hang(output: str, folder: Path) -> None:
     assert_contains(output, "warning: ", "metrics", f"{folder} ", " hung for ", "training continues")
 
 
-def flush_in_time(metrics: Metrics) -> None:
-    flushing = threading.Thread(target=metrics.flush, daemon=True)
+def flush_in_time(rows: MetricsWriter) -> None:
+    flushing = threading.Thread(target=rows.flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_LIMIT_S)
     assert not flushing.is_alive(), "a flush waits for the disk"
@@ -178,17 +179,17 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_all_rows_later(
     repaired: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
-    metrics = open_metrics(tmp_path, warnings.append)
-    log_losses(metrics, dict.fromkeys(range(10), 1.0))
-    flush_in_time(metrics)
+    rows = open_rows(tmp_path, warnings.append)
+    log_losses(rows, dict.fromkeys(range(10), 1.0))
+    flush_in_time(rows)
     monkeypatch.setattr(writer, "HANGS_S", 2 * FLUSH_LIMIT_S)
-    flush_in_time(metrics)  # only the first flush waits
+    flush_in_time(rows)  # only the first flush waits
     written = threading.Event()
-    metrics.later(written.set)
+    rows.later(written.set)
     repaired.set()
     assert written.wait(LIMIT_S)
-    log_losses(metrics, {10: 1.0})
-    metrics.close()
+    log_losses(rows, {10: 1.0})
+    rows.close()
     join_writers()
     assert steps_in(tmp_path) == board_steps(tmp_path / "tb") == list(range(11))
     (warning,) = warnings
@@ -200,9 +201,9 @@ def test_of_the_rows_for_a_disk_that_hangs_a_limit_is_kept_and_the_missing_are_c
 ) -> None:
     monkeypatch.setattr(writer, "MAX_WAITING", 20)
     warnings: list[str] = []
-    metrics = open_metrics(tmp_path, warnings.append)
-    log_losses(metrics, dict.fromkeys(range(100), 1.0))
-    metrics.close()
+    rows = open_rows(tmp_path, warnings.append)
+    log_losses(rows, dict.fromkeys(range(100), 1.0))
+    rows.close()
     assert_contains(warnings[-1], "warning: ", f"{tmp_path} ", "lacks the last rows", "103 writes")
     repaired.set()
     join_writers()
@@ -214,9 +215,9 @@ def test_an_image_that_cannot_be_drawn_is_a_warning_and_ends_nothing(tmp_path: P
         raise ImportError("no\nlibrary")
 
     warnings: list[str] = []
-    metrics = open_metrics(tmp_path, warnings.append, shown=RunSummary(images={"predicted_step": draw}))
-    log_losses(metrics, {1: 1.0, 2: 1.0})
-    metrics.close()
+    rows = open_rows(tmp_path, warnings.append, shown=RunSummary(images={"predicted_step": draw}))
+    log_losses(rows, {1: 1.0, 2: 1.0})
+    rows.close()
     (warning,) = warnings
     assert_contains(warning, "warning: ", " predicted_step ", "ImportError: no library")
     assert steps_in(tmp_path) == [1, 2]
@@ -234,9 +235,9 @@ def test_an_image_that_takes_long_to_draw_is_not_a_disk_that_hangs(
         monkeypatch.undo()
         return bytes(24)  # as much of a PNG as is read
 
-    metrics = open_metrics(tmp_path, warnings.append, shown=RunSummary(images={"predicted_step": draw}))
-    log_losses(metrics, {1: 1.0})
+    rows = open_rows(tmp_path, warnings.append, shown=RunSummary(images={"predicted_step": draw}))
+    log_losses(rows, {1: 1.0})
     assert begun.wait(LIMIT_S)
     threading.Timer(0.1, goes_on.set).start()
-    metrics.close()
+    rows.close()
     assert not warnings

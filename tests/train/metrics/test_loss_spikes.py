@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.train.metrics.loss_spikes import MIN_REPORTS, THRESHOLD, SpikeDetector, find_spike
+from meshwright.train.metrics.loss_spikes import MIN_REPORTS, THRESHOLD, SpikeDetector
 from meshwright.train.step import StepResult
-from tests.support.metrics import board_steps, open_metrics, read_board, rows_in
+from tests.support.metrics import board_steps, make_metrics, open_rows, read_board, rows_in
 
 
 def noise(count: int, mean: float, deviation: float, seed: int = 0) -> list[float]:
@@ -37,38 +37,38 @@ def test_noise_a_falling_loss_and_values_that_are_not_finite_are_no_spikes_and_a
 def test_a_loss_far_above_is_measured_in_deviations_though_spikes_stand_before_it(above: float) -> None:
     before = noise(100, 2.5, 0.05)
     before[10] = before[50] = 9.0
-    spike = find_spike(before, 2.5 + above * 0.05)
+    spike = SpikeDetector(before).add(2.5 + above * 0.05)
     assert spike is not None
     assert spike.deviations == pytest.approx(above, rel=0.25)
     assert spike.usual == pytest.approx(2.5, abs=0.02)
-    assert find_spike(before, 2.5 + 5 * 0.05) is None, "a little above"
-    assert find_spike(before, 1.0) is None, "far below"
+    assert SpikeDetector(before).add(2.5 + 5 * 0.05) is None, "a little above"
+    assert SpikeDetector(before).add(1.0) is None, "far below"
 
 
 def test_few_reports_are_not_judged_and_constant_losses_may_vary_in_their_last_digits() -> None:
-    assert find_spike([1.0] * (MIN_REPORTS - 1), 100.0) is None
-    assert find_spike([1.0] * MIN_REPORTS, 100.0) is not None
-    assert find_spike([2.0] * 50, 2.0 + 0.9 * THRESHOLD * 2e-3) is None
-    assert find_spike([2.0] * 50, 2.0 + 1.1 * THRESHOLD * 2e-3) is not None
-    assert find_spike([0.0] * 50, 0.0) is None
+    assert SpikeDetector([1.0] * (MIN_REPORTS - 1)).add(100.0) is None
+    assert SpikeDetector([1.0] * MIN_REPORTS).add(100.0) is not None
+    assert SpikeDetector([2.0] * 50).add(2.0 + 0.9 * THRESHOLD * 2e-3) is None
+    assert SpikeDetector([2.0] * 50).add(2.0 + 1.1 * THRESHOLD * 2e-3) is not None
+    assert SpikeDetector([0.0] * 50).add(0.0) is None
 
 
 def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        metrics, zero = open_metrics(tmp_path), torch.zeros(())
+        metrics, rows, zero = make_metrics(), open_rows(tmp_path), torch.zeros(())
         for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
             result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero, zero)
             metrics.resume()
             metrics.step_done(0.0, result)
             metrics.pause()
-            metrics.log(step, result, 3e-4, {"epoch": 0.75, "data_hash": "ab12"}, None)
-        metrics.close()
+            rows.write(*metrics.make_row(step, result, 3e-4, {"epoch": 0.75, "data_hash": "ab12"}, {}))
+        rows.close()
     finally:
         dist.destroy_process_group()
-    rows = rows_in(tmp_path)
-    assert [row["step"] for row in rows if "loss_spike" in row] == [31]
-    assert rows[30]["loss_spike"] == pytest.approx(30, rel=0.3)
+    written = rows_in(tmp_path)
+    assert [row["step"] for row in written if "loss_spike" in row] == [31]
+    assert written[30]["loss_spike"] == pytest.approx(30, rel=0.3)
     (text,) = read_board(tmp_path / "tb").Tensors("loss_spikes")
     description = text.tensor_proto.string_val[0].decode()
     assert text.step == 31

@@ -5,8 +5,6 @@ import dataclasses
 import io
 import json
 import math
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -24,14 +22,15 @@ from tensorboard.plugins.hparams import api_pb2
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
-from meshwright.train.metrics.run_summary import describe_run, first_keys, hparams_of
-from meshwright.train.metrics.tensorboard import CHARTS, COMPARED, TAGS, RunSummary
+from meshwright.train.metrics.run_summary import RunSummary, describe_run, first_keys, hparams_of
+from meshwright.train.metrics.tensorboard import CHARTS, COMPARED, TAGS
 from meshwright.train.metrics.writer import MetricsWriter
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.run_plan import RunPlan
-from tests.support.launch import EAGER, ROOT, TINY, environment
-from tests.support.metrics import log_losses, open_metrics
+from tests.support.launch import EAGER, TINY
+from tests.support.metrics import log_losses, open_rows
+from tests.support.worlds import run_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # from TensorBoard's copy of html5lib
@@ -83,9 +82,9 @@ class Page:
 
 def board_of(folder: Path, shown: RunSummary, steps: range, loss: float = 1.0) -> None:
     """Write a run, or a part of one, with an evaluation at each of `steps`."""
-    metrics = open_metrics(folder, shown=shown)
-    log_losses(metrics, dict.fromkeys(steps, loss))
-    metrics.close()
+    rows = open_rows(folder, shown=shown)
+    log_losses(rows, dict.fromkeys(steps, loss))
+    rows.close()
 
 
 def with_lr(lr: float) -> RunSummary:
@@ -97,7 +96,7 @@ def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path)
     predicted = ("step_time_s", "peak_memory_gib", "tokens_per_s_per_gpu", "mfu")
     figures = [*TAGS, *(f"predicted_{name}" for name in predicted)]
     row = dict.fromkeys(figures, 1.0) | {"step": 1, "eval/a/loss": 1.0, "eval/a/bits_per_byte": 1.0}
-    rows = MetricsWriter(tmp_path, tensorboard=True, shown=RunSummary(), warn=pytest.fail)
+    rows = open_rows(tmp_path)
     rows.write(row | {"unit_grad_norms": {"head": 1.0, "layers.0": math.nan}}, {})
     rows.close()
     page = Page(tmp_path)
@@ -183,21 +182,19 @@ def test_the_row_says_what_the_plan_is_where_the_config_leaves_it_open(config: C
     assert first_keys(values, ["--run.dir=x"]) >= {"optim.lr", "parallel.tp"}
 
 
-WRITE = """
-from pathlib import Path
-from meshwright.train.metrics.tensorboard import RunSummary
-from meshwright.train.metrics.writer import MetricsWriter
-writer = MetricsWriter(Path(), True, RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5}), print)
-writer.write({"step": 0, "loss": 1.0}, {"note": "so"})
-writer.close()
-"""
+def write_beside_tensorflow(folder: Path) -> set[str]:
+    """Write a row where TensorFlow is installed; return what was imported of it, or imports it."""
+    (folder / "tensorflow.py").touch()
+    sys.path.insert(0, str(folder))
+    for name in ("torch.utils.tensorboard", "meshwright.train.metrics.tensorboard"):
+        sys.modules.pop(name, None)  # so that it is imported here
+    rows = MetricsWriter(folder, True, RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5}), pytest.fail)
+    rows.write({"step": 0, "loss": 1.0}, {"note": "so"})
+    rows.close()
+    return {"tensorflow", "torch.utils.tensorboard"} & sys.modules.keys()
 
 
 def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> None:
     """Importing it takes seconds and GPU memory."""
-    (tmp_path / "tensorflow.py").write_text("print('TensorFlow is imported')")
-    env = environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
-    command = [sys.executable, "-c", WRITE]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert run_ranks(1, write_beside_tensorflow, tmp_path) == [set()]
     assert len(list((tmp_path / "tb").iterdir())) == 1
