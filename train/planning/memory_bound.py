@@ -37,9 +37,13 @@ def _state_bytes(job: TrainingJob, plan: Plan, model: LlamaConfig) -> int:
     stored = DTYPE_BYTES[plan.storage_dtype]
     gathered = max(DTYPE_BYTES[unit.param_dtype] for unit in units)
     reduced = max(DTYPE_BYTES[unit.reduce_dtype] for unit in units)
-    of_shard = stored + max(stored, reduced) + 2 * DTYPE_BYTES[job.state_dtype]
+    # gradients twice: those of earlier micro batches, and what this one adds to them
+    of_shard = stored + 2 * max(stored, reduced) + 2 * DTYPE_BYTES[job.state_dtype]
     whole = any(sums_whole_gradients(unit, plan) for unit in units)
-    return values * of_shard + count.total * (3 * gathered + (1 + whole) * reduced)
+    # a tied weight has two gradients, and then their sum
+    tied = 2 * model.vocab_size * model.dim if model.tie_embeddings else 0
+    of_units = 3 * gathered + (1 + whole) * reduced
+    return values * of_shard + count.total * of_units + tied * max(gathered, reduced)
 
 
 def _activation_bytes(job: TrainingJob, plan: Plan, model: LlamaConfig) -> int:

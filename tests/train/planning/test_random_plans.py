@@ -237,6 +237,25 @@ def test_no_step_needs_more_than_the_bound_that_is_known_without_a_trace(
             assert not is_ample(bound_bytes, needed_bytes - 1)
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")], ids=str)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_nor_where_the_parameters_are_most_of_a_step(processes: int, dtypes: tuple[str, str]) -> None:
+    """A tied vocabulary, few tokens, several micro batches."""
+    model = LlamaConfig(256, 1, 4, 4, ffn_dim=64, vocab_size=32_000, tie_embeddings=True)
+    off = CompileConfig(enabled=False)
+    config = Config(
+        model=model,
+        parallel=ParallelConfig(compile=off, param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
+        train=TrainConfig(seq_len=16, micro_batch_size=1, global_batch_size=4 * processes),
+    )
+    plan, bound_bytes = (
+        plan_run(config.job, processes),
+        memory_bound(config.job, plan_run(config.job, processes)),
+    )
+    assert bound_bytes is not None
+    assert predict_memory(config.job, plan).peak_bytes <= bound_bytes
+
+
 test_many_more_steps_need_no_more_than_the_bound = more(
     test_no_step_needs_more_than_the_bound_that_is_known_without_a_trace, 60, **BOUNDED
 )
