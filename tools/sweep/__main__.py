@@ -45,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not is_finished(run):
                 print(shlex.join(run_command(run)))
         return
+    if options.report and not spec.folder.is_dir():
+        raise ConfigError(
+            f"--report: there is no folder {spec.folder}: name one in which this sweep was started"
+        )
     show = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     interrupted = not options.report and run_all(path.stem, spec, runs, show)
     results = write_report(path.stem, spec, runs)

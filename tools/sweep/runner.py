@@ -69,16 +69,19 @@ def run_once(run: SweepRun) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        stopped = False
         try:
             process.wait()
         except KeyboardInterrupt:
             process.terminate()  # torchrun passes it on
             process.wait()
+            stopped = True
             raise
         finally:
             if process.poll() is None:
                 end(process)
-            _record_failure(run.folder, before, process.returncode)
+            if not (stopped and read_status(run.folder) == before):  # before its first step: it waits again
+                _record_failure(run.folder, before, process.returncode)
 
 
 def _record_failure(folder: Path, before: Status | None, exit_code: int) -> None:
