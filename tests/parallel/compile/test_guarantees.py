@@ -131,7 +131,6 @@ def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_pa
     assert "warning: step 4" not in result.stdout
 
 
-@pytest.mark.sampled(3, day=2)
 def test_a_recompile_ends_the_run_where_the_user_asks_for_that(data, tmp_path):
     """It is noticed even if the environment asks torch for other logs."""
     wanted = "--parallel.compile.on_recompile=error"
