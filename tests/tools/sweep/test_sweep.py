@@ -133,18 +133,23 @@ def test_a_run_that_has_not_recorded_its_end_is_recorded_as_failed(
     try_each(rows, check)
 
 
-def test_a_run_that_is_interrupted_before_its_first_step_waits_for_the_next_start(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    path = write(tmp_path)
-    (run,) = make_runs(path, read_spec(path, {}, {}))
-    monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", "kill -USR1 $PPID; sleep 20"])
+def run_interrupted(run: Any) -> None:
+    """Start a run whose program interrupts the sweep by SIGUSR1."""
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             runner.run_once(run)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_run_that_is_interrupted_before_its_first_step_waits_for_the_next_start(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = write(tmp_path)
+    (run,) = make_runs(path, read_spec(path, {}, {}))
+    monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", "kill -USR1 $PPID; sleep 20"])
+    run_interrupted(run)
     assert not (run.folder / "status.json").exists()
 
 
@@ -155,12 +160,7 @@ def test_a_second_interrupt_kills_a_run_that_does_not_stop(tmp_path: Path, monke
     script = f"trap '' TERM; echo $$ > {run.folder}/pid; {twice}"
     monkeypatch.setattr(runner, "run_command", lambda _: ["sh", "-c", script])
     monkeypatch.setattr(processes, "GRACE_S", 0.0)
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            runner.run_once(run)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    run_interrupted(run)
     assert not processes.find_running([int((run.folder / "pid").read_text())])
     assert read_status(run.folder)["state"] == "failed"
 

@@ -6,8 +6,7 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.support.checkpoint_saves import (
 )
 from tests.support.forks import fork
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_status
+from tests.support.limited import full_at
 from tests.support.worlds import run_ranks
 
 LARGE = {"config.yaml": "x" * 2_000_000}
@@ -40,17 +40,6 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "b
 @pytest.fixture
 def trainer(group: None) -> Trainer:
     return Trainer()
-
-
-@contextmanager
-def file_limit(size_bytes: int) -> Iterator[None]:
-    """Limit the file size: a longer write fails in the middle of a file, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @BOTH
@@ -75,7 +64,7 @@ def test_a_full_disk_leaves_what_was_committed(
     really = save_module.commit
 
     def commit(*arguments: Any) -> Path:
-        with file_limit(limit_bytes):
+        with full_at(limit_bytes):
             return really(*arguments)
 
     settings = {"keep": 1, "asynchronous": asynchronous}
@@ -84,7 +73,7 @@ def test_a_full_disk_leaves_what_was_committed(
         if "committed" in stage:  # the manifest is smaller than the shard: the disk fills up between the two
             patched.setattr(save_module, "commit", commit)
         else:
-            stack.enter_context(file_limit(limit_bytes))
+            stack.enter_context(full_at(limit_bytes))
         failed = trainer.save(tmp_path, 2, texts, **settings)
     assert stage in failed.error
     assert "File too large" in failed.error
