@@ -295,10 +295,10 @@ def launch_line(given: Values) -> str:
     address = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
     nodes = f"--nnodes {machines} " if machines > 1 else ""
     rendezvous = f" --rdzv-backend c10d --rdzv-endpoint {quote(address)}" if machines > 1 else ""
-    launcher = f"torchrun {nodes}--nproc-per-node {per_machine}{rendezvous}"
-    gpus = "" if given["gpu_ids"] == "all" else f"CUDA_VISIBLE_DEVICES={quote(given['gpu_ids'])} "
     single = given["num_processes"] == 1
-    return f"{gpus}{'python' if single else launcher} -m train.main --config CONFIG.yaml"
+    launcher = "python" if single else f"torchrun {nodes}--nproc-per-node {per_machine}{rendezvous}"
+    gpus = "" if given["gpu_ids"] == "all" else f"CUDA_VISIBLE_DEVICES={quote(given['gpu_ids'])} "
+    return f"{gpus}{launcher} -m train.main --config MODEL.yaml --config CONFIG.yaml"
 
 
 def decide_batch(given: Values, settings: Values, notes: list[str]) -> None:

@@ -187,7 +187,10 @@ def test_what_becomes_of_each_key_is_said_once_and_every_target_exists(tmp_path:
     ],
 )
 def test_the_launch_line(tmp_path: Path, text: str, launch: str) -> None:
-    assert imported(tmp_path, text)["launch"] == f"{launch} -m train.main --config CONFIG.yaml"
+    assert (
+        imported(tmp_path, text)["launch"]
+        == f"{launch} -m train.main --config MODEL.yaml --config CONFIG.yaml"
+    )
 
 
 def test_as_a_command(tool: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
