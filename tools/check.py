@@ -28,7 +28,8 @@ from meshwright.parallel.yaml_io import YamlError, load_value
 from meshwright.tools.cli import run_tool, to_json
 from meshwright.train.config import FactoryConfig
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.factory import call_factory, name_factory
+from meshwright.train.model.factory import call_factory
+from meshwright.train.user_code import allow
 
 PREFIX = "--model.args."
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
@@ -119,7 +120,7 @@ def model_arguments(rest: Sequence[str]) -> dict[str, Any]:
 
 def build(factory: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, Example, Loss | None]:
     """Call the factory. Raises ConfigError if there is no such function, or if it returns something else."""
-    name_factory(factory)
+    allow([factory])
     try:
         made = call_factory(FactoryConfig(factory, dict(arguments)), device=None)
     except ValueError as error:

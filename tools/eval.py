@@ -42,7 +42,7 @@ from meshwright.train.distributed.process_group import group_timeout, start_proc
 from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
-from meshwright.train.model.build import build_model
+from meshwright.train.model.build import shard_model
 from meshwright.train.model.choose import source_of
 from meshwright.train.planning.resolve import plan_on_device
 
@@ -241,12 +241,14 @@ def score_model(
     )
     timeout = group_timeout(config.run)
     mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
-    model = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout).model
+    source, sharded = source_of(config.model), shard_model(config.job, plan, mesh, timeout)
+    source.initialise(sharded, config.run.seed)
+    model = sharded.model
     load_weights(target.weights, model)
     shape = make_batch_shape(plan, mesh)
     with torch.no_grad():  # save no activations
         group = data_parallel_group(mesh, timeout)
-        loss_of = source_of(config.model).loss(plan, 0.0)
+        loss_of = source.loss(plan, 0.0)
         return score_sets(model, sets, sequences, shape, limit, device, group, loss_of)
 
 

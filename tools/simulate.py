@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.float8 import precomputes_scales, scale_weights
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
@@ -20,7 +22,7 @@ from meshwright.parallel.model.materialize import allocate
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, eager_plan, simulate
+from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
@@ -37,9 +39,8 @@ from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.build import shard_model
 from meshwright.train.model.choose import source_of
-from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.step import train_step
+from meshwright.train.training import Training, fill_training
 
 PROG = "tools.simulate"
 FIRST = 24  # collectives shown without --all
@@ -99,31 +100,28 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
     """Simulate one optimizer step of `rank` of the job under `plan`."""
-    source = source_of(job.model)
-    loss_of, sharded = source.loss(eager_plan(plan), job.z_loss), list[ShardedModel]()
+    sharded, training = list[ShardedModel](), list[Training]()
 
-    def build(plan: Plan, mesh: Any) -> Any:
-        sharded.append(shard_model(job.model, plan, mesh, job.freeze, job.z_loss))
-        return sharded[-1].model
+    def shard(plan: Plan, mesh: DeviceMesh) -> nn.Module:
+        sharded.append(shard_model(job, plan, mesh))
+        return sharded[0].model
 
-    def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
-        allocate(sharded[-1])
-        optimizer = build_optimizer(model, OptimConfig(state_dtype=job.state_dtype))
+    def fill(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+        training.append(fill_training(sharded[0], job, OptimConfig(state_dtype=job.state_dtype), allocate))
         if precomputes_scales(plan):  # as after the first step
             scale_weights(model)
-        return optimizer
+        return training[0].optimizer
 
-    def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
         tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64)
         # one document per sequence, which has the most attention blocks
         first = tokens.clone() if job.document_mask else None
-        shape = make_batch_shape(plan, sharded[-1].mesh)
-        batches = [
-            shape.own_tokens(Batch(tokens.clone(), tokens.clone(), first)) for _ in range(plan.accumulation)
-        ]
-        train_step(sharded[-1], optimizer, batches, 1.0, loss_of)
+        shape = make_batch_shape(plan, sharded[0].mesh)
+        training[0].step(
+            [shape.own_tokens(Batch(tokens.clone(), tokens.clone(), first)) for _ in range(plan.accumulation)]
+        )
 
-    return simulate(plan, TrainingCode(build, fill, step, source.logits), rank)
+    return simulate(plan, TrainingCode(shard, fill, step, source_of(job.model).logits), rank)
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:

@@ -28,6 +28,15 @@ def check_bounds(section: str, config: Any) -> None:
             raise ValueError(f"{section}.{item.name}={value} must {rule}")
 
 
+def check_name(key: str, name: str) -> None:
+    """Raise ValueError unless a key's value names something in a module, as MODULE:NAME."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(
+            f"{key}={name} must be MODULE:NAME, such as mine:build, with mine.py in this folder or installed"
+        )
+
+
 VerifyMode = Literal["full", "size"]
 
 
@@ -212,6 +221,7 @@ class TrainConfig:
         gc_every_steps: optimizer steps between Python garbage collections, on all ranks after the same step;
             0 leaves the timing to Python, which pauses each rank at a different moment
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
+        hooks: classes of yours, MODULE:CLASS, for what is to happen beside the steps (docs/your-training.md)
     """
 
     steps: int = bounded(1000, low=1)
@@ -226,6 +236,11 @@ class TrainConfig:
     eval_sequences: int = bounded(64, low=0)
     gc_every_steps: int = bounded(50, low=0)
     freeze: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for hook in self.hooks:
+            check_name("train.hooks", hook)
 
 
 @dataclass(frozen=True)
@@ -243,6 +258,9 @@ class MetricsConfig:
     gradient_norms: bool = False
 
 
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW with decoupled weight decay and a learning-rate schedule.
@@ -254,7 +272,8 @@ class OptimConfig:
         weight_decay: decoupled weight decay of matrices; norms and embeddings are not decayed
         warmup_steps: optimizer steps of linear warm-up from 0
         schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then
-            linear)
+            linear); or MODULE:FUNCTION, a function of yours of step and number of steps, whose result times
+            lr is the rate of the step, without warm-up (docs/your-training.md)
         min_lr_ratio: final learning rate as a fraction of lr (not for constant)
         decay_ratio: wsd only: fraction of all steps, at the end, in which the learning rate decays
         state_dtype: dtype of the two moments: float32, or bfloat16 with stochastic rounding, which takes half
@@ -266,12 +285,16 @@ class OptimConfig:
     eps: float = bounded(1e-8, low=0)
     weight_decay: float = bounded(0.1, low=0)
     warmup_steps: int = bounded(100, low=0)
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    schedule: str = "cosine"
     min_lr_ratio: float = bounded(0.1, low=0, high=1)
     decay_ratio: float = bounded(0.2, low=0, high=1)
     state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES and ":" not in self.schedule:
+            raise ValueError(
+                f"optim.schedule={self.schedule} must be {', '.join(SCHEDULES)}, or MODULE:FUNCTION of yours"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: both must lie in [0, 1)")
         if self.eps == 0:
@@ -322,12 +345,7 @@ class FactoryConfig:
         return hash(repr(self))
 
     def __post_init__(self) -> None:
-        module, colon, function = self.factory.partition(":")
-        if not (module and colon and function):
-            raise ValueError(
-                f"model.factory={self.factory} must be MODULE:FUNCTION, such as mine:build, with mine.py in "
-                "this folder"
-            )
+        check_name("model.factory", self.factory)
 
 
 ModelConfig = LlamaConfig | FactoryConfig

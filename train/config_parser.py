@@ -29,7 +29,7 @@ from meshwright.parallel.yaml_io import (
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.factory import name_factory
+from meshwright.train.user_code import KEYS, allow
 
 
 def read_as(declared: Any, written: Any) -> Any:
@@ -103,8 +103,8 @@ def parse_config(arguments: Sequence[str], prog: str = "train.main", from_user: 
     """Return the config of `--config NAME_OR_PATH` and `--section.key=value` overrides, which take
     precedence. Raises ConfigError. `-h` and `--print_config` print and raise SystemExit(0).
 
-    `from_user`: the arguments are those of a command, whose `model.factory` may then be called, except one
-    that only a checkpoint's config.yaml names.
+    `from_user`: the arguments are those of a command, which may then import what they name, such as
+    `model.factory`, except what only a checkpoint's config.yaml names.
     """
     if asked := [argument for argument in arguments if argument in HELP]:
         factory = any(argument.startswith(f"--{FACTORY}") for argument in arguments)
@@ -127,13 +127,18 @@ def parse_config(arguments: Sequence[str], prog: str = "train.main", from_user: 
     if PRINT in arguments:
         print(config_to_yaml(config), end="")
         raise SystemExit(0)
-    # only the command line, or a config file that is not a checkpoint's, names a factory that may be called
-    named = [
-        each for each in factories if each == COMMAND_LINE or not (Path(each).parent / MANIFEST).exists()
-    ]
-    if from_user and named and isinstance(config.model, FactoryConfig):
-        name_factory(config.model.factory)
+    if from_user:
+        allow(_names_of_user(settings))
     return config
+
+
+def _names_of_user(settings: Sequence[_Setting]) -> Iterator[str]:
+    """Yield the names of functions and classes on the command line, and in config files that are not a
+    checkpoint's."""
+    for setting in settings:
+        if setting.key in KEYS and not (Path(setting.place).parent / MANIFEST).exists():
+            names = read_as(_type_at(setting.key), setting.written)
+            yield from [names] if isinstance(names, str) else names or ()
 
 
 def _folder(files: Sequence[Path], config: Config) -> str:

@@ -4,10 +4,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshwright.train.hooks import Hook, Row, StepDone
+
+if TYPE_CHECKING:
+    from meshwright.train.checkpoint.manifest import TrainPosition
 
 
 class Console:
@@ -54,7 +59,7 @@ class Console:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
-    def report(self, row: dict[str, Any]) -> None:
+    def report(self, row: Row) -> None:
         """Show a row of metrics: in the progress bar, or as a separate line."""
         text = _describe(row)
         if self._progress is not None:
@@ -76,7 +81,26 @@ class Console:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _describe(row: dict[str, Any]) -> str:
+class Screen(Hook):
+    """The progress of a run on the console."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._console, self._total_steps = console, total_steps
+
+    def start(self, position: "TrainPosition") -> None:
+        self._console.start_progress(position.step, self._total_steps)
+
+    def after_step(self, done: StepDone) -> None:
+        self._console.step_done(done.step)
+
+    def on_report(self, row: Row) -> None:
+        self._console.report(row)
+
+    def close(self) -> None:
+        self._console.close()
+
+
+def _describe(row: Row) -> str:
     parts = [f"loss {row['loss']:.4f}"] if "loss" in row else []
     if "eval_loss" in row:
         parts.append(f"eval loss {row['eval_loss']:.4f}")

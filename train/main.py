@@ -2,21 +2,23 @@
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.checkpoint.changes import compare_configs
+from meshwright.train.checkpoint.hook import Checkpoints, open_saver
 from meshwright.train.checkpoint.initial_weights import find_weights
+from meshwright.train.checkpoint.load import Start, load_states
 from meshwright.train.checkpoint.ownership import admit, find_start, judge
-from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
-from meshwright.train.console import Console
+from meshwright.train.console import Console, Screen
 from meshwright.train.data.corpus import check_data
-from meshwright.train.data.training_data import load_training_data
+from meshwright.train.data.training_data import describe_data, load_training_data
 from meshwright.train.distributed.exit import (
     EXIT_FAILED,
     EXIT_STOPPED,
@@ -36,18 +38,28 @@ from meshwright.train.distributed.ranks import (
     read_rank_info,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
+from meshwright.train.evaluation import Evaluation
+from meshwright.train.fault_tolerance.crash_loop import count_failed_starts
+from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error
 from meshwright.train.fault_tolerance.run_lock import make_run_folder, write_texts
-from meshwright.train.fault_tolerance.supervision import supervised
+from meshwright.train.fault_tolerance.supervision import Supervision, supervised
+from meshwright.train.hooks import Hook, Hooks, find_hooks, state_of
 from meshwright.train.loop import train_loop
-from meshwright.train.metrics.reporting import build_reporting
+from meshwright.train.memory import GarbageCollector
+from meshwright.train.metrics.clock import StepClock
+from meshwright.train.metrics.collector import GradientNorms, Metrics
 from meshwright.train.metrics.run_summary import log_run_summary
-from meshwright.train.model.build import build_model
+from meshwright.train.metrics.writer import open_rows
 from meshwright.train.model.choose import source_of
-from meshwright.train.optim.optimizer import build_optimizer, describe_short_run
+from meshwright.train.optim.optimizer import learning_rate
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
+from meshwright.train.profiling import profilers
+from meshwright.train.recompiles import Recompiles
+from meshwright.train.run import Run
 from meshwright.train.state import files_beside, restore
+from meshwright.train.training import build_training
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -76,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(config: Config, ranks: RankInfo) -> bool:
     """Run all phases under supervision; return True if the run was stopped before its last step."""
-    console = Console(ranks.is_main)
+    console, saves, timeout = Console(ranks.is_main), config.checkpoint, group_timeout(config.run)
     with supervised(config.run, ranks, console) as supervision:
         # user errors are found before anything is created
-        source, saves = source_of(config.model), config.checkpoint
+        yours, source = find_yours(config), source_of(config.model)
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, source.vocab_size)
@@ -90,57 +102,98 @@ def run(config: Config, ranks: RankInfo) -> bool:
         folder = make_run_folder(str(config.run.dir))
         judge(config, folder, ranks)
 
-        with supervision.in_folder(folder, ranks):
+        with supervision.in_folder(folder):
             admission, start = find_start(config, folder, ranks)
             start = compare_configs(start, config, plan, ranks)
             weights = find_weights(saves.init_from, config.model, start.checkpoint, saves.changed_model)
-            failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
+            failed_starts = count_failed_starts(folder, ranks, admission.restarted, start.step)
             log_run_summary(console, ranks, planned, config)
 
-            supervision.enter("data")
-            timeout = group_timeout(config.run)
+            supervision.watchdog.enter("data")
             mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
             data = load_training_data(config, planned, mesh, ranks, start, console.print)
-            supervision.enter("set-up")
-            supervision.begin(folder, start, failed_starts)
+            supervision.watchdog.enter("set-up")
+            # from here on the folder is written
+            supervision.status.start(folder, start.step if start.checkpoint else None, failed_starts)
             console.print_lines(admit(config, folder, ranks, admission, start))
-            console.print(f"data: {data.corpus.description}")
-            sequences, batch_size = sum(data.order.sizes), data.batch.global_batch_size
-            console.print_lines(describe_short_run(config.optim, data.total_steps, sequences, batch_size))
+            console.print_lines(describe_data(config, data))
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
 
-            sharded = build_model(config.model, config.train, plan, mesh, config.run.seed, timeout)
-            optimizer = build_optimizer(sharded.model, config.optim, config.run.seed)
-            state = restore(sharded, optimizer, start, weights, config, data, console)
-            beside = files_beside(config, data, start, weights, console) if ranks.is_main else {}
-            parts = saves, folder / "checkpoints", sharded.model, optimizer, mesh, texts | beside
-            saver = CheckpointSaver(*parts, machine=ranks.machine, group_timeout=timeout)
-            saver.make_room(state.position.step, console.print)
-            loss_of = source.loss(plan, config.train.z_loss)
-            reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)
-            with (
-                explaining_out_of_memory(config.job, plan, device, optimizer, folder / "profile"),
-                supervision.training(config.train, sharded, data, loss_of),
-                reporting,
-            ):
-                reached, saved = train_loop(config, loss_of, state, data, saver, supervision, reporting)
-            stopped = reached.step < data.total_steps
-            reporting.finish()
-            supervision.finish(reached.step, stopped)
-            saved = saved or (start.checkpoint if start.step == reached.step else None)
-            progress, kept = f"step {reached.step} of {data.total_steps}", _describe_kept(config, saved)
-            again = f"the same command {'resumes it' if saved else 'starts where this run did'}"
-            end = f"stopped at {progress} ({supervision.stop_reason})" if stopped else f"finished: {progress}"
-            console.print(f"{end}, {kept}; {again if stopped else f'tensorboard --logdir {folder}/tb'}")
-    return stopped
+            training = build_training(config, plan, mesh, timeout)
+            restore(training, start, weights, config, data, console)
+            parts = Run(config, planned, training, data, folder, ranks, console)
+            files = texts | (files_beside(config, data, start, weights, console) if ranks.is_main else {})
+            hooks, metrics, checkpoints = build_hooks(parts, yours, supervision, start, files)
+            with explaining_out_of_memory(config.job, plan, device, training.optimizer, folder / "profile"):
+                reached = train_loop(parts, hooks, supervision.stop)
+
+            stopped = supervision.stop.reason if reached.step < data.total_steps else None
+            saved = checkpoints.last or (start.checkpoint if start.step == reached.step else None)
+            console.print_lines(metrics.compare_with_predicted())
+            supervision.status.finish(reached.step, stopped)
+            console.print(describe_end(config, reached.step, data.total_steps, saved, stopped))
+    return stopped is not None
 
 
-def _describe_kept(config: Config, checkpoint: Path | None) -> str:
-    """Describe where the last step is saved, or why it is not."""
-    if checkpoint:
-        return f"saved in {checkpoint}"
-    return "nothing to save" if config.checkpoint.every else "not saved, because checkpoint.every is 0"
+def find_yours(config: Config) -> Sequence[Callable[[Run], Hook]]:
+    """Import what the config names of yours for the loop, and return the hooks. Raises ConfigError."""
+    learning_rate(config.optim, 1, config.train.steps)
+    return find_hooks(config.train.hooks)
+
+
+def build_hooks(
+    run: Run,
+    yours: Sequence[Callable[[Run], Hook]],
+    supervision: Supervision,
+    start: Start,
+    files: Mapping[str, str | bytes],
+) -> tuple[Hooks, Metrics, Checkpoints]:
+    """Return what happens beside the steps of a run, in the order in which it happens, and two of these hooks
+    again, which have results at its end. `files`: that each checkpoint contains."""
+    config, training, data, print_ = run.config, run.training, run.data, run.console.print
+    hooks, clock = Hooks(), StepClock(run.planned.device)
+    hooks_of_yours = [make(run) for make in yours]
+    run.console.print_lines(load_states(start, state := state_of(hooks_of_yours)))
+
+    repeated = training.sharded, data.order, data.batch, training.loss_of
+    nonfinite = NonFiniteGuard(config.train.max_skipped_steps, *repeated, print_)
+    rows = open_rows(run, supervision.status.progress)
+    checkpoints = Checkpoints(open_saver(run, files, state), run, supervision, nonfinite, rows, clock)
+    nonfinite.save_good = partial(checkpoints.save_if_due, last=True)
+    norms = GradientNorms(run) if config.metrics.gradient_norms else None
+    metrics = Metrics(run, hooks, clock, norms, nonfinite.columns)
+    hooks.extend(
+        [
+            supervision.watchdog,  # first: what hangs from here on has a name
+            GarbageCollector(config.train.gc_every_steps),
+            Recompiles(run.planned.plan, print_),
+            nonfinite,
+            *profilers(run),
+            *([norms] if norms else []),
+            Screen(run.console, data.total_steps),
+            rows,
+            *hooks_of_yours,
+            supervision.stop,  # the ranks agree whether this step is the last
+            Evaluation(run, hooks, checkpoints, supervision, clock),
+            metrics,  # after the evaluation, whose scores are in its row
+            checkpoints,  # last: a checkpoint has the rows of all steps before it
+        ],
+        supervision.stop.request,
+    )
+    return hooks, metrics, checkpoints
+
+
+def describe_end(config: Config, step: int, steps: int, saved: Path | None, stopped: str | None) -> str:
+    """Return the last line of a run: how it ended, where the last step is saved, and what to do next."""
+    if saved:
+        kept, again = f"saved in {saved}", "resumes it"
+    else:
+        kept = "nothing to save" if config.checkpoint.every else "not saved, because checkpoint.every is 0"
+        again = "starts where this run did"
+    if stopped is None:
+        return f"finished: step {step} of {steps}, {kept}; tensorboard --logdir {config.run.dir}/tb"
+    return f"stopped at step {step} of {steps} ({stopped}), {kept}; the same command {again}"
 
 
 if __name__ == "__main__":

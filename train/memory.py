@@ -11,9 +11,10 @@ import torch
 
 from meshwright.train.cgroups import memory_left_bytes
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.hooks import Hook, StepDone
 
 
-class GarbageCollector:
+class GarbageCollector(Hook):
     """Collects garbage after every `every`-th step, on all ranks after the same step. A rank that Python
     pauses at another moment makes all others wait in the next collective. 0 leaves the timing to Python.
 
@@ -25,8 +26,8 @@ class GarbageCollector:
     def __init__(self, every: int) -> None:
         self._every, self._took_over, self._was_enabled = every, False, gc.isenabled()
 
-    def step_done(self, step: int) -> None:
-        """Collect if due; called after each step. The first call disables Python's automatic collection. With
+    def after_step(self, done: StepDone) -> None:
+        """Collect if due. The first call disables Python's automatic collection. With
         `every` 0 nothing changes."""
         if not self._every:
             return
@@ -35,7 +36,7 @@ class GarbageCollector:
             gc.collect()
             gc.freeze()
             self._took_over = True
-        elif step % self._every == 0:
+        elif done.step % self._every == 0:
             gc.collect()
 
     def close(self) -> None:

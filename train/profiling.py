@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from meshwright.train.config import ProfileConfig
 from meshwright.train.distributed.exit import print_error
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.files import replacing, write_atomically
+from meshwright.train.hooks import Hook, StepDone
+
+if TYPE_CHECKING:
+    from meshwright.train.run import Run
 
 CHECKED_STEP = 2  # counted from this process's start: the first step compiles
 # Patterns of kernel names, on a GPU as the driver reports them, on a CPU the names of torch's operators.
@@ -35,7 +39,7 @@ NAMES = {
 }
 
 
-class KernelCheck:
+class KernelCheck(Hook):
     """Profiles one step and reports which attention kernel ran in it. `kernel`: the planned one; `report`
     receives the line."""
 
@@ -44,8 +48,8 @@ class KernelCheck:
         self._steps_left = CHECKED_STEP
         self._profile: torch.profiler.profile | None = None
 
-    def before_step(self) -> None:
-        """Start the profiler if this is the checked step; called before every step."""
+    def before_step(self, step: int) -> None:
+        """Start the profiler if this is the checked step."""
         self._steps_left -= 1
         if self._steps_left == 0:
             kind = ProfilerActivity.CUDA if self._device.type == "cuda" else ProfilerActivity.CPU
@@ -58,8 +62,8 @@ class KernelCheck:
             self._profile.stop()
             self._profile = None
 
-    def after_step(self) -> None:
-        """Report the kernel if this was the checked step; called after every step."""
+    def after_step(self, done: StepDone) -> None:
+        """Report the kernel if this was the checked step."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -67,6 +71,17 @@ class KernelCheck:
             torch.cuda.synchronize(self._device)
         profile.stop()
         self._report(describe_attention(self._kernel, {event.name for event in profile.events() or ()}))
+
+
+def profilers(run: "Run") -> list[Hook]:
+    """Return the profiler of a run's window of steps; on a GPU, where torch chooses among kernels of one
+    name, without a window also the check of the kernel, on rank 0."""
+    plan, device, print_ = run.planned.plan, run.planned.device, run.console.print
+    subject = ProfiledRun(run.training.sharded.model, plan, device, run.steps)
+    profiler = StepProfiler(run.config.profile, run.folder / "profile", subject, print_)
+    if device.type == "cuda" and not run.config.profile.start and run.ranks.is_main:
+        return [KernelCheck(plan.attention, device, print_), profiler]
+    return [profiler]
 
 
 def describe_attention(kernel: str, names: Iterable[str]) -> str:
@@ -100,24 +115,24 @@ ERROR_SHOWN = 300  # characters of an error that a message quotes
 HISTORY_ENTRIES = 1_000_000  # newest allocations that a memory snapshot contains
 
 
-class StepProfiler:
+class StepProfiler(Hook):
     """Profiles a window of steps on rank 0 or on all ranks; with start 0 it does nothing and costs nothing.
 
     The profiler warms up during the step before the window. An error of the profiler or of writing its files
-    ends the profile, not the run: `warn` gets one line.
+    ends the profile, not the run: `print_` gets one line, as when a trace has been written.
     """
 
     def __init__(
-        self, config: ProfileConfig, folder: Path, subject: ProfiledRun, warn: Callable[[str], None]
+        self, config: ProfileConfig, folder: Path, subject: ProfiledRun, print_: Callable[[str], None]
     ) -> None:
-        self._config, self._subject, self._warn = config, subject, warn
+        self._config, self._subject, self._print = config, subject, print_
         self._folder = folder / f"step-{config.start:08d}"
         self._rank = dist.get_rank()
         enabled = config.start > 0 and (config.all_ranks or self._rank == 0)
         self._first, self._last = (config.start, config.start + config.steps - 1) if enabled else (0, 0)
         if enabled and config.start not in subject.remaining_steps:
             steps = f"{subject.remaining_steps.start} to {subject.remaining_steps.stop - 1}"
-            warn(
+            print_(
                 f"warning: no profile: profile.start={config.start} is outside the steps of this run, {steps}"
             )
             self._last = 0
@@ -127,20 +142,24 @@ class StepProfiler:
         self._recording = False
 
     def before_step(self, step: int) -> None:
-        """Start or continue the window; called before the data of every optimizer step, counted from 1."""
+        """Start or continue the window."""
         if step <= self._last:
             with self._errors_as_warning():
                 self._before(step)
 
-    def after_step(self, step: int) -> Path | None:
-        """End the window after its last step; called after every step. Returns the folder of the traces if
-        this rank has just written its trace, else None."""
+    def after_step(self, done: StepDone) -> None:
+        """End the window after its last step, and say where its trace is."""
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
-        return self.close() if step == self._last else None
+        if done.step == self._last and (folder := self._end_window()):
+            self._print(f"profile: {folder}; python -m tools.trace {folder.parents[1]}")
 
-    def close(self) -> Path | None:
+    def close(self) -> None:
+        """End an open window and write its trace."""
+        self._end_window()
+
+    def _end_window(self) -> Path | None:
         """End an open window and write its trace; return the folder, or None if there is no window or it
         could not be written."""
         profile, self._profile = self._profile, None  # first, so that an error cannot end it twice
@@ -242,7 +261,7 @@ class StepProfiler:
             message = (
                 f"warning: no profile from step {self._first} in {self._folder}: {reason}; the run continues"
             )
-            self._warn(message) if self._rank == 0 else print_error(f"rank {self._rank}: {message}")
+            self._print(message) if self._rank == 0 else print_error(f"rank {self._rank}: {message}")
             self._end()
 
 

@@ -1,46 +1,35 @@
-"""The training state: model and optimizer, with the values that a run starts with."""
+"""The values that model and optimizer start with, and the files that a checkpoint keeps beside them."""
 
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from meshwright.parallel.shardable import ShardableModel
-from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.huggingface import Origin, beside_weights, read_origin
 from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights
 from meshwright.train.checkpoint.load import Start, load_checkpoint
-from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import Config
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.training_data import TrainingData
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """Model and optimizer, which are updated in place, and the `position` in the run at which they start."""
-
-    sharded: ShardedModel
-    optimizer: torch.optim.Optimizer
-    position: TrainPosition
+from meshwright.train.training import Training
 
 
 def restore(
-    sharded: ShardedModel,
-    optimizer: torch.optim.Optimizer,
+    training: Training,
     start: Start,
     weights: Weights | None,
     config: Config,
     data: TrainingData,
     console: Console,
-) -> TrainState:
+) -> None:
     """Load the checkpoint that the run resumes from, or the weights of `checkpoint.init_from`; without either
     keep the initial weights. Raises CheckpointError.
 
     Dropout draws other numbers on each data-parallel rank, the same ones on the ranks of a cp or tp group.
     """
+    sharded, optimizer = training.sharded, training.optimizer
     console.print_lines(describe_start(config.checkpoint.init_from, start.checkpoint))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{start.step}:{sharded.data_rank}".encode()))
     if start.checkpoint and start.manifest:
@@ -57,7 +46,6 @@ def restore(
         load_weights(weights, sharded.model, config.checkpoint.verify)
         for name, rows in weights.padded.items():
             console.print(f"weights: {name} has {rows} rows, and is padded with their mean")
-    return TrainState(sharded, optimizer, data.start)
 
 
 def files_beside(

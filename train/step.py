@@ -3,7 +3,7 @@
 Shapes: B sequences of a micro batch, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,12 +37,14 @@ def train_step(
     micro_batches: Sequence[Batch],
     grad_clip: float,
     loss_of: LossOf,
+    before_optimizer: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights unless the
     loss or the gradient norm is not finite.
 
     The loss of each micro batch is divided by the number of tokens of the global batch, so the result does
-    not depend on how sequences and padding are divided into micro batches and ranks.
+    not depend on how sequences and padding are divided into micro batches and ranks. `before_optimizer` is
+    called with complete gradients, which are not clipped.
     """
     global_tokens = sharded.global_count(micro_batches, count_targets)
     loss = torch.zeros_like(global_tokens)
@@ -50,6 +52,7 @@ def train_step(
         micro_loss = loss_of(sharded.model, batch, global_tokens)
         micro_loss.backward()
         loss += micro_loss.detach()
+    before_optimizer()
     grad_norm = gradient_norm(list(sharded.model.parameters()), loss)
     # The attributes that GradScaler sets for fused AdamW: the divisor of the gradients, and a flag that, at
     # 1, keeps weights, moments and step count unchanged.

@@ -34,7 +34,7 @@ def started(arguments: Sequence[str], start: Start, lines: list[str]) -> Sharded
     data: Any = SimpleNamespace(start=TrainPosition(), total_steps=9, same_order=lambda _: True)
     console = Console(True)
     console.print = lines.append  # type: ignore[method-assign]
-    restore(run.sharded, run.optimizer, start, None, run.config, data, console)
+    restore(run.training, start, None, run.config, data, console)
     return run
 
 

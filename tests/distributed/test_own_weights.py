@@ -13,10 +13,9 @@ from meshwright.train.checkpoint.initial_weights import find_weights, load_weigh
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.errors import CheckpointError, ConfigError
-from meshwright.train.model.build import build_model
 from meshwright.train.model.choose import source_of
-from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
+from meshwright.train.training import build_training
 from tests.support.checkpoint_saves import save
 from tests.support.factories import HF_SIZES, RUN
 from tests.support.hf_models import make_tokens, save_hf
@@ -64,13 +63,14 @@ def round_trip(cases: dict[str, tuple[list[str], Path, Path]]) -> None:
         config = parse_config(keys)
         plan = plan_run(config.job, 2)
         mesh = build_mesh(plan.mesh, "cpu")
-        model = build_model(config.model, config.train, plan, mesh, seed=0).model
+        training = build_training(config, plan, mesh)
+        model = training.sharded.model
         weights = find_weights(str(folder), config.model, None)
         assert weights is not None
         load_weights(weights, model)
         texts = {"config.yaml": config_to_yaml(config), **source_of(config.model).texts()}
-        optimizer = build_optimizer(model, config.optim, seed=0)
-        assert not save(CheckpointSaver(config.checkpoint, out, model, optimizer, mesh, texts), 1).error
+        saver = CheckpointSaver(config.checkpoint, out, model, training.optimizer, mesh, texts)
+        assert not save(saver, 1).error
 
 
 @pytest.mark.slow

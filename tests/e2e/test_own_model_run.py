@@ -10,7 +10,8 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.model.factory import call_factory, name_factory
+from meshwright.train.model.factory import call_factory
+from meshwright.train.user_code import allow
 from tests.support.factories import RUN, causal_lm
 from tests.support.hf_models import make_tokens
 from tests.support.launch import EAGER, run, started
@@ -55,7 +56,7 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     assert not any(map(len, info.values()))
     checkpoint = find_newest(folder)
     config = checkpoint_config(checkpoint).model
-    name_factory(config.factory)  # type: ignore[union-attr]
+    allow([config.factory])  # type: ignore[union-attr]
     own = call_factory(config, device="cpu").module  # type: ignore[arg-type]
     own.load_state_dict(load_full_weights(checkpoint))
     ids = make_tokens(264, 2, 24)

@@ -38,11 +38,8 @@ from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import read_rank_info
-from meshwright.train.model.build import build_model
-from meshwright.train.model.llama import loss_of_llama
-from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.step import train_step
+from meshwright.train.training import build_training
 
 # ours, verified; torch's checkpoint with its safetensors storage; torch's with its own storage
 WAYS = ("ours", "safetensors", "plain")
@@ -58,9 +55,9 @@ class Rank:
         ranks = read_rank_info()
         self.plan = plan = plan_run(config.job, ranks.world_size, ranks.local_world_size)
         self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
-        self.sharded = build_model(config.model, config.train, plan, self.mesh, config.run.seed)
-        self.model: nn.Module = self.sharded.model
-        self.optimizer = build_optimizer(self.model, config.optim)
+        self.training = build_training(config, plan, self.mesh)
+        self.model: nn.Module = self.training.sharded.model
+        self.optimizer = self.training.optimizer
         self.tensors = training_tensors(self.model, self.optimizer)
 
     def saver(self, asynchronous: bool) -> CheckpointSaver:
@@ -189,7 +186,7 @@ def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
     for step in range(1, WARM_UP_STEPS + (rounds + 1) * STEPS_BETWEEN + 1):
         saving = step % STEPS_BETWEEN == 0
         start_s = time.perf_counter()
-        train_step(rank.sharded, rank.optimizer, [batch], 1.0, loss_of_llama)
+        rank.training.step([batch])
         if saving:
             saver.save(rank.position(step))
         took_s = time.perf_counter() - start_s

@@ -20,9 +20,8 @@ from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.model.build import build_model
-from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
+from meshwright.train.training import Training, build_training
 
 CPU = torch.device("cpu")
 
@@ -32,9 +31,16 @@ class Sharded:
     """This rank's part of a run. `shape`: of its batches."""
 
     config: Config
-    sharded: ShardedModel
-    optimizer: torch.optim.Optimizer
+    training: Training
     shape: BatchShape
+
+    @property
+    def sharded(self) -> ShardedModel:
+        return self.training.sharded
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.training.optimizer
 
     @property
     def plan(self) -> Plan:
@@ -60,9 +66,7 @@ def build_sharded(overrides: Sequence[str] | Config) -> Sharded:
     config = overrides if isinstance(overrides, Config) else parse_config(overrides)
     plan = plan_run(config.job, dist.get_world_size())
     mesh = build_mesh(plan.mesh, "cpu")
-    sharded = build_model(config.model, config.train, plan, mesh, config.run.seed)
-    optimizer = build_optimizer(sharded.model, config.optim, config.run.seed)
-    return Sharded(config, sharded, optimizer, make_batch_shape(plan, mesh))
+    return Sharded(config, build_training(config, plan, mesh), make_batch_shape(plan, mesh))
 
 
 @contextmanager

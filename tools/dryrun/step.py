@@ -44,11 +44,8 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.process_group import use_expandable_segments
-from meshwright.train.model.build import build_model
-from meshwright.train.model.choose import source_of
-from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import check_device_support
-from meshwright.train.step import train_step
+from meshwright.train.training import build_training
 
 DEVICE = torch.device("cuda", 0)
 
@@ -76,20 +73,14 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     check_device_support(config.job, plan, DEVICE)
     mesh = build_mesh(plan.mesh, "cuda")
     report("building the model")
-    sharded = build_model(config.model, config.train, plan, mesh, config.run.seed)
-    optimizer = build_optimizer(sharded.model, config.optim, config.train.steps)
-    loss_of = source_of(config.model).loss(plan, config.train.z_loss)
-
-    def step(batch: Batch) -> None:
-        micro_batches = [batch] * plan.accumulation
-        train_step(sharded, optimizer, micro_batches, config.train.grad_clip, loss_of)
-
+    training = build_training(config, plan, mesh)
+    sharded = training.sharded
     for number in range(STEPS):
         report(f"step {number + 1} of {STEPS}" + (", which compiles" if number == 0 else ""))
         batch = make_batch(plan, config, mesh)
         torch.cuda.reset_peak_memory_stats()
         with marked(number):
-            step(batch)
+            training.step([batch] * plan.accumulation)
     stats = torch.cuda.memory_stats()
     peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")}
     (scratch / MEMORY_FILE).write_text(json.dumps(peaks))
@@ -97,7 +88,7 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
         report("recording one more step")
         (scratch / AXES_FILE).write_text(json.dumps(axes_of_groups(mesh, sharded.data_group)))
         batch = make_batch(plan, config, mesh)
-        record(scratch, sharded.model, plan, lambda: step(batch))
+        record(scratch, sharded.model, plan, lambda: training.step([batch] * plan.accumulation))
 
 
 def make_batch(plan: Plan, config: Config, mesh: DeviceMesh) -> Batch:
@@ -121,7 +112,7 @@ def marked(number: int) -> Iterator[None]:
     mark(f"end {number}".encode())
 
 
-def record(scratch: Path, model: nn.Module, plan: Plan, step: Callable[[], None]) -> None:
+def record(scratch: Path, model: nn.Module, plan: Plan, step: Callable[[], object]) -> None:
     """Record a step: its kernels and annotations in a trace, its operators in an execution trace."""
     observer = torch.profiler.ExecutionTraceObserver().register_callback(str(scratch / OPERATORS_FILE))
     name_units(model, plan)

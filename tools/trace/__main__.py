@@ -15,7 +15,7 @@ from meshwright.tools.trace.kernels import KernelTable
 from meshwright.tools.trace.plan_comparison import compare_with_plan, draw_against, to_timeline
 from meshwright.tools.trace.reader import find_traces
 from meshwright.tools.trace.report import describe, make_document
-from meshwright.train.model.factory import name_factory
+from meshwright.train.user_code import allow
 
 DESCRIPTION = """\
 examples:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Analyze a profile and print the result. Raises ConfigError and DataError."""
     options = make_parser().parse_args(arguments)
     if options.factory:
-        name_factory(options.factory)
+        allow([options.factory])
     picture = None
     if options.picture:
         picture = check_target("--picture", Path(options.picture), (".svg", ".png"), overwrites=True)

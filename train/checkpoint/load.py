@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import first_of
@@ -21,6 +21,7 @@ from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import CheckpointError, UnreadableError
 from meshwright.train.files import user_path
+from meshwright.train.hooks import STATE
 
 
 def load_checkpoint(
@@ -36,7 +37,8 @@ def load_checkpoint(
     Raises CheckpointError if names, shapes or dtypes differ, and on all ranks if one cannot read its parts.
     """
     tensors = training_tensors(model, optimizer)
-    saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith(RANDOM)}
+    apart = (RANDOM, STATE)
+    saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith(apart)}
     refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)
     same_mesh = manifest.mesh == dict(degrees(mesh))
     random = {name: state for name, state in random_state().items() if same_mesh and name in manifest.tensors}
@@ -45,6 +47,27 @@ def load_checkpoint(
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
     return bool(random)
+
+
+def load_states(start: "Start", states: Mapping[str, Tensor]) -> list[str]:
+    """Read the state of hooks (`hooks.state_of`) from the checkpoint that a run resumes from, in place; all
+    ranks call it. Returns a line about hooks whose state is only in the checkpoint, or only in the run.
+    Raises CheckpointError."""
+    if start.checkpoint is None or start.manifest is None:
+        return []
+    saved = {name: tensor for name, tensor in start.manifest.tensors.items() if name.startswith(STATE)}
+    lines = []
+    for names, problem in (
+        (states.keys() - saved.keys(), "begins anew, because the checkpoint has none"),
+        (saved.keys() - states.keys(), "is in the checkpoint, but not used: train.hooks has no such hook"),
+    ):
+        hooks = sorted({name.removeprefix(STATE).partition(".")[0] for name in names})
+        lines += [f"warning: the state of {', '.join(hooks)} {problem}"] if hooks else []
+    common = {name: states[name] for name in states if name in saved}
+    current = {name: describe_tensor(tensor) for name, tensor in common.items()}
+    refuse_different(start.checkpoint, current, {name: saved[name] for name in common})
+    read_together(partial(open_checkpoint, start.checkpoint, start.manifest), common)
+    return lines
 
 
 def refuse_different(

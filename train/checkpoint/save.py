@@ -94,13 +94,15 @@ class CheckpointSaver:
         host_bytes: Callable[[], int] = free_host_bytes,
         machine: int = 0,
         group_timeout: timedelta | None = None,
+        hooks: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`host_bytes` returns the free host memory of this machine; `machine` is a number shared by its
-        ranks; `group_timeout`: of the collectives of a save; None: torch's default."""
+        ranks; `group_timeout`: of the collectives of a save; None: torch's default; `hooks`: the state of
+        hooks (`hooks.state_of`)."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
         self._texts_bytes = _MANIFEST_BYTES + sum(map(len, texts.values()))
         self._host_bytes, self._machine = host_bytes, machine
-        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self._model, self._optimizer, self._mesh, self._hooks = model, optimizer, mesh, hooks or {}
         # A group of its own: saves run beside training.
         self._group = dist.new_group(backend="gloo", timeout=group_timeout, group_desc="checkpoint")
         # Decided by the full model, so that all ranks agree: a rank may have only its random state to write.
@@ -125,7 +127,7 @@ class CheckpointSaver:
             return
         start_s = time.perf_counter()
         try:
-            tensors, random = training_tensors(self._model, self._optimizer), random_state()
+            tensors, random = self._tensors(), random_state()
             shards = self._own_shards(tensors, random)
             problem = self._allocate_copies(shards)
         except RuntimeError as failed:  # of a collective, or the SaveError of a tensor, on all ranks
@@ -167,7 +169,7 @@ class CheckpointSaver:
         if not self._config.every:
             return
         try:
-            tensors, random = training_tensors(self._model, self._optimizer), random_state()
+            tensors, random = self._tensors(), random_state()
             needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
             problem = "" if self._on_cpu else self._allocate_copies(self._own_shards(tensors, random))
             nothing = torch.zeros(0, 2)
@@ -177,6 +179,10 @@ class CheckpointSaver:
             if self._config.on_error == "stop":
                 raise ConfigError(f"{message}. To train all the same, try checkpoint.on_error=warn") from None
             warn(f"warning: {message}")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that training changes. Raises SaveError."""
+        return {**training_tensors(self._model, self._optimizer), **self._hooks}
 
     def _own_shards(
         self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]

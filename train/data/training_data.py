@@ -22,6 +22,7 @@ from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.choose import source_of
+from meshwright.train.optim.optimizer import describe_short_run
 from meshwright.train.planning.run_plan import RunPlan
 
 
@@ -96,6 +97,13 @@ class TrainingData:
         data_hash = torch.tensor(step.data_hash, device=self.device)
         dist.all_reduce(data_hash, group=self.group)
         return {**data_progress(self.order, position.samples), "data_hash": f"{data_hash.item():016x}"}
+
+
+def describe_data(config: Config, data: TrainingData) -> list[str]:
+    """Return lines about the data of a run, and about what it is too short for."""
+    sequences, batch_size = sum(data.order.sizes), data.batch.global_batch_size
+    short = describe_short_run(config.optim, data.total_steps, sequences, batch_size)
+    return [f"data: {data.corpus.description}", *short]
 
 
 def load_training_data(

@@ -1,11 +1,24 @@
 """Crash-loop detection: refuse an automatic restart after three failed starts in a row without progress."""
 
+from pathlib import Path
+
 from meshwright.parallel.errors import one_line
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import CrashLoopError
-from meshwright.train.fault_tolerance.run_status import FailedStarts, Status
+from meshwright.train.fault_tolerance.run_status import FailedStarts, Status, read_status
 
 MAX_FAILED_STARTS = 3
 SHOWN = 500  # characters of the last failure's reason in the message
+
+
+def count_failed_starts(folder: Path, ranks: RankInfo, restarted: bool, start_step: int) -> FailedStarts:
+    """Return the failed starts in a row before this one in a run's folder; every rank calls it. Raises
+    CrashLoopError on all ranks (`check_crash_loop`)."""
+
+    def check() -> FailedStarts:  # on rank 0, which then writes status.json: others might read the new file
+        return check_crash_loop(read_status(folder), restarted, ranks.requeued, start_step)
+
+    return broadcast_from_rank0(ranks, check)
 
 
 def check_crash_loop(
@@ -22,8 +35,7 @@ def check_crash_loop(
         restarted, requeued: by torchrun, by Slurm; any other start is one by hand, which resets the count
         start_step: the step of the checkpoint to resume from, 0 without one
 
-    Raises CrashLoopError after MAX_FAILED_STARTS. Call it on one rank only, which then writes status.json:
-    other ranks might read the new file.
+    Raises CrashLoopError after MAX_FAILED_STARTS.
     """
     if previous is None or previous.state == "finished" or not (restarted or requeued):
         return FailedStarts()

@@ -20,13 +20,15 @@ from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.batch import Batch
-from meshwright.train.data.loader import BatchShape, StepData
+from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
+from meshwright.train.hooks import Hook, StepDone
 from meshwright.train.model.source import LossOf
-from meshwright.train.step import StepResult, count_targets
+from meshwright.train.step import count_targets
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,10 @@ class NonFiniteFinding:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step, what is needed to repeat it, and its flag with the event after which that is on the host."""
+class _Unread:
+    """A step whose flag has not been read: the flag, and the event after which that is on the host."""
 
-    step: int
-    first_sample: int
-    micro_batches: list[Batch]
+    done: StepDone
     skipped: Tensor
     copied: torch.cuda.Event | None
 
@@ -183,11 +183,11 @@ class _Step:
 WINDOW_STEPS = 100  # consecutive steps in which skipped ones count: a long run may have a few now and then
 
 
-class NonFiniteGuard:
-    """Counts skipped steps; every rank calls it and gets the same result at the same step.
+class NonFiniteGuard(Hook):
+    """Counts skipped steps; every rank gets the same result at the same step.
 
-    Before too many of them end the run, `save_good` is called with the last step that was not skipped (0:
-    none): the skipped ones have changed nothing, and a restart repeats them.
+    Before too many of them end the run, `save_good` is called with the position after the last step that was
+    not skipped, if there was one: the skipped ones have changed nothing, and a restart repeats them.
 
     On a CPU a step's flag is read immediately. On a GPU it is copied to the host without waiting, and read
     after the next step has been enqueued, so that the device always has work: the warning and the end of the
@@ -201,58 +201,64 @@ class NonFiniteGuard:
         order: SampleOrder,
         shape: BatchShape,
         loss_of: LossOf,
+        print_: Callable[[str], None],
     ) -> None:
         """`max_skipped` of WINDOW_STEPS steps may be skipped. The other arguments serve to repeat the first
         step above that limit and to name its sequences: model and loss of train_step, order and shape of the
-        training loop."""
+        training loop; and to print a warning of each skipped step."""
         self.skipped = 0  # by this process
-        self.save_good: Callable[[int], None] = lambda step: None
+        self.save_good: Callable[[TrainPosition], None] = lambda position: None
         self._recent: list[int] = []  # skipped steps
-        self._good = 0  # the last step that was not skipped
+        self._good: TrainPosition | None = None
+        self._print = print_
         self._max_skipped, self._order, self._shape = max_skipped, order, shape
         self._sharded, self._loss_of = sharded, loss_of
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_Unread] = deque()
 
-    def step_done(self, step: int, first_sample: int, data: StepData, result: StepResult) -> list[str]:
-        """Call after each step, which began at position `first_sample` of the order of all ranks. Returns
-        lines to print. Raises NonFiniteError, after a diagnosis by all ranks, if too many were skipped."""
-        skipped, copied = _to_host(result.skipped)
-        self._steps.append(_Step(step, first_sample, data.micro_batches, skipped, copied))
-        return self._read(0 if copied is None else 1)
+    def columns(self) -> dict[str, int]:
+        """Return the number of skipped steps, for a row of metrics; nothing while there are none."""
+        return {"skipped_steps": self.skipped} if self.skipped else {}
 
-    def finish(self) -> list[str]:
-        """Like `step_done`, for the flags that have not been read: before a checkpoint, and at the end."""
-        return self._read(0)
+    def after_step(self, done: StepDone) -> None:
+        """Raises NonFiniteError, after a diagnosis by all ranks, if too many steps were skipped."""
+        skipped, copied = _to_host(done.result.skipped)
+        self._steps.append(_Unread(done, skipped, copied))
+        self._read(0 if copied is None else 1)
 
-    def _read(self, left: int) -> list[str]:
+    def finish(self) -> None:
+        """Like `after_step`, for the flags that have not been read: before a checkpoint, and at the end."""
+        self._read(0)
+
+    def _read(self, left: int) -> None:
         """Read the flags of all steps but the last `left`, of all if one is the step that ends the run."""
-        lines, last = list[str](), None
+        last = None
         while len(self._steps) > left or (last and self._steps):
-            done = self._steps.popleft()
-            if done.copied is not None:
-                done.copied.synchronize()
-            if not done.skipped.item():
-                self._good = done.step
+            unread = self._steps.popleft()
+            done = unread.done
+            if unread.copied is not None:
+                unread.copied.synchronize()
+            if not unread.skipped.item():
+                self._good = done.position
                 continue
             self.skipped += 1
             self._recent = [step for step in self._recent if step > done.step - WINDOW_STEPS] + [done.step]
             if len(self._recent) > self._max_skipped:
                 last = last or done
-            lines.append(
+            self._print(
                 f"warning: step {done.step} was skipped: its loss or gradient is not finite "
                 f"({len(self._recent)} of at most {self._max_skipped} in {WINDOW_STEPS} steps)"
             )
         if last:
-            self.save_good(self._good)  # before the diagnosis, which needs more memory than a step
+            if self._good:
+                self.save_good(self._good)  # before the diagnosis, which needs more memory than a step
             raise NonFiniteError(self._diagnose(last))
-        return lines
 
-    def _diagnose(self, done: _Step) -> str:
+    def _diagnose(self, done: StepDone) -> str:
         """Return all ranks' findings about a step. On a GPU the next may have changed weights slightly."""
         damaged = tuple(name for name, p in self._sharded.model.named_parameters() if not all_finite([p]))
         first, repeated = None, True
         try:
-            first = first_bad_value(self._sharded, done.micro_batches, self._loss_of)
+            first = first_bad_value(self._sharded, done.data.micro_batches, self._loss_of)
         except torch.OutOfMemoryError:
             repeated = False
         sequences = self._sequences(done.first_sample, None if first is None else first.micro_batch)

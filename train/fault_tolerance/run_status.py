@@ -3,7 +3,7 @@ thread, at any time."""
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,11 +97,13 @@ class RunStatus:
         self._failed = FailedStarts()
         self._step, self._warned, self._ended = 0, False, False
         self._lock = threading.Lock()
+        self._forget_lock: Callable[[], None] = lambda: None
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, forget_lock: Callable[[], None]) -> Iterator[None]:
         """Within this context an error that ends the run after `start` is recorded, except the loss of a
-        process that has recorded its own failure: that reason stays."""
+        process that has recorded its own failure: that reason stays. `forget_lock`: of the run's folder."""
+        self._forget_lock = forget_lock
         try:
             yield
         except BaseException as error:
@@ -123,6 +125,19 @@ class RunStatus:
         stopped."""
         self._step = step
         self.write(state, reason)
+
+    def progress(self, step: int) -> None:
+        """Record the number of steps that are done and whose rows are all written."""
+        self.record("running", step)
+
+    def finish(self, step: int, stopped: str | None) -> None:
+        """Record that the run ended normally after `step` steps. `stopped`: why before its last one."""
+        self.record("finished" if stopped is None else "stopped", step, stopped or "")
+
+    def end_at_once(self, reason: str) -> None:
+        """Record that the process is about to be ended without saving, from any thread."""
+        self.write("stopped", reason)
+        self._forget_lock()
 
     def record_loss(self, lost: LostPeer) -> None:
         """Record that the run ends because another rank has ended, unless a process has recorded a reason.

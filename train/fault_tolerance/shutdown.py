@@ -14,12 +14,14 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.exit import EXIT_FAILED, exit_immediately
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import gather_from_all
-from meshwright.train.errors import COMMITS_INTACT
+from meshwright.train.errors import COMMITS_INTACT, SaveError
 from meshwright.train.fault_tolerance.peers import LostPeer, PeerConnections, as_peer_lost_error, explain_loss
+from meshwright.train.hooks import Hook, StepDone
 
 # Slurm sends the signal of its --signal option, torchrun forwards SIGHUP when its terminal is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -37,7 +39,7 @@ class ShutdownRequest:
     failed: bool = False
 
 
-class GracefulShutdown:
+class GracefulShutdown(Hook):
     """Decides when to stop: all ranks agree on it at the same step, without waiting for the device.
 
     Any rank may request a stop (a signal, the time limit, an error). After each step, and before each batch
@@ -47,7 +49,7 @@ class GracefulShutdown:
     A separate thread receives signals, so that a blocked main thread (in a collective with a dead rank, or in
     the compiler) does not delay them. The first signal requests a stop; a second one ends the process
     immediately, and so does, on every rank, a stop that takes longer than `grace_s`. Both leave the last
-    commit intact, and the exit code is 128 + the signal's number. Before `begin()` there is nothing to save,
+    commit intact, and the exit code is 128 + the signal's number. Before `start()` there is nothing to save,
     and the first signal ends the process immediately.
 
     The same thread ends the process LOST_S after the death of another rank (train.fault_tolerance.peers): the
@@ -74,7 +76,7 @@ class GracefulShutdown:
         self._deadline_s = time.monotonic() + config.max_hours * 3600 if config.max_hours else None
         self._request: ShutdownRequest | None = None
         self._request_lock = threading.Lock()
-        self._began = self._agreed = False
+        self._began, self.agreed = False, False  # agreed: all ranks stop, at the same step
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerConnections | None = None
         self._lost: tuple[float, LostPeer] | None = None  # when this process ends because of that rank
@@ -90,12 +92,6 @@ class GracefulShutdown:
         """Why to stop: this rank's request or, once agreed, the same one on all ranks. None without one."""
         return self._request.reason if self._request else None
 
-    @property
-    def failed(self) -> bool:
-        """Whether the run ends because of an error, so that nothing more is saved. False until agreed; the
-        same on all ranks."""
-        return self._agreed and self._request is not None and self._request.failed
-
     def connect(self) -> None:
         """Create the group for the agreement, and connect to the neighbors; all ranks call it, after the
         default process group exists."""
@@ -105,10 +101,12 @@ class GracefulShutdown:
             )
             self._peers = PeerConnections(self._group, self._lose_peer)
 
-    def begin(self) -> None:
-        """Mark the start of the training loop: now there is something to save, and a first signal requests an
-        agreed stop."""
+    def start(self, position: TrainPosition) -> None:
+        """From now on there is something to save, and a first signal requests an agreed stop."""
         self._began = True
+
+    def after_step(self, done: StepDone) -> None:
+        self.should_stop()
 
     def request(self, reason: str, failed: bool = False) -> None:
         """Request a stop of all ranks, from any thread. The first request counts, but an error replaces a
@@ -117,26 +115,29 @@ class GracefulShutdown:
         Has no effect once a stop is agreed.
         """
         with self._request_lock:
-            if not self._agreed and (self._request is None or (failed and not self._request.failed)):
+            if not self.agreed and (self._request is None or (failed and not self._request.failed)):
                 self._request = ShutdownRequest(reason, failed)
 
     def should_stop(self) -> bool:
-        """Return whether to stop; every rank calls it at the same points, and all get True at the same one.
-        Raises PeerLostError."""
+        """Return whether to stop; every rank calls it at the same points, after each step and before each
+        batch of an evaluation, and all get True at the same one. Raises SaveError if the stop is because a
+        checkpoint could not be saved, so that nothing more is saved, and PeerLostError."""
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self.request("run.max_hours")
         if self._group is None:
-            self._agreed = self._request is not None
-        elif not self._agreed:
+            self.agreed = self._request is not None
+        elif not self.agreed:
             try:
-                self._agreed = self._any_requested(self._group)
-                if self._agreed:
+                self.agreed = self._any_requested(self._group)
+                if self.agreed:
                     self._share_requests(self._group)
             except RuntimeError as error:
                 if lost := as_peer_lost_error(error):
                     raise lost from error
                 raise
-        return self._agreed
+        if self.agreed and self._request and self._request.failed:
+            raise SaveError(self._request.reason)
+        return self.agreed
 
     def _any_requested(self, group: dist.ProcessGroup) -> bool:
         """Read the previous step's all-reduce; if no rank had requested a stop, start this step's."""
@@ -174,7 +175,7 @@ class GracefulShutdown:
         if self._peers:
             self._peers.report(reason, by_signal)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Restore the signal handlers, and wait for the neighbors and for the last all-reduce: nothing may be
         in progress when the process group ends.
 

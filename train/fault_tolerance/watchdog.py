@@ -33,6 +33,7 @@ from meshwright.train.fault_tolerance.stack_traces import (
     write_flight_record,
     write_stacks,
 )
+from meshwright.train.hooks import Hook, StepDone
 
 Section = Literal["set-up", "data", "first step", "step", "evaluation", "checkpoint"]
 
@@ -67,7 +68,7 @@ class _At:
     since_s: float
 
 
-class Watchdog:
+class Watchdog(Hook):
     """Watches the main thread of this rank from a separate thread, which starts immediately, in section
     set-up.
 
@@ -91,6 +92,7 @@ class Watchdog:
         self._heartbeat: Future[bool] | None = None
         self._why_alone = "it has not joined the other processes yet"
         self._closing = threading.Event()
+        self._warm = False  # the first step, which compiles, is done
         self._at = self._seen = _At("set-up", 0, time.monotonic())
         self._overslept_s = 0.0
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -112,7 +114,13 @@ class Watchdog:
         """Enter a section or step. Evaluation and checkpoint pass a step too: a lower one is "behind"."""
         self._at = _At(section, step, time.monotonic())
 
-    def close(self) -> None:
+    def before_step(self, step: int) -> None:
+        self.enter("step" if self._warm else "first step", step)
+
+    def after_step(self, done: StepDone) -> None:
+        self._warm = True
+
+    def end(self) -> None:
         """Stop the thread and wait for it; last, report to the store that this rank has ended."""
         self._closing.set()
         self._thread.join()

@@ -2,50 +2,52 @@
 the device has finished the step, which training otherwise avoids."""
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.parallel.compile.stats import count_training_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import TrainingJob
 from meshwright.train.evaluation import Score, mean_loss
+from meshwright.train.hooks import Hook, Hooks, StepDone
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
+from meshwright.train.metrics.clock import StepClock
+from meshwright.train.metrics.loss_spikes import SpikeDetector
 from meshwright.train.model.build import training_flops
-from meshwright.train.step import StepResult
+from meshwright.train.run import Run
 
 PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
 UNIT_NORMS = "unit_grad_norms"
 
 
-class GradientNorms:
-    """Computes the gradient norm of each unit directly before the next optimizer step if `requested`, which
-    all ranks set alike. Only then are the gradients accumulated, reduced over the ranks and not yet clipped:
-    the optimizer may change them in place, and they are freed after it."""
+class GradientNorms(Hook):
+    """Computes the gradient norm of each unit before the optimizer changes the gradients, in the steps that
+    are `reported`."""
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-        self._units = unit_parameters(model, plan)
-        self.requested = False
+    def __init__(self, run: Run) -> None:
+        self._units, self._reported = (
+            unit_parameters(run.training.sharded.model, run.planned.plan),
+            run.is_reported,
+        )
         self._norms: Tensor | None = None
-        optimizer.register_step_pre_hook(self._before_optimizer)
+
+    def before_optimizer(self, step: int) -> None:
+        if self._reported(step):
+            self._norms = unit_gradient_norms(list(self._units.values()))
 
     def take(self) -> dict[str, float]:
-        """Return and clear the norms of the last requested step, by unit; waits for the device."""
+        """Return and clear the norms of the last reported step, by unit; waits for the device."""
         if self._norms is None:
             return {}
         norms, self._norms = self._norms.tolist(), None
         return dict(zip(self._units, norms, strict=True))
-
-    def _before_optimizer(self, *_: Any) -> None:
-        if self.requested:
-            self._norms, self.requested = unit_gradient_norms(list(self._units.values())), False
 
 
 # from the seconds of a step to the rates in a row
@@ -72,112 +74,100 @@ def make_rates(job: TrainingJob, plan: Plan, device_name: str) -> Rates:
     return rates
 
 
-class Metrics:
-    """Makes the rows of metrics.jsonl from the steps since the last row; every rank makes them.
+class Metrics(Hook):
+    """Makes the rows of metrics.jsonl from the steps since the last row, and reports them to all `hooks`;
+    every rank makes them.
 
-    `predicted`: predictions of the planner, by their names in a row; `norms`: None if not requested.
+    `norms`: None if not requested; `columns`: returns further ones for a row.
     """
 
     def __init__(
         self,
-        rates: Rates,
-        device: torch.device,
-        predicted: Mapping[str, float],
-        norms: GradientNorms | None,
+        run: Run,
+        hooks: Hooks,
+        clock: StepClock,
+        norms: GradientNorms | None = None,
+        columns: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._rates, self._device, self._norms = rates, device, norms
+        self._run, self._hooks, self._clock, self._norms, self._columns = run, hooks, clock, norms, columns
+        device, predicted = run.planned.device, run.planned.predicted
+        rates = make_rates(run.config.job, run.planned.plan, run.planned.device_name)
+        self._rates = rates
         self._spikes = SpikeDetector()
-        self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
+        self._steps, self._wait_s = 0, 0.0
         self._trained = torch.zeros((), dtype=torch.float64, device=device)  # tokens
         self._graphs: int | None = None
+        self._scores: Mapping[str, Score] = {}
         self._predicted = dict(predicted)
         at_rates = rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
         self._predicted_row = {f"{PREDICTED}{name}": v for name, v in {**predicted, **at_rates}.items()}
         self._reported: list[dict[str, float]] = []  # the measured values of the predicted names, per report
 
-    def before_step(self, reported: bool) -> None:
-        """Prepare the next step; `reported`: whether it will be reported, the same on all ranks."""
-        if self._norms is not None:
-            self._norms.requested = reported
+    def start(self, position: TrainPosition) -> None:
+        self._clock.start()
 
-    def step_done(self, data_wait_s: float, result: StepResult) -> None:
+    def on_evaluation(self, step: int, scores: Mapping[str, Score]) -> None:
+        """Add the scores to the row of the step; before the first step they are a row of their own."""
+        if step:
+            self._scores = scores
+        else:
+            self._hooks.on_report({"step": step, **scores_row(scores)})
+
+    def after_step(self, done: StepDone) -> None:
         """Count a step and the tokens that it trained; graphs that are compiled after this process's first
         step count as recompiles."""
         self._steps += 1
-        self._wait_s += data_wait_s
-        self._trained += result.tokens * (1 - result.skipped)
+        self._wait_s += done.data.wait_s
+        self._trained += done.result.tokens * (1 - done.result.skipped)
         if self._graphs is None:
             self._graphs = count_training_graphs()
+        if self._run.is_reported(done.step):
+            with self._clock.paused():
+                self._hooks.on_report(self._make_row(done))
 
-    def pause(self) -> None:
-        """Wait for the device and stop the clock: an evaluation or a checkpoint is not step time."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._busy_s += time.perf_counter() - self._since
-
-    def resume(self) -> None:
-        """Start the clock again."""
-        self._since = time.perf_counter()
-
-    def make_row(
-        self, step: int, result: StepResult, lr: float, used: Mapping[str, Any], scores: Mapping[str, Score]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return one row, with rates over the steps since the last row, and texts for TensorBoard; every rank
-        calls it while the clock is stopped.
-
-        `used`: the data position, added to the row. A row whose loss is a spike contains loss_spike, in
-        deviations (train/metrics/loss_spikes.py).
-        """
-        loss, grad_norm = result.loss.item(), result.grad_norm.item()
-        steps = max(1, self._steps)
+    def _make_row(self, done: StepDone) -> dict[str, Any]:
+        """Return one row, with rates over the steps since the last row. A row whose loss is a spike contains
+        loss_spike, in deviations above usual_loss (train/metrics/loss_spikes.py)."""
+        loss, grad_norm = done.result.loss.item(), done.result.grad_norm.item()
+        steps, data = self._steps, self._run.data.describe_step(done.position, done.data)
         recompiles = count_training_graphs() - (self._graphs or 0)
-        local = [self._busy_s / steps, self._wait_s / steps, recompiles, *_peak_memory_gib(self._device)]
-        worst = torch.tensor(local, dtype=torch.float64)
+        local = [self._clock.take_s() / steps, self._wait_s / steps, recompiles]
+        worst = torch.tensor([*local, *_peak_memory_gib(self._run.planned.device)], dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: maximum time and memory over the ranks
         step_time_s, wait_s, most_recompiles, memory_gib, reserved_gib = worst.tolist()
-        row: dict[str, Any] = {"step": step, "loss": loss, **scores_row(scores)}
-        row |= {"grad_norm": grad_norm, "lr": lr, **self._rates(step_time_s), "step_time_s": step_time_s}
+        row: dict[str, Any] = {"step": done.step, "loss": loss, **scores_row(self._scores)}
+        row |= {"grad_norm": grad_norm, "lr": done.lr, **self._rates(step_time_s), "step_time_s": step_time_s}
         row["trained_tokens_per_s"] = self._trained.item() / steps / step_time_s
         row |= {"peak_memory_gib": memory_gib, "reserved_memory_gib": reserved_gib}
-        row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles), **used, **self._predicted_row}
+        row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles), **data, **self._columns()}
+        row |= self._predicted_row
         if self._norms is not None:
             row[UNIT_NORMS] = self._norms.take()
-        texts = {}
         if (spike := self._spikes.add(loss)) is not None:
-            row["loss_spike"] = spike.deviations
-            texts["loss_spikes"] = _describe_spike(spike, row, used)
+            row |= {"loss_spike": spike.deviations, "usual_loss": spike.usual}
         if self._predicted:
             self._reported.append({name: row[name] for name in self._predicted})
-        self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
+        self._steps, self._wait_s, self._scores = 0, 0.0, {}
         self._trained.zero_()
-        return row, texts
+        return row
 
-    def compare_with_predicted(self) -> str:
-        """Return one line that compares predictions with measurements, or "" without predictions. Measured is
+    def compare_with_predicted(self) -> list[str]:
+        """Return one line that compares predictions with measurements, none without predictions. Measured is
         the median over all reports except the first, which includes compiling."""
         later = self._reported[1:]
         if not self._predicted:
-            return ""
+            return []
         if not later:
-            return (
+            return [
                 "predicted against measured: nothing to compare, because the first report, which includes "
                 "compiling, does not count"
-            )
+            ]
         measured = {name: statistics.median(row[name] for row in later) for name in self._predicted}
         comparisons = (
             f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
             for name, value in self._predicted.items()
         )
-        return f"predicted against measured: {', '.join(comparisons)}"
-
-
-def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any]) -> str:
-    """Describe a spike in Markdown, with the data position."""
-    position = ", ".join(f"{name} {value}" for name, value in used.items())
-    return (
-        f"step {row['step']}: loss {row['loss']:.4f}, usual loss {spike.usual:.4f} ({spike.deviations:.1f} "
-        f"deviations above)\n\ngrad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {position}"
-    )
+        return [f"predicted against measured: {', '.join(comparisons)}"]
 
 
 def scores_row(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -3,8 +3,9 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 WINDOW = 100  # reports that define the usual loss
 MIN_REPORTS = 20  # with fewer reports the deviation is too uncertain
@@ -43,3 +44,21 @@ class SpikeDetector:
         deviation = MAD_TO_STD * statistics.median(abs(value - usual) for value in before)
         deviations = (loss - usual) / max(deviation, MIN_DEVIATION * abs(usual), math.ulp(0.0))
         return Spike(deviations, usual) if deviations > THRESHOLD else None
+
+
+ABOUT_DATA = (
+    "epoch",
+    "sequences/",
+    "data_hash",
+    "skipped_steps",
+)  # the columns of a row that say what was read
+
+
+def describe_spike(row: Mapping[str, Any]) -> str:
+    """Describe the spike of a row of metrics.jsonl in Markdown, with the position in the data."""
+    position = ", ".join(f"{name} {value}" for name, value in row.items() if name.startswith(ABOUT_DATA))
+    return (
+        f"step {row['step']}: loss {row['loss']:.4f}, usual loss {row['usual_loss']:.4f} "
+        f"({row['loss_spike']:.1f} deviations above)\n\ngrad_norm {row['grad_norm']:.4g}, "
+        f"lr {row['lr']:.4g}; {position}"
+    )

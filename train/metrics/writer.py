@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.background import BackgroundThread
+from meshwright.train.hooks import Hook, Row
 from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, WriteErrors
-from meshwright.train.metrics.run_summary import RunSummary
+from meshwright.train.metrics.loss_spikes import describe_spike
+from meshwright.train.metrics.run_summary import RunSummary, describe_run
+from meshwright.train.run import Run
 
 if TYPE_CHECKING:
     from meshwright.train.metrics.tensorboard import TensorBoardWriter
@@ -122,6 +125,41 @@ class MetricsWriter:
     def _close_board(self) -> None:
         if self._board is not None:
             self._board.close()
+
+
+class Rows(Hook):
+    """The rows of a run on disk, which rank 0 writes; the other ranks have no `writer`. `on_progress`: called
+    with a step after all its rows are written."""
+
+    def __init__(self, writer: MetricsWriter | None, on_progress: Callable[[int], None]) -> None:
+        self._writer, self._on_progress = writer, on_progress
+
+    def on_report(self, row: Row) -> None:
+        if self._writer:
+            self._writer.write(row, {"loss_spikes": describe_spike(row)} if "loss_spike" in row else {})
+        self.progress(row["step"])
+
+    def progress(self, step: int) -> None:
+        """Call `on_progress` with `step` after all rows so far are written."""
+        self._writer.later(partial(self._on_progress, step)) if self._writer else self._on_progress(step)
+
+    def flush(self) -> None:
+        """Wait until all rows so far are written, unless the disk hangs."""
+        if self._writer:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+def open_rows(run: Run, on_progress: Callable[[int], None]) -> Rows:
+    """Return the rows of a run; TensorBoard shows the run summary from the first row on."""
+    if not run.ranks.is_main:
+        return Rows(None, on_progress)
+    shown = describe_run(run.config, run.planned, run.data.corpus.description, run.steps)
+    writer = MetricsWriter(run.folder, run.config.metrics.tensorboard, shown, run.console.print)
+    return Rows(writer, on_progress)
 
 
 def _finite(value: Any) -> Any:

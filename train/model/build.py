@@ -1,4 +1,4 @@
-"""Build the sharded model with its initial weights."""
+"""Builds the sharded model, and counts what its training computes."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -11,46 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.config import ModelConfig, TrainConfig, TrainingJob
+from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.choose import source_of
 
 
-def build_model(
-    config: ModelConfig,
-    train: TrainConfig,
-    plan: Plan,
-    mesh: DeviceMesh,
-    seed: int,
-    group_timeout: timedelta | None = None,
-) -> ShardedModel:
-    """Return the sharded model with initial weights, built on the meta device and filled one parameter or
-    module at a time, so that no rank ever holds the full model.
-
-    With `plan.cpu_offload` parameters are in host memory. `group_timeout`: as in apply_fsdp. Raises
-    ConfigError if a pattern of `train.freeze` matches no parameter, or if all parameters are frozen.
-    """
-    sharded = shard_model(config, plan, mesh, train.freeze, train.z_loss, group_timeout)
-    source_of(config).initialise(sharded, seed)
-    torch.cuda.empty_cache()  # the memory of the full tensors returns to the GPU; does nothing without one
-    return sharded
-
-
 def shard_model(
-    config: ModelConfig,
-    plan: Plan,
-    mesh: DeviceMesh,
-    frozen: Sequence[str] = (),
-    z_loss: float = 0.0,
-    group_timeout: timedelta | None = None,
+    job: TrainingJob, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
 ) -> ShardedModel:
-    """First half of `build_model`: return a model on the meta device with the plan applied. `frozen`:
-    patterns of `train.freeze`; `z_loss`: as `train.z_loss`."""
+    """Return the model on the meta device with the plan applied. `group_timeout`: as in apply_fsdp. Raises
+    ConfigError if a pattern of `freeze` matches no parameter, or if all parameters are frozen."""
     torch.set_float32_matmul_precision(plan.compile.float32_matmul_precision)
-    model = source_of(config).new(z_loss)
+    model = source_of(job.model).new(job.z_loss)
     for parameter in model.parameters():  # not the buffers: position tables stay float32
         parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
-    freeze(model, frozen)
+    freeze(model, job.freeze)
     return apply_plan(model, plan, mesh, gradients="sum", group_timeout=group_timeout)
 
 

@@ -1,13 +1,10 @@
 """Calls the function that `model.factory` names, which returns a model of yours."""
 
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,17 +13,12 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.model.describe import Example
 from meshwright.train.config import FactoryConfig
 from meshwright.train.errors import ConfigError
+from meshwright.train.user_code import find
 
 if TYPE_CHECKING:
     from meshwright.parallel.model.check import Loss
 
 RESULT = "a model, or a model and an example of its arguments (a dict or a tuple), and if you like a loss"
-_named: set[str] = set()
-
-
-def name_factory(factory: str) -> None:
-    """Allow this process to call a factory, because the user's command names it."""
-    _named.add(factory)
 
 
 @dataclass(frozen=True)
@@ -49,12 +41,7 @@ def call_factory(config: FactoryConfig, device: str | None = "meta") -> OwnModel
     function, it refuses its arguments, or returns something else.
     """
     named = f"model.factory={config.factory}"
-    if config.factory not in _named:
-        raise ConfigError(
-            f"the model is built by {config.factory}, which only a checkpoint names, and reading a "
-            f"checkpoint runs no code: if you trust it, add --{named}"
-        )
-    function = _find(config.factory)
+    function = find("model.factory", config.factory)
     try:
         inspect.signature(function).bind(**config.args)
     except (TypeError, ValueError) as error:
@@ -72,17 +59,3 @@ def call_factory(config: FactoryConfig, device: str | None = "meta") -> OwnModel
 
 def _is_example(value: object = None) -> bool:
     return isinstance(value, Mapping | tuple | list | None)
-
-
-def _find(factory: str) -> Callable[..., Any]:
-    """Import the module, from the current folder too, and return the function."""
-    module, _, name = factory.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.factory={factory}: {error}: use a function of a module in this folder, or installed"
-        ) from error
-    return function

@@ -7,11 +7,22 @@ import torch
 from torch import nn
 
 from meshwright.train.config import OptimConfig
+from meshwright.train.errors import ConfigError
+from meshwright.train.user_code import find
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, shift: float = 0.0) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1 to `total_steps`; after the warm-up
-    the schedule is `shift` steps behind (`TrainingData.schedule`)."""
+    the schedule is `shift` steps behind (`TrainingData.schedule`). Raises ConfigError if a schedule of the
+    user's gives no rate."""
+    if ":" in config.schedule:
+        factor = find("optim.schedule", config.schedule)(step, total_steps)
+        if not (isinstance(factor, int | float) and 0 <= factor < math.inf):
+            raise ConfigError(
+                f"optim.schedule={config.schedule} returned {factor!r} for step {step} of {total_steps}: it "
+                "must be a finite number, at least 0, that is multiplied by optim.lr"
+            )
+        return config.lr * factor
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     length = total_steps - shift

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-import meshwright.train.loop
+import meshwright.train.training
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.errors import DataError
 from meshwright.train.fault_tolerance import shutdown, supervision
@@ -48,7 +48,7 @@ def held_step(*arguments: Any) -> StepResult:
 
 
 if __name__ == "__main__":
-    meshwright.train.loop.train_step = held_step  # type: ignore[attr-defined]
+    meshwright.train.training.train_step = held_step  # type: ignore[attr-defined]
     if WAY in ("device", "error"):
         shutdown.LOST_S = 0.5
     if WAY == "stuck":

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-import meshwright.train.loop
+import meshwright.train.training
 from meshwright.train.data.batch import Batch
 from meshwright.train.main import main
 from meshwright.train.step import train_step
@@ -16,5 +16,5 @@ if __name__ == "__main__":
             batches = [Batch(b.tokens[:, :16], b.targets[:, :16]) for b in batches]
         return train_step(sharded, optimizer, batches, *rest)
 
-    meshwright.train.loop.train_step = shortened
+    meshwright.train.training.train_step = shortened
     main(sys.argv[1:])

@@ -18,11 +18,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import meshwright.train.main
-from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.exit import exit_process
 from meshwright.train.distributed.ranks import read_rank_info
-from meshwright.train.model.build import build_model
+from meshwright.train.training import Training, build_training
 
 SLOW, LATE, BEFORE_LATE = "layers.2", "layers.4", "layers.3"
 SLEEP_S = 0.4
@@ -43,10 +42,10 @@ def compute(calls: Iterator[int], folder: Path) -> None:
     (folder / f"computed-{next(calls)}").touch()
 
 
-def build_slowed(*arguments: Any) -> ShardedModel:
+def build_slowed(*arguments: Any) -> Training:
     """Build the model of the plan, with the slow unit and the late all-gather."""
-    sharded = build_model(*arguments)
-    model = sharded.model
+    training = build_training(*arguments)
+    model = training.sharded.model
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._set_unshard_async_op(True)
@@ -62,12 +61,12 @@ def build_slowed(*arguments: Any) -> ShardedModel:
         )
     else:
         attention.register_forward_pre_hook(lambda module, inputs: compute(calls, FOLDER))
-    return sharded
+    return training
 
 
 if __name__ == "__main__":
     ranks, config = read_rank_info(), parse_config(sys.argv[1:])
     FOLDER = Path(config.run.dir)
-    meshwright.train.main.build_model = build_slowed
+    meshwright.train.main.build_training = build_slowed
     meshwright.train.main.run(config, ranks)
     exit_process(ranks, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import meshwright.train.loop
+import meshwright.train.training
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.machines import Machines
 from meshwright.train.config_parser import parse_config
@@ -56,7 +56,7 @@ def main_with_a_limit(arguments: list[str]) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    meshwright.train.loop.train_step = limited  # type: ignore[assignment]
+    meshwright.train.training.train_step = limited  # type: ignore[assignment]
     main(arguments)
 
 

@@ -25,9 +25,9 @@ def reported(error: Exception) -> str:
             supervision.connect()
             if ranks.rank == 1:
                 raise error
-            lost = supervision._shutdown.lost_peer(MANY_S)
+            lost = supervision.stop.lost_peer(MANY_S)
             assert lost
-            raise KeyboardInterrupt  # not `leave`, which would wait for rank 1
+            raise KeyboardInterrupt  # not the normal end, which would wait for rank 1
     except (Exception, KeyboardInterrupt) as ended:
         return lost.text if ranks.rank != 1 else type(ended).__name__
 

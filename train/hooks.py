@@ -1,0 +1,160 @@
+"""What happens beside the steps of a run: hooks, each a class in the room of what it does. `train.main`
+states their order."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from meshwright.train.errors import ConfigError
+from meshwright.train.user_code import find
+
+if TYPE_CHECKING:  # a hook's room must not import all the others
+    from meshwright.train.checkpoint.manifest import TrainPosition
+    from meshwright.train.data.loader import StepData
+    from meshwright.train.evaluation import Score
+    from meshwright.train.step import StepResult
+
+Row = Mapping[str, Any]
+STATE = "hook."  # begins the names of hooks' tensors in a checkpoint
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """An optimizer step that this rank has enqueued.
+
+    Args:
+        position: in the run, after the step
+        first_sample: position in the data order of the step's first sequence, of all ranks
+        data: this rank's micro batches, and how long the step waited for them
+        result: loss, gradient norm, whether it was skipped, tokens: on the device
+        lr: learning rate
+        last: of the run
+    """
+
+    position: "TrainPosition"
+    first_sample: int
+    data: "StepData"
+    result: "StepResult"
+    lr: float
+    last: bool
+
+    @property
+    def step(self) -> int:
+        """The number of the step, counted from 1."""
+        return self.position.step
+
+
+def is_due(every: int, step: int, last: bool) -> bool:
+    """Whether something that happens after every `every`-th step (0: never), and the last, is due."""
+    return every > 0 and (last or step % every == 0)
+
+
+class Hook:
+    """Something that happens beside the steps. A hook overrides the methods that it needs.
+
+    Every rank calls every method of every hook at the same point and in the same order, so a hook may use
+    collectives. An error that a method raises ends the run.
+    """
+
+    request_stop: Callable[[str], None]
+    """Ask for a stop, with a reason, from any rank: all ranks agree on it after a step, save, and end."""
+
+    def start(self, position: "TrainPosition") -> None:
+        """Called once, before the first step of this process; a checkpoint has been loaded."""
+
+    def before_step(self, step: int) -> None:
+        """Called before every step, and before its data; steps count from 1."""
+
+    def before_optimizer(self, step: int) -> None:
+        """Called when the gradients of the step are complete: of the global batch, summed over the ranks,
+        not yet clipped. A change of them in place counts in the norm and in clipping."""
+
+    def after_step(self, done: StepDone) -> None:
+        """Called when a step has been enqueued. Its results are on the device: reading one (`.item()`) waits
+        for the device, which training otherwise never does."""
+
+    def on_report(self, row: Row) -> None:
+        """Called with every row of metrics.jsonl, the same on all ranks."""
+
+    def on_evaluation(self, step: int, scores: "Mapping[str, Score]") -> None:
+        """Called with the scores of an evaluation after `step` steps, by set, the same on all ranks."""
+
+    def close(self) -> None:
+        """Called once after the last step, and after an error."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return tensors that go into each checkpoint, by name: always the same ones, which the hook changes
+        in place, with the placements of parameters (DTensor) or equal on all ranks. Read before `start`."""
+        return {}
+
+
+class Hooks(Hook):
+    """Hooks as one, called in order, and closed in reverse order."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []
+
+    def extend(self, hooks: Iterable[Hook], request_stop: Callable[[str], None]) -> None:
+        """Append hooks, whose `request_stop` this is."""
+        for hook in hooks:
+            hook.request_stop = request_stop
+            self._hooks.append(hook)
+
+    def start(self, position: "TrainPosition") -> None:
+        for hook in self._hooks:
+            hook.start(position)
+
+    def before_step(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.before_step(step)
+
+    def before_optimizer(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.before_optimizer(step)
+
+    def after_step(self, done: StepDone) -> None:
+        for hook in self._hooks:
+            hook.after_step(done)
+
+    def on_report(self, row: Row) -> None:
+        for hook in self._hooks:
+            hook.on_report(row)
+
+    def on_evaluation(self, step: int, scores: "Mapping[str, Score]") -> None:
+        for hook in self._hooks:
+            hook.on_evaluation(step, scores)
+
+    def close(self) -> None:
+        """Close all, also if one raises an error."""
+        with ExitStack() as closing:
+            for hook in self._hooks:
+                closing.callback(hook.close)
+
+
+def find_hooks(names: Iterable[str]) -> Sequence[Callable[[Any], Hook]]:
+    """Return the classes that `train.hooks` names. Raises ConfigError."""
+    found = []
+    for name in names:
+        kind = find("train.hooks", name)
+        if not (isinstance(kind, type) and issubclass(kind, Hook)):
+            raise ConfigError(f"train.hooks: {name} must be a class below meshwright.train.hooks.Hook")
+        found.append(kind)
+    return found
+
+
+def state_of(hooks: Iterable[Hook]) -> dict[str, Tensor]:
+    """Return the state of hooks as a checkpoint names it, `hook.CLASS.NAME`. Raises ConfigError if two hooks
+    with a state have one class."""
+    states: dict[str, Tensor] = {}
+    for hook in hooks:
+        state = {f"{STATE}{type(hook).__name__}.{name}": tensor for name, tensor in hook.state().items()}
+        if state.keys() & states.keys():
+            raise ConfigError(
+                f"train.hooks: two hooks of class {type(hook).__name__} have a state, and a checkpoint could "
+                "not tell them apart: rename one"
+            )
+        states |= state
+    return states

@@ -1,0 +1,40 @@
+"""Functions and classes of yours that a config names, as MODULE:NAME.
+
+A name in a config file or on the command line of a command may be imported; one that only a checkpoint names
+is never imported, because reading a checkpoint runs no code.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from meshwright.train.errors import ConfigError
+
+KEYS = ("model.factory", "data.factory", "optim.schedule", "train.hooks")  # whose values are such names
+_allowed: set[str] = set()
+
+
+def allow(names: Iterable[str]) -> None:
+    """Allow this process to import what the user's command names."""
+    _allowed.update(names)
+
+
+def find(key: str, name: str) -> Any:
+    """Import the module, from the current folder too, and return what it calls NAME. Raises ConfigError if
+    there is no such thing, and if no command has named it, as when a checkpoint does."""
+    if name not in _allowed:
+        raise ConfigError(
+            f"{key} is {name}, which only a checkpoint names, and reading a checkpoint runs no code: if you "
+            f"trust it, add --{key}={name}"
+        )
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}={name}: {error}: use a name in a module in this folder, or installed"
+        ) from error
