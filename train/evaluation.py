@@ -14,17 +14,11 @@ from meshwright.models.head import LinearCrossEntropySum
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.forward_only import evaluating
 from meshwright.parallel.sharded_model import summed
-from meshwright.train.checkpoint.hook import Checkpoints
-from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
-from meshwright.train.fault_tolerance.supervision import Supervision
-from meshwright.train.hooks import Hook, Hooks, StepDone, is_due
-from meshwright.train.metrics.clock import StepClock
 from meshwright.train.model.source import LossOf
-from meshwright.train.run import Run
 from meshwright.train.step import count_targets
 
 
@@ -58,44 +52,6 @@ class Score:
         set is evaluated in full, without truncated documents; otherwise the bytes per token of the entire set
         are an approximation."""
         return self.loss / math.log(2) / self.bytes_per_token
-
-
-class Evaluation(Hook):
-    """Evaluates a run every so many steps, the first time before training, and reports the scores to all
-    `hooks`. A stop ends an evaluation, without scores."""
-
-    def __init__(
-        self,
-        run: Run,
-        hooks: Hooks,
-        checkpoints: Checkpoints,
-        supervision: Supervision,
-        clock: StepClock,
-    ) -> None:
-        self._config, self._training, self._data = run.config.train, run.training, run.data
-        self._stop, self._watchdog = supervision.stop, supervision.watchdog
-        self._hooks, self._checkpoints, self._clock = hooks, checkpoints, clock
-
-    def start(self, position: TrainPosition) -> None:
-        if self._config.eval_every and position.step == 0:
-            self._evaluate(0)
-
-    def after_step(self, done: StepDone) -> None:
-        if is_due(self._config.eval_every, done.step, done.last) and not self._stop.agreed:
-            with self._clock.paused():
-                # an evaluation must not cost what has been trained
-                self._checkpoints.save_if_due(done.position, done.last)
-                self._evaluate(done.step)
-
-    def _evaluate(self, step: int) -> None:
-        self._watchdog.enter("evaluation", step)
-        data, training, limit = self._data, self._training, self._config.eval_sequences
-        sets, ranks = (data.evaluated, data.sequences, data.batch), (data.device, data.group)
-        scores = score_sets(
-            training.sharded.model, *sets, limit, *ranks, training.loss_of, self._stop.should_stop
-        )
-        if scores:
-            self._hooks.on_evaluation(step, scores)
 
 
 def score_sets(

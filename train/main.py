@@ -38,7 +38,7 @@ from meshwright.train.distributed.ranks import (
     read_rank_info,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
-from meshwright.train.evaluation import Evaluation
+from meshwright.train.evaluations import Evaluation
 from meshwright.train.fault_tolerance.crash_loop import count_failed_starts
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
@@ -49,7 +49,7 @@ from meshwright.train.hooks import Hook, Hooks, find_hooks, state_of
 from meshwright.train.loop import train_loop
 from meshwright.train.memory import GarbageCollector
 from meshwright.train.metrics.clock import StepClock
-from meshwright.train.metrics.collector import GradientNorms, Metrics
+from meshwright.train.metrics.collector import GradientNorms, Metrics, make_rates
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.metrics.writer import open_rows
 from meshwright.train.model.choose import source_of
@@ -161,8 +161,9 @@ def build_hooks(
     rows = open_rows(run, supervision.status.progress)
     checkpoints = Checkpoints(open_saver(run, files, state), run, supervision, nonfinite, rows, clock)
     nonfinite.save_good = partial(checkpoints.save_if_due, last=True)
-    norms = GradientNorms(run) if config.metrics.gradient_norms else None
-    metrics = Metrics(run, hooks, clock, norms, nonfinite.columns)
+    norms = GradientNorms(training.sharded, run.is_reported) if config.metrics.gradient_norms else None
+    rates = make_rates(config.job, run.planned.plan, run.planned.device_name)
+    metrics = Metrics(run, hooks, clock, rates, norms, nonfinite.columns)
     hooks.extend(
         [
             supervision.watchdog,  # first: what hangs from here on has a name

@@ -20,6 +20,7 @@ from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
+from tests.support.steps import step_done
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 3, 2, 1
 Now = dict[str, int]
@@ -119,11 +120,12 @@ def train(case: Case) -> dict[str, Any]:
     )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
     loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
-    guard = NonFiniteGuard(config.train.max_skipped_steps, run.sharded, order, shape, loss_of_llama)
+    lines, repeated = list[str](), (run.sharded, order, shape, loss_of_llama)
+    guard = NonFiniteGuard(config.train.max_skipped_steps, *repeated, lines.append)
     now: Now = {"step": 0}
     FAULTS[fault](model, now)
     hooks = count_hooks(model)
-    seen: dict[str, Any] = {"steps": [], "lines": [], "error": None}
+    seen: dict[str, Any] = {"steps": [], "lines": lines, "error": None}
     try:
         for step in range(1, STEPS + 1):
             now["step"] = step
@@ -140,8 +142,8 @@ def train(case: Case) -> dict[str, Any]:
             seen["steps"].append(
                 [result.loss.item(), result.grad_norm.item(), result.skipped.item(), changed]
             )
-            seen["lines"] += guard.step_done(step, (step - 1) * shape.global_batch_size, data, result)
-        seen["lines"] += guard.finish()
+            guard.after_step(step_done(step, result, data, (step - 1) * shape.global_batch_size))
+        guard.finish()
     except NonFiniteError as error:
         seen["error"] = str(error)
     seen["gradients_left"] = sum(p.grad is not None for p in model.parameters())

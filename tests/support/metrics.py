@@ -4,23 +4,31 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.train.evaluation import Score
+from meshwright.train.hooks import Hook, Hooks
 from meshwright.train.metrics import writer
-from meshwright.train.metrics.collector import GradientNorms, Metrics, scores_row
+from meshwright.train.metrics.clock import StepClock
+from meshwright.train.metrics.collector import Metrics, scores_row
 from meshwright.train.metrics.run_summary import RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
 
 writer.HANGS_S = 240.0  # no disk hangs here, but the machine may be busy
 
 
-def make_metrics(norms: GradientNorms | None = None) -> Metrics:
-    """What makes the rows of a run on a CPU, without predictions."""
-    return Metrics(lambda step_time_s: {"tokens_per_s": 100 / step_time_s}, torch.device("cpu"), {}, norms)
+def make_metrics(*hooks: Hook, about: dict[str, Any] | None = None) -> Metrics:
+    """What makes the row of every step on a CPU, without predictions, and reports it to `hooks`. `about`: the
+    columns of the data."""
+    run, listening, cpu = Mock(), Hooks(), torch.device("cpu")
+    run.planned.device, run.planned.predicted = cpu, {}
+    run.data.describe_step.return_value = about or {}
+    listening.extend(hooks, pytest.fail)
+    return Metrics(run, listening, StepClock(cpu), lambda step_time_s: {"tokens_per_s": 100 / step_time_s})
 
 
 def open_rows(

@@ -5,6 +5,7 @@ import torch
 
 from meshwright.models.attention import KERNELS, CausalAttention
 from meshwright.train.profiling import CHECKED_STEP, KernelCheck, describe_attention
+from tests.support.steps import step_done
 
 CPU = torch.device("cpu")
 # Kernel names from published profiles, except "math".
@@ -38,9 +39,9 @@ def test_a_kernel_other_than_planned_is_warned_of() -> None:
     attention, q = CausalAttention(), torch.randn(1, 16, 2, 16)
     attention.kernel = "flash"
     for _ in range(CHECKED_STEP):
-        check.before_step()
+        check.before_step(1)
         attention(q, q, q)
-        check.after_step()
+        check.after_step(step_done(1))
     assert lines[0].startswith("warning: attention=cpu ")
     assert "flash" in lines[0]
 
@@ -48,9 +49,9 @@ def test_a_kernel_other_than_planned_is_warned_of() -> None:
 def test_a_step_that_fails_leaves_no_profiler_on() -> None:
     check = KernelCheck("cpu", CPU, print)
     for _ in range(CHECKED_STEP - 1):
-        check.before_step()
-        check.after_step()
-    check.before_step()
+        check.before_step(1)
+        check.after_step(step_done(1))
+    check.before_step(1)
     assert torch.autograd._profiler_enabled()
     check.close()
     assert not torch.autograd._profiler_enabled()

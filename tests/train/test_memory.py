@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from meshwright.train.memory import GarbageCollector
+from tests.support.steps import step_done
 
 
 class Node:
@@ -39,7 +40,7 @@ def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: 
     garbage = GarbageCollector(50)
     seen = []
     for step in range(7, 160):
-        garbage.step_done(step)
+        garbage.after_step(step_done(step))
         keep = [Node() for _ in range(1000)]  # Python would collect every 700 objects
         seen += [step] * len(collections)
         collections.clear()
@@ -50,16 +51,16 @@ def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: 
 
 def test_every_collection_takes_old_garbage_too(collections: list[int]) -> None:
     garbage = GarbageCollector(10)
-    garbage.step_done(1)
+    garbage.after_step(step_done(1))
     node = Node()
     reference = weakref.ref(node)
     for step in range(2, 41):
-        garbage.step_done(step)
+        garbage.after_step(step_done(step))
     assert reference() is not None
     del node
-    garbage.step_done(49)
+    garbage.after_step(step_done(49))
     assert reference() is not None
-    garbage.step_done(50)
+    garbage.after_step(step_done(50))
     assert reference() is None
     garbage.close()
 
@@ -70,7 +71,7 @@ def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections:
     (gc.enable if enabled else gc.disable)()
     garbage = GarbageCollector(50)
     for step in range(1, steps + 1):
-        garbage.step_done(step)
+        garbage.after_step(step_done(step))
         assert not gc.isenabled()
     for _ in range(2):  # twice, as a `finally` may
         garbage.close()
@@ -81,7 +82,7 @@ def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections:
 def test_with_0_python_collects_as_ever(collections: list[int]) -> None:
     garbage = GarbageCollector(0)
     for step in range(100):
-        garbage.step_done(step)
+        garbage.after_step(step_done(step))
     assert gc.isenabled()
     assert 2 not in collections
     garbage.close()

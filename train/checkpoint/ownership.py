@@ -18,7 +18,7 @@ _SETTINGS = ("checkpoint.resume", "checkpoint.init_from", "run.seed", "model.", 
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRecord:
     """The contents of training.json, which every admitted start writes.
 
     Args:
@@ -49,9 +49,9 @@ class Admission:
     restarted: bool
 
 
-def read_training(folder: Path) -> Training | None:
+def read_training(folder: Path) -> TrainingRecord | None:
     """Return the training that a run's folder holds; None if training.json is missing or invalid."""
-    return read_note(Training, folder / FILE, 1 << 20)
+    return read_note(TrainingRecord, folder / FILE, 1 << 20)
 
 
 def judge(config: Config, folder: Path, ranks: RankInfo) -> Admission:
@@ -107,7 +107,7 @@ def _record(config: Config, folder: Path, ranks: RankInfo, admission: Admission,
         origin = start.checkpoint
         rolled_back = training and origin and origin.resolve().is_relative_to(folder.resolve())
         identity = training.id if training and rolled_back else uuid.uuid4().hex
-        training = Training(identity, settings_of(config), str(origin or ""))
+        training = TrainingRecord(identity, settings_of(config), str(origin or ""))
     text = json.dumps(asdict(replace(training, launch=ranks.launch)), indent=2)
     try:
         write_atomically(folder / FILE, f"{text}\n".encode())

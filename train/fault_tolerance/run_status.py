@@ -100,7 +100,7 @@ class RunStatus:
         self._forget_lock: Callable[[], None] = lambda: None
 
     @contextmanager
-    def recording(self, forget_lock: Callable[[], None]) -> Iterator[None]:
+    def recording(self, forget_lock: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Within this context an error that ends the run after `start` is recorded, except the loss of a
         process that has recorded its own failure: that reason stays. `forget_lock`: of the run's folder."""
         self._forget_lock = forget_lock

@@ -13,6 +13,7 @@ from meshwright.parallel.compile.stats import count_training_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import TrainingJob
 from meshwright.train.evaluation import Score, mean_loss
@@ -31,11 +32,8 @@ class GradientNorms(Hook):
     """Computes the gradient norm of each unit before the optimizer changes the gradients, in the steps that
     are `reported`."""
 
-    def __init__(self, run: Run) -> None:
-        self._units, self._reported = (
-            unit_parameters(run.training.sharded.model, run.planned.plan),
-            run.is_reported,
-        )
+    def __init__(self, sharded: ShardedModel, reported: Callable[[int], bool]) -> None:
+        self._units, self._reported = unit_parameters(sharded.model, sharded.plan), reported
         self._norms: Tensor | None = None
 
     def before_optimizer(self, step: int) -> None:
@@ -86,13 +84,13 @@ class Metrics(Hook):
         run: Run,
         hooks: Hooks,
         clock: StepClock,
+        rates: Rates,
         norms: GradientNorms | None = None,
         columns: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._run, self._hooks, self._clock, self._norms, self._columns = run, hooks, clock, norms, columns
+        self._run, self._hooks, self._clock, self._rates = run, hooks, clock, rates
+        self._norms, self._columns = norms, columns
         device, predicted = run.planned.device, run.planned.predicted
-        rates = make_rates(run.config.job, run.planned.plan, run.planned.device_name)
-        self._rates = rates
         self._spikes = SpikeDetector()
         self._steps, self._wait_s = 0, 0.0
         self._trained = torch.zeros((), dtype=torch.float64, device=device)  # tokens

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import RunConfig
-from meshwright.train.errors import PeerLostError
+from meshwright.train.errors import PeerLostError, SaveError
 from meshwright.train.fault_tolerance import shutdown as shutdown_module
 from meshwright.train.fault_tolerance.peers import LostPeer
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
@@ -65,8 +66,8 @@ def play(scene: Scene, rank: int) -> None:
     if scene.trouble in ("set-up", "lost", "lost by a signal"):
         log("step 3")
         time.sleep(FOR_EVER_S)
-    shutdown.begin()
-    step = 0
+    shutdown.start(TrainPosition())
+    step, failed = 0, False
     try:
         while not shutdown.should_stop():
             step += 1
@@ -75,6 +76,8 @@ def play(scene: Scene, rank: int) -> None:
     except PeerLostError as error:
         log(f"PeerLostError: {error}")
         os._exit(1)
+    except SaveError:
+        failed = True
     if scene.trouble in ("long save", "dead disk", "holds Python's lock"):
         log("saves")
         if scene.trouble == "holds Python's lock":
@@ -84,8 +87,8 @@ def play(scene: Scene, rank: int) -> None:
         for peer in range(1, scene.ranks):
             wait_for_end_of(scene.folder / f"{peer}.pid")
         time.sleep(10 * scene.lost_s)
-    log(f"stopped at {step}: {shutdown.reason}, failed {shutdown.failed}")
-    shutdown.close()
+    log(f"stopped at {step}: {shutdown.reason}, failed {failed}")
+    shutdown.end()
     dist.destroy_process_group()
 
 

@@ -113,7 +113,7 @@ def main() -> None:
             watchdog.age(OLDER_S)
             watchdog.wait_for_check()
         reduce()
-    watchdog.close()
+    watchdog.end()
     if WAY == "ended":
         (FOLDER / "ended").touch()
         # keeps this rank's connections open while rank 0 waits for it

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.data.batch import Batch
@@ -27,11 +28,12 @@ from meshwright.train.fault_tolerance.nonfinite import (
     describe,
     first_bad_value,
 )
-from meshwright.train.loop import Saves
+from meshwright.train.metrics.clock import StepClock
 from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
+from tests.support.steps import step_done
 
 
 class Order:
@@ -65,8 +67,10 @@ def make_batches(count: int) -> list[Batch]:
     return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
 
 
-def open_guard(sharded: Any, max_skipped: int) -> NonFiniteGuard:
-    return NonFiniteGuard(max_skipped, sharded, Order(), BatchShape(2, 2, 0, 1), loss_of_llama)  # type: ignore[arg-type]
+def open_guard(sharded: Any, max_skipped: int, lines: list[str] | None = None) -> NonFiniteGuard:
+    """A guard that prints into `lines`."""
+    repeated = sharded, Order(), BatchShape(2, 2, 0, 1), loss_of_llama
+    return NonFiniteGuard(max_skipped, *repeated, [].append if lines is None else lines.append)  # type: ignore[arg-type]
 
 
 def result_of(skipped: bool, device: str = "cpu") -> StepResult:
@@ -80,23 +84,22 @@ def test_too_many_skipped_steps_of_a_hundred_end_a_run_and_what_was_good_is_kept
     _, sharded, _, _ = eager
     rng = random.Random(f"{os.environ['MESHWRIGHT_TESTS_SEED']} {draw}")
     allowed, share = rng.randint(0, 4), rng.choice([0.01, 0.1])
-    guard, data, kept = (
-        open_guard(sharded, allowed),
-        StepData(make_batches(1), 0, 0.0),
-        list[int](),
-    )
-    guard.save_good = kept.append
+    lines, kept, data = list[str](), list[int](), StepData(make_batches(1), 0, 0.0)
+    guard = open_guard(sharded, allowed, lines)
+    guard.save_good = lambda position: kept.append(position.step)
     flags = [rng.random() < share for _ in range(300)] + [True] * 5
     counts = [sum(flags[max(0, step - 100) : step]) for step in range(1, len(flags) + 1)]
     end = next(
         n for n, (flag, count) in enumerate(zip(flags, counts, strict=True), 1) if flag and count > allowed
     )
-    lines = [guard.step_done(step, 0, data, result_of(flags[step - 1])) for step in range(1, end)]
-    assert [len(of_step) for of_step in lines] == flags[: end - 1]
+    for step in range(1, end):
+        guard.after_step(step_done(step, result_of(flags[step - 1]), data))
+        assert len(lines) == sum(flags[:step])
     with pytest.raises(NonFiniteError, match=f"gradient of step {end} .*max_skipped_steps={allowed} "):
-        guard.step_done(end, 0, data, result_of(True))
-    assert kept == [max((step for step in range(1, end) if not flags[step - 1]), default=0)]
-    assert guard.finish() == []
+        guard.after_step(step_done(end, result_of(True), data))
+    assert kept == [step for step in range(1, end) if not flags[step - 1]][-1:]
+    guard.finish()
+    assert len(lines) == sum(flags[:end])
 
 
 @pytest.mark.gpu
@@ -104,17 +107,19 @@ def test_too_many_skipped_steps_of_a_hundred_end_a_run_and_what_was_good_is_kept
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # torch 2.11
 def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
     _, sharded, _, _ = eager
-    guard, data = open_guard(sharded, 5), StepData([], 0, 0.0)
+    lines, data = list[str](), StepData([], 0, 0.0)
+    guard = open_guard(sharded, 5, lines)
     result = result_of(True, "cuda")  # made from a number on the host, which waits
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert guard.step_done(1, 0, data, result) == []
+        guard.after_step(step_done(1, result, data))
+        assert lines == []
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    (line,) = guard.step_done(2, 0, data, result_of(True, "cuda"))
-    assert "step 1 " in line
-    (line,) = guard.finish()
-    assert "step 2 " in line
+    guard.after_step(step_done(2, result_of(True, "cuda"), data))
+    assert len(lines) == 1
+    guard.finish()
+    assert ["step 1 " in lines[0], "step 2 " in lines[1]] == [True, True]
 
 
 # by torch, while it compiles
@@ -148,7 +153,7 @@ def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_name
     guard, batches = open_guard(sharded, 0), make_batches(2)
     result = train_step(sharded, optimizer, batches, 1.0, loss_of_llama)
     with pytest.raises(NonFiniteError) as error:
-        guard.step_done(1, 40, StepData(batches, 0, 0.0), result)
+        guard.after_step(step_done(1, result, StepData(batches, 0, 0.0), first_sample=40))
     finding = (
         "the output of layers.0.ffn_norm is the first value that is not finite; its sequences: 142 of "
         "books; 143 of code"
@@ -166,18 +171,20 @@ def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the
     monkeypatch.setattr("meshwright.train.fault_tolerance.nonfinite.first_bad_value", full)
     guard = open_guard(eager[1], 0)
     with pytest.raises(NonFiniteError, match=r"rank 0: .*memory to repeat") as error:
-        guard.step_done(1, 0, StepData([], 0, 0.0), result_of(True))
+        guard.after_step(step_done(1, result_of(True), StepData([], 0, 0.0)))
     assert "not reproduced" not in str(error.value)
     assert "142 of books" not in str(error.value)
 
 
 def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU a step's flag is read one step late."""
-    supervision, saver = Mock(), Mock()
-    supervision.finish_steps.side_effect = NonFiniteError("step 4")
-    saves = Saves(saver, CheckpointConfig(), supervision, Mock(), Mock(start=TrainPosition()))
+    guard, saver, run = Mock(), Mock(), Mock()
+    guard.finish.side_effect = NonFiniteError("step 4")
+    run.config.checkpoint, run.data.start = CheckpointConfig(), TrainPosition()
+    clock = StepClock(torch.device("cpu"))
+    checkpoints = Checkpoints(saver, run, Mock(), guard, Mock(), clock)
     with pytest.raises(NonFiniteError):
-        saves.save_if_due(TrainPosition(4), last=True)
+        checkpoints.save_if_due(TrainPosition(4), last=True)
     saver.save.assert_not_called()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import RunConfig
 from meshwright.train.fault_tolerance.shutdown import REPEAT_S, GracefulShutdown
 from tests.support.forks import Fork, fork
@@ -239,7 +240,7 @@ def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> No
     at_hang_up = signal.signal(HUP, signal.SIG_IGN)
     try:
         shutdown = GracefulShutdown(RunConfig(), print, print)
-        shutdown.begin()
+        shutdown.start(TrainPosition())
         os.kill(os.getpid(), HUP)
         time.sleep(0.1)
         assert not shutdown.should_stop()
@@ -248,7 +249,7 @@ def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> No
         while not shutdown.should_stop() and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert shutdown.reason == "signal SIGTERM"
-        shutdown.close()
+        shutdown.end()
         assert signal.getsignal(HUP) == signal.SIG_IGN
         assert {number: signal.getsignal(number) for number in before} == before
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)

@@ -215,7 +215,7 @@ def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
         watchdog.enter(section)  # type: ignore[arg-type]
         watchdog.age(1000)
         watchdog.wait_for_check()
-    watchdog.close()
+    watchdog.end()
     return messages, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
@@ -234,7 +234,7 @@ def go_on_while_looked_at() -> list[str]:
     watchdog.age(1000)
     watchdog.wait_for_check()
     assert looked.is_set()
-    watchdog.close()
+    watchdog.end()
     return messages
 
 
@@ -247,7 +247,7 @@ def go_on_after_a_stop() -> list[str]:
     watchdog.suspend(1000)
     watchdog.wait_for_check()
     watchdog.wait_for_check()
-    watchdog.close()
+    watchdog.end()
     return messages
 
 

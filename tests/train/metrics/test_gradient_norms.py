@@ -1,17 +1,17 @@
 """`metrics.gradient_norms`: correct with every kind of sharding, and free when it is off."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.train.metrics.collector import GradientNorms, Metrics
-from meshwright.train.model.llama import loss_of_llama
-from meshwright.train.step import StepResult, train_step
+from meshwright.train.metrics.collector import GradientNorms
+from meshwright.train.step import StepResult
 from tests.support.launch import EAGER, TINY
-from tests.support.metrics import make_metrics
 from tests.support.sharded import Sharded, build_sharded, random_batches, sharded_alone
 from tests.support.worlds import run_ranks
 from tests.train.test_step import Count
@@ -31,9 +31,8 @@ PLANS = {
 }
 
 
-def step_of(run: Sharded) -> StepResult:
-    batches = random_batches(run)
-    return train_step(run.sharded, run.optimizer, batches, 0.01, loss_of_llama)
+def step_of(run: Sharded, before_optimizer: Callable[[], None] = lambda: None) -> StepResult:
+    return run.training.step(random_batches(run), before_optimizer)
 
 
 def take_steps(plans: list[list[str]]) -> list[dict[str, Any]]:
@@ -55,9 +54,8 @@ def take_step(keys: list[str]) -> dict[str, Any]:
                 expected[unit.name] = torch.cat([grad.double().flatten() for grad in full]).norm().item()
 
     run.optimizer.register_step_pre_hook(gather)
-    norms = GradientNorms(run.model, run.plan, run.optimizer)
-    norms.requested = True
-    grad_norm = step_of(run).grad_norm.item()
+    norms = GradientNorms(run.sharded, lambda step: step == 1)
+    grad_norm = step_of(run, partial(norms.before_optimizer, 1)).grad_norm.item()
     return {
         "grad_norm": grad_norm,
         "measured": norms.take(),
@@ -80,21 +78,17 @@ def test_the_norms_of_units_are_those_of_the_whole_gradients_on_all_ranks_and_ad
         assert ("layers.0" in result["measured"]) is (FROZEN not in keys)
 
 
-def operations_of(run: Sharded, metrics: Metrics, reported: bool) -> int:
-    """Number of operators that a step runs, including collectives."""
-    metrics.before_step(reported)
+def operations_of(run: Sharded, step: int) -> int:
+    """Number of operators that a step runs, including collectives, of which every second is reported."""
+    norms = GradientNorms(run.sharded, lambda step: step % 2 == 0)
     with Count("aten.", "c10d.") as counted:
-        step_of(run)
+        step_of(run, partial(norms.before_optimizer, step))
     return counted.count
 
 
-def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_reported() -> None:
+def test_it_adds_operations_only_to_steps_that_are_reported() -> None:
     with sharded_alone([*TINY, *EAGER]) as run:
-        off = make_metrics()
-        operations_of(run, off, False)  # FSDP initializes itself
-        usual = operations_of(run, off, False)
-        assert operations_of(run, off, True) == usual
-        on = make_metrics(GradientNorms(run.model, run.plan, run.optimizer))
-        assert operations_of(run, on, False) == usual
-        assert operations_of(run, on, True) > usual
-        assert operations_of(run, on, False) == usual
+        step_of(run)  # FSDP initializes itself
+        with Count("aten.", "c10d.") as usual:
+            step_of(run)
+        assert [operations_of(run, step) > usual.count for step in (1, 2, 3)] == [False, True, False]

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.train.data.loader import StepData
 from meshwright.train.metrics.loss_spikes import MIN_REPORTS, THRESHOLD, SpikeDetector
+from meshwright.train.metrics.writer import Rows
 from meshwright.train.step import StepResult
 from tests.support.metrics import board_steps, make_metrics, open_rows, read_board, rows_in
+from tests.support.steps import step_done
 
 
 def noise(count: int, mean: float, deviation: float, seed: int = 0) -> list[float]:
@@ -56,13 +59,11 @@ def test_few_reports_are_not_judged_and_constant_losses_may_vary_in_their_last_d
 def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        metrics, rows, zero = make_metrics(), open_rows(tmp_path), torch.zeros(())
+        zero, rows = torch.zeros(()), Rows(open_rows(tmp_path), lambda step: None)
+        metrics = make_metrics(rows, about={"epoch": 0.75, "data_hash": "ab12"})
         for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
             result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero, zero)
-            metrics.resume()
-            metrics.step_done(0.0, result)
-            metrics.pause()
-            rows.write(*metrics.make_row(step, result, 3e-4, {"epoch": 0.75, "data_hash": "ab12"}, {}))
+            metrics.after_step(step_done(step, result, StepData([], 0, 0.0)))
         rows.close()
     finally:
         dist.destroy_process_group()
