@@ -8,9 +8,7 @@ from typing import NoReturn
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.checkpoint.changes import compare_configs
-from meshwright.train.checkpoint.initial_weights import find_weights
-from meshwright.train.checkpoint.ownership import admit, find_start, judge
+from meshwright.train.checkpoint.resume import admit, choose_weights, compare_configs, find_start, judge
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
@@ -38,7 +36,7 @@ from meshwright.train.distributed.ranks import (
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error
-from meshwright.train.fault_tolerance.run_lock import make_run_folder, write_texts
+from meshwright.train.fault_tolerance.run_folder import make_run_folder, write_texts
 from meshwright.train.fault_tolerance.supervision import supervised
 from meshwright.train.loop import train_loop
 from meshwright.train.metrics.reporting import build_reporting
@@ -93,7 +91,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
         with supervision.in_folder(folder, ranks):
             admission, start = find_start(config, folder, ranks)
             start = compare_configs(start, config, plan, ranks)
-            weights = find_weights(saves.init_from, config.model, start.checkpoint, saves.changed_model)
+            weights = choose_weights(saves, config.model, start)
             failed_starts = supervision.check_crash_loop(folder, ranks, admission, start)
             log_run_summary(console, ranks, planned, config)
 

@@ -3,19 +3,21 @@
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.parallel.shardable import ShardableModel
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.checkpoint.huggingface import Origin, beside_weights, read_origin
-from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights
-from meshwright.train.checkpoint.load import Start, load_checkpoint
-from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.manifest import Origin, TrainPosition, beside_weights, read_origin
+from meshwright.train.checkpoint.resume import Start, describe_start
 from meshwright.train.config import Config
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.training_data import TrainingData
+
+if TYPE_CHECKING:
+    from meshwright.train.checkpoint.initial_weights import Weights
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ def restore(
     sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     start: Start,
-    weights: Weights | None,
+    weights: "Weights | None",
     config: Config,
     data: TrainingData,
     console: Console,
@@ -44,6 +46,8 @@ def restore(
     console.print_lines(describe_start(config.checkpoint.init_from, start.checkpoint))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{start.step}:{sharded.data_rank}".encode()))
     if start.checkpoint and start.manifest:
+        from meshwright.train.checkpoint.reader import load_checkpoint  # late: only a resume reads one
+
         goes_on = load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer, sharded.mesh)
         changes = list(start.changes)
         if not goes_on and not isinstance(sharded.model, ShardableModel):  # our Llama draws none
@@ -54,6 +58,8 @@ def restore(
             console.print(f"changed since the checkpoint: {', '.join(changes)}")
         console.print(f"resumed from {start.checkpoint}: step {start.step} of {data.total_steps} is done")
     elif weights:
+        from meshwright.train.checkpoint.initial_weights import load_weights  # late: few runs have them
+
         load_weights(weights, sharded.model, config.checkpoint.verify)
         for name, rows in weights.padded.items():
             console.print(f"weights: {name} has {rows} rows, and is padded with their mean")
@@ -61,7 +67,7 @@ def restore(
 
 
 def files_beside(
-    config: Config, data: TrainingData, start: Start, weights: Weights | None, console: Console
+    config: Config, data: TrainingData, start: Start, weights: "Weights | None", console: Console
 ) -> dict[str, bytes]:
     """Return the files that each checkpoint keeps for its use without the data. What cannot be read is left
     out with a warning, because the run does not need it."""

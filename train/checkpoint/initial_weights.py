@@ -19,15 +19,8 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import (
-    CONFIG,
-    DTYPES,
-    HfFolder,
-    HfWeights,
-    open_folder,
-    open_weights,
-)
-from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.train.checkpoint.huggingface import DTYPES, HfFolder, HfWeights, open_folder, open_weights
+from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
 from meshwright.train.checkpoint.reader import open_checkpoint, open_files, read_together
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
@@ -52,16 +45,12 @@ class Weights:
     padded: Mapping[str, int] = field(default_factory=dict)
 
 
-def find_weights(
-    init_from: str | None, model: ModelConfig, resume_from: Path | None, changed_model: bool = False
-) -> Weights | None:
+def find_weights(init_from: str, model: ModelConfig, changed_model: bool = False) -> Weights:
     """Return the weights that `checkpoint.init_from` names, checked against the model by name and shape.
 
-    Returns None without init_from, or if the run resumes from its own checkpoint. Raises CheckpointError, and
-    ConfigError for weights of a model with another config, unless `changed_model`.
+    Raises CheckpointError, and ConfigError for weights of a model with another config, unless
+    `changed_model`.
     """
-    if init_from is None or resume_from:
-        return None
     path = user_path(init_from, "checkpoint.init_from", CheckpointError)
     if (path / MANIFEST).is_file():
         return _of_checkpoint(path, model, changed_model)
@@ -76,15 +65,6 @@ def find_weights(
         f"checkpoint.init_from={init_from}{problem}: name the folder of a Hugging Face model, or a "
         f"checkpoint{hint}"
     )
-
-
-def describe_start(init_from: str | None, resume_from: Path | None) -> list[str]:
-    """Return the log line that names the initial weights, in a list; an empty list without init_from."""
-    if init_from is None:
-        return []
-    if resume_from:
-        return [f"weights: checkpoint.init_from is not read, because the run resumes from {resume_from}"]
-    return [f"weights: from {init_from}, with a new optimizer at step 0"]
 
 
 def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:

@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files into tensors on any mesh; each rank reads its own parts.
+"""Reads checkpoints, and tensors from safetensors files, into tensors on any mesh; each rank reads its parts.
 
 The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
 contain elements of its parts, each once. The files of a Hugging Face folder have full tensors, and all their
@@ -7,17 +7,26 @@ headers are read.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.errors import one_line
+from meshwright.parallel.errors import first_of, one_line
 from meshwright.parallel.fsdp import local_part
-from meshwright.train.checkpoint.layout import CheckpointLayout, TensorPart, whole
-from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, rank_file
-from meshwright.train.checkpoint.shards import DTYPES, held_part
+from meshwright.train.checkpoint.layout import RANDOM, CheckpointLayout, TensorPart, whole
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, rank_file
+from meshwright.train.checkpoint.shards import (
+    DTYPES,
+    degrees,
+    held_part,
+    random_state,
+    set_numbers,
+    training_tensors,
+)
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import CheckpointError
 
@@ -153,3 +162,45 @@ def _unreadable(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{file} cannot be read ({one_line(str(error), 300)}): use another checkpoint, or another copy of it"
     )
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+) -> bool:
+    """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call
+    it. Returns whether it restored the random state, which only ranks of the same mesh can go on with.
+
+    Raises CheckpointError if names, shapes or dtypes differ, and on all ranks if one cannot read its parts.
+    """
+    tensors = training_tensors(model, optimizer)
+    saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith(RANDOM)}
+    refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)
+    same_mesh = manifest.mesh == dict(degrees(mesh))
+    random = {name: state for name, state in random_state().items() if same_mesh and name in manifest.tensors}
+    read_together(partial(open_checkpoint, checkpoint, manifest), {**tensors, **random})
+    set_numbers(model, optimizer, tensors)
+    for name, state in random.items():
+        (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
+    return bool(random)
+
+
+def refuse_different(
+    checkpoint: Path, current: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]
+) -> None:
+    """Raise CheckpointError with the first differences between the expected (`current`) and the saved names,
+    shapes and dtypes, if there are any."""
+    different = [
+        f"{name}: expected {current.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
+        for name in sorted(current.keys() | saved.keys())
+        if current.get(name) != saved.get(name)
+    ]
+    if different:
+        raise CheckpointError(
+            f"{checkpoint} was saved with other tensors: {first_of(different, '; ')}. Use the config it was "
+            "saved with (its config.yaml; the dtypes are optim.state_dtype and parallel.storage_dtype), or "
+            "another run.dir, with checkpoint.init_from for its weights"
+        )

@@ -9,6 +9,7 @@ remains.
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.checkpoint.commit import abandon, begin_save, commit, delete_others, write_synced
-from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_bytes, describe_missing
 from meshwright.train.checkpoint.manifest import (
     CheckpointManifest,
     SavedFile,
     SavedTensor,
     TrainPosition,
     describe_tensor,
+    hash_file,
     rank_file,
 )
 from meshwright.train.checkpoint.shards import (
@@ -41,7 +42,6 @@ from meshwright.train.checkpoint.shards import (
     training_tensors,
     write_shard_file,
 )
-from meshwright.train.checkpoint.verify import hash_file
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import ConfigError, SaveError
@@ -187,25 +187,33 @@ class CheckpointSaver:
     def _allocate_copies(self, shards: Mapping[str, TensorShard]) -> str:
         """Allocate memory for the copies and keep it for later saves. Returns why that is impossible, or "".
         On a CPU with too little memory, saves become synchronous instead."""
-        if self._on_cpu and not self._config.asynchronous:
+        if self._on_cpu and self._config.asynchronous:
+            self._enough_memory = self._enough_memory or self._have_room(shards)
+            self._asynchronous = self._enough_memory
+        if self._on_cpu and not self._asynchronous:
             return ""
-        values = {name: shard.values for name, shard in shards.items()}
-        if not self._enough_memory:
-            # all ranks report before any allocates, and get the same result
-            request = HostMemoryRequest(self._machine, copy_bytes(values.values()), self._host_bytes())
-            if missing := describe_missing(gather_from_all(request, self._group)):
-                self._asynchronous = self._config.asynchronous and not self._on_cpu
-                return "" if self._on_cpu else missing
-        self._enough_memory, self._asynchronous = True, self._config.asynchronous
         try:
             self._copies = self._copies or {
-                name: torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
-                for name, value in values.items()
+                name: torch.empty(
+                    shard.values.shape, dtype=shard.values.dtype, pin_memory=not shard.values.is_cpu
+                )
+                for name, shard in shards.items()
             }
         except RuntimeError as error:  # torch's error if the system refuses the allocation
             why = one_line(error, 200)
             return f"host memory for copies of the training state cannot be allocated ({why})"
         return ""
+
+    def _have_room(self, shards: Mapping[str, TensorShard]) -> bool:
+        """Return whether each machine has the memory for the copies of its ranks, the same on all ranks: all
+        report before any allocates."""
+        own_bytes = sum(shard.values.nbytes for shard in shards.values())
+        needed_bytes, free_bytes = Counter[int](), dict[int, int]()
+        reports = gather_from_all((self._machine, own_bytes, self._host_bytes()), self._group)
+        for machine, needed, free in reports:
+            needed_bytes[machine] += needed
+            free_bytes[machine] = min(free, free_bytes.get(machine, free))
+        return all(needed_bytes[machine] <= free_bytes[machine] for machine in free_bytes)
 
     def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
         """Return the shards in host memory, where training cannot change them; the shards themselves if

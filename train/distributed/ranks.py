@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -170,3 +170,20 @@ def plan_lines(plan: Plan) -> dict[str, str]:
     """Return the lines of the plan's YAML, in which every auto of the config has a value."""
     text = plan_to_yaml(replace(plan, compile=replace(plan.compile, cache_dir=None)))
     return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
+
+
+MOST_RANGES = 12  # of ranks that a message names
+
+
+def as_ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as ranges, such as 0-2, 5; of many ranges the first ones and the number of ranks."""
+    ranges = list[list[int]]()
+    for rank in (ordered := sorted(set(ranks))):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank])
+    texts = ["-".join(map(str, ends)) for ends in ranges]
+    if len(texts) > MOST_RANGES:
+        return f"{', '.join(texts[:MOST_RANGES])}, ... ({len(ordered)} in all)"
+    return ", ".join(texts)

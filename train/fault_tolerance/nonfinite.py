@@ -20,9 +20,9 @@ from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.data.batch import Batch
-from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
+from meshwright.train.data.sequences import Batch
+from meshwright.train.data.training_data import BatchShape, StepData
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.model.source import LossOf

@@ -12,19 +12,21 @@ from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.checkpoint.load import Start
-from meshwright.train.checkpoint.ownership import Admission
+from meshwright.train.checkpoint.resume import Admission, Start
 from meshwright.train.config import RunConfig, TrainConfig
 from meshwright.train.console import Console
-from meshwright.train.data.loader import StepData
-from meshwright.train.data.training_data import TrainingData
+from meshwright.train.data.training_data import StepData, TrainingData
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import PeerLostError, SaveError
-from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error, explain_loss
-from meshwright.train.fault_tolerance.run_lock import take_folder
-from meshwright.train.fault_tolerance.run_status import FailedStarts, RunStatus, read_status
+from meshwright.train.fault_tolerance.run_folder import (
+    FailedStarts,
+    RunStatus,
+    check_crash_loop,
+    read_status,
+    take_folder,
+)
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Section, Watchdog
 from meshwright.train.memory import GarbageCollector, return_free_memory

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from meshwright.train.config import Config
 from meshwright.train.console import Console
-from meshwright.train.data.loader import StepData
-from meshwright.train.data.training_data import TrainingData
+from meshwright.train.data.training_data import StepData, TrainingData
 from meshwright.train.evaluation import Score
 from meshwright.train.metrics.collector import GradientNorms, Metrics, make_rates, scores_row
 from meshwright.train.metrics.run_summary import describe_run

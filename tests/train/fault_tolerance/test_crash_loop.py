@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.errors import CrashLoopError
-from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
-from meshwright.train.fault_tolerance.run_status import FailedStarts, State, Status, read_status, write_status
+from meshwright.train.fault_tolerance.run_folder import (
+    FailedStarts,
+    State,
+    Status,
+    check_crash_loop,
+    read_status,
+    write_status,
+)
 
 NONE = FailedStarts()
 TORCHRUN, SLURM, BY_HAND = (True, False), (False, True), (False, False)

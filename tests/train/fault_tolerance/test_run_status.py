@@ -9,7 +9,7 @@ import pytest
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.peers import LostPeer
-from meshwright.train.fault_tolerance.run_status import (
+from meshwright.train.fault_tolerance.run_folder import (
     FailedStarts,
     RunStatus,
     State,
