@@ -179,7 +179,7 @@ def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
 def test_without_a_terminal_a_line_tells_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     lines, kept = PlainLines(), 10_000_000
     for elapsed_s in (0.0, 1.0, 11.0, 12.0, 22.0):
-        lines(Progress(kept + int(elapsed_s * 2e6), 74_000_000, kept, 10, 500, elapsed_s))
+        lines(Progress(kept + int(elapsed_s * 2e6), 74_000_000, kept, 500, elapsed_s))
     assert capsys.readouterr().err.splitlines() == [
         "continuing after 10.0 MB that are already finished",
         "32.0 of 74.0 MB, 2.0 MB/s, 21 s left, 500 tokens",

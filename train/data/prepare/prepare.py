@@ -16,7 +16,6 @@ from typing import Any
 
 from meshwright.train.data.prepare.partition import Piece, cut_source
 from meshwright.train.data.prepare.worker import (
-    NoSpace,
     TokenizedPiece,
     TokenizeJob,
     piece_key,
@@ -111,14 +110,13 @@ class Progress:
     Args:
         done_bytes, total_bytes: bytes of the source, kept shards included
         kept_bytes: bytes of the source whose shards an earlier start finished
-        documents, tokens: tokenized by this start
+        tokens: of this start
         elapsed_s: seconds since this start
     """
 
     done_bytes: int
     total_bytes: int
     kept_bytes: int
-    documents: int
     tokens: int
     elapsed_s: float
 
@@ -169,7 +167,7 @@ def prepare(
             check_text,
             settings.skip_bad,
         )
-        results = _Preparation(job, tokenizer, settings.workers, folder, on_progress).run(pieces)
+        results = _Preparation(job, tokenizer, settings.workers, on_progress).run(pieces)
         manifest = _fill_manifest(expected, results, source, settings.skip_bad)
         try:
             _publish(partial / "data", folder, manifest, tokenizer)
@@ -215,13 +213,12 @@ class _Preparation:
         job: TokenizeJob,
         tokenizer: Tokenizer,
         workers: int,
-        folder: Path,
         on_progress: OnProgress | None,
     ) -> None:
-        self._job, self._tokenizer, self._workers, self._folder = job, tokenizer, workers, folder
+        self._job, self._tokenizer, self._workers = job, tokenizer, workers
         self._on_progress = on_progress
         self._start_s = time.perf_counter()
-        self._total = self._kept = self._done = self._documents = self._tokens = 0
+        self._total = self._kept = self._done = self._tokens = 0
 
     def run(self, pieces: list[Piece]) -> list[TokenizedPiece]:
         """Return every piece's result. If all documents are in one split, one piece is tokenized again."""
@@ -238,40 +235,21 @@ class _Preparation:
         left = [piece for piece in pieces if piece.index not in kept]
         self._total = sum(piece.size_bytes for piece in pieces)
         self._done = self._kept = self._total - sum(piece.size_bytes for piece in left)
-        self._count(0, 0, 0)
-        try:
-            if self._workers == 1:
-                for piece in left:
-                    tokenize_piece(piece, self._job, self._tokenizer, self._count)
-            else:
-                tokenize_pieces(left, self._job, self._workers, self._count)
-        except NoSpace as error:
-            raise DataError(self._no_space(str(error))) from None
+        self._count(0, 0)
+        workers = min(self._workers, len(left))
+        if workers > 1:
+            tokenize_pieces(left, self._job, workers, self._count)
+        else:
+            for piece in left:
+                tokenize_piece(piece, self._job, self._tokenizer, self._count)
         return [read_result(result_path(self._job, piece)) for piece in pieces]
 
-    def _count(self, done_bytes: int, documents: int, tokens: int) -> None:
+    def _count(self, done_bytes: int, tokens: int) -> None:
         self._done += done_bytes
-        self._documents += documents
         self._tokens += tokens
         if self._on_progress is not None:
             elapsed_s = time.perf_counter() - self._start_s
-            self._on_progress(
-                Progress(self._done, self._total, self._kept, self._documents, self._tokens, elapsed_s)
-            )
-
-    def _no_space(self, reason: str) -> str:
-        """The message for a full disk, with an estimate of the space needed: all text that this start has to
-        tokenize, with the tokens per byte of the part that is done."""
-        per_byte = self._tokens / (self._done - self._kept) if self._done > self._kept else 1.0
-        needed_bytes = (
-            (self._total - self._kept) * per_byte * token_dtype(self._tokenizer.info.vocab_size).itemsize
-        )
-        free_bytes = shutil.disk_usage(self._job.folder).free
-        return (
-            f"no space left for {self._folder} ({reason}): about {needed_bytes / 1e6:,.1f} MB are still "
-            f"needed, {free_bytes / 1e6:,.1f} MB are free: free space and start again, or delete "
-            f"{Path(self._job.folder).parent}, which contains the finished shards"
-        )
+            self._on_progress(Progress(self._done, self._total, self._kept, self._tokens, elapsed_s))
 
 
 def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Piece]:

@@ -6,7 +6,6 @@ ends of a text (some prepend a space, some strip the end). So each place to cut 
 must give the same ids with and without the cut. If no place passes, the rest of the text is one part.
 """
 
-import errno
 import functools
 import hashlib
 import json
@@ -78,7 +77,6 @@ def _may_cut(encode: Encode, text: bytes, place: int) -> bool:
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _LONG_BYTES = 4 * 2**20
 RESULT_BYTES = 2**20  # limit of the file of a finished piece: two shards and the names of records
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -129,11 +127,7 @@ class TokenizedPiece:
     bad: BadRecords = field(default_factory=BadRecords)
 
 
-class NoSpace(Exception):
-    """The disk is full."""
-
-
-OnBatch = Callable[[int, int, int], None]  # further source bytes, documents and tokens
+OnBatch = Callable[[int, int], None]  # further source bytes and tokens
 
 
 def result_path(job: TokenizeJob, piece: Piece) -> Path:
@@ -159,7 +153,7 @@ def piece_key(job: TokenizeJob, piece: Piece) -> str:
 
 
 def tokenize_piece(piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batch: OnBatch) -> TokenizedPiece:
-    """Write the shards of a piece, then its result. Raises DataError, and NoSpace if the disk is full."""
+    """Write the shards of a piece, then its result. Raises DataError."""
     writer = _PieceWriter(piece, job, tokenizer, on_batch)
     try:
         for documents, done_bytes in _batches(piece, job):
@@ -168,9 +162,10 @@ def tokenize_piece(piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batc
         write_atomically(result_path(job, piece), json.dumps(asdict(result)).encode())
         return result
     except OSError as error:
-        if error.errno in NO_SPACE:
-            raise NoSpace(error.strerror) from None
-        raise DataError(f"cannot write to {job.folder} ({error.strerror}): use another folder") from None
+        raise DataError(
+            f"cannot write to {job.folder} ({error.strerror}), which keeps the finished shards: free space "
+            "and start again, or delete it and use another folder"
+        ) from None
     finally:
         writer.abandon()
 
@@ -226,13 +221,13 @@ class _PieceWriter:
                 lengths = [len(self._begin) + sum(map(len, ids)) + 1 for ids, _ in chosen]
                 self._writers[split].add(arrays, lengths, sum(len(text) for _, text in chosen))
                 total += sum(lengths)
-        self._on_batch(self._bytes_left, len(documents), total - self._tokens_reported)
+        self._on_batch(self._bytes_left, total - self._tokens_reported)
 
     def _report_part(self, size_bytes: int, tokens: int) -> None:
         done_bytes = min(size_bytes, self._bytes_left)  # a compressed text has fewer bytes in the source
         self._bytes_left -= done_bytes
         self._tokens_reported += tokens
-        self._on_batch(done_bytes, 0, tokens)
+        self._on_batch(done_bytes, tokens)
 
     def _encode(self, texts: list[bytes], documents: list[tuple[Part, Document]]) -> list[list[NDArray[Any]]]:
         """The ids of each text as arrays: several for a long text."""
@@ -299,17 +294,9 @@ def cut_place(text: bytes, share: float) -> int:
 
 # In a worker process
 
-# columns of a table in shared memory, with a row for each piece: the worker that tokenizes it (or 0) and its
-# progress; the parent process reads it
-COLUMNS = ("pid", "source bytes", "documents", "tokens")
-_table: NDArray[np.int64]
 
-
-def start_worker(shared: Any) -> None:
-    """Initialize a worker process, with the progress table in shared memory. It exits when its parent process
-    ends, for any reason."""
-    global _table
-    _table = np.frombuffer(shared, np.int64).reshape(-1, len(COLUMNS))
+def start_worker() -> None:
+    """Initialize a worker process, which exits when its parent process ends, for any reason."""
     # one process per core is faster than threads of the tokenizers library
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -322,15 +309,10 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def tokenize_shared(row: int, piece: Piece, job: TokenizeJob) -> None:
-    """Tokenize a piece in a worker, and update its row of the table. Raises what tokenize_piece raises."""
-    _table[row, 0] = os.getpid()
-    tokenize_piece(piece, job, _job_tokenizer(job), functools.partial(_add, row))
-    _table[row, 0] = 0
-
-
-def _add(row: int, *counts: int) -> None:
-    _table[row, 1:] += counts
+def tokenize_in_worker(piece: Piece, job: TokenizeJob) -> int:
+    """Tokenize a piece in a worker, and return its number of tokens. Raises DataError."""
+    result = tokenize_piece(piece, job, _job_tokenizer(job), lambda done_bytes, tokens: None)
+    return sum(shard.tokens for shard in result.shards.values() if shard)
 
 
 @functools.cache
