@@ -2,13 +2,13 @@
 files are never read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
@@ -24,6 +24,7 @@ from meshwright.train.checkpoint.manifest import (
     read_hf_json,
     read_origin,
 )
+from meshwright.train.checkpoint.reader import StoredPart, read_headers
 from meshwright.train.data.tokenizer import (
     FILE,
     TokenizerInfo,
@@ -41,22 +42,12 @@ _ROWS = 4096  # of a matrix compared at a time: 128 MB if a row has 8,192 channe
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """A full tensor in a safetensors file; `dtype` is the format's name for it, such as BF16."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
 class HfWeights:
     """A model saved by Hugging Face's libraries: its config, and the file of each tensor."""
 
     path: Path
     hf_config: dict[str, Any]
-    files: tuple[Path, ...]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredPart]
 
 
 @dataclass(frozen=True)
@@ -93,8 +84,7 @@ def _merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_si
 
 def open_weights(path: Path) -> HfWeights:
     """Read the config and the safetensors headers of a folder of any model. Raises CheckpointError."""
-    hf_config, files = read_hf_json(path / CONFIG), _find_files(path)
-    return HfWeights(path, hf_config, files, _read_headers(files))
+    return HfWeights(path, read_hf_json(path / CONFIG), read_headers(_find_files(path)))
 
 
 def open_folder(path: Path) -> HfFolder:
@@ -144,23 +134,6 @@ def _find_files(path: Path) -> tuple[Path, ...]:
             f"{path} lacks {first_of(missing)}, which its index lists: download the folder again"
         )
     return tuple(path / name for name in names)
-
-
-def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    if name in tensors:
-                        raise CheckpointError(
-                            f"{name} is in {file} and in {tensors[name].file.name}: download the folder again"
-                        )
-                    part = opened.get_slice(name)
-                    tensors[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}): download it again") from None
-    return tensors
 
 
 def _check_blocks(folder: HfFolder) -> None:

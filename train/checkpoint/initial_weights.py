@@ -8,7 +8,6 @@ holds the full model or sends weights to another.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from meshwright.train.checkpoint.changes import Change, config_changes, hf_chang
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import DTYPES, HfFolder, HfWeights, open_folder, open_weights
 from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
-from meshwright.train.checkpoint.reader import open_checkpoint, open_files, read_together
+from meshwright.train.checkpoint.reader import StoredPart, open_checkpoint, open_full, read_tensors
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
+from meshwright.train.distributed.ranks import on_all_ranks
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
 from meshwright.train.model.choose import source_of
@@ -35,13 +35,13 @@ PREFIX = "model."  # of the weights' names in our checkpoints
 
 @dataclass(frozen=True)
 class Weights:
-    """The folder that contains a model's weights, each parameter's name in it by our fqn, and its files if it
-    is one of Hugging Face and not our checkpoint. `padded`: the rows of each name that has fewer than the
+    """The folder that contains a model's weights, each parameter's name in it by our fqn, and its tensors if
+    it is one of Hugging Face and not our checkpoint. `padded`: the rows of each name that has fewer than the
     parameter, because the model's vocabulary is larger."""
 
     folder: Path
     names: dict[str, str]
-    files: tuple[Path, ...] | None = None
+    tensors: Mapping[str, StoredPart] | None = None
     padded: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -70,12 +70,12 @@ def find_weights(init_from: str, model: ModelConfig, changed_model: bool = False
 def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:
     """Read each rank's slices into its parameters, in place, on any mesh; all ranks call it. Raises
     CheckpointError, also if the weights are those of a checkpoint that fails verification."""
-    if weights.files is None:
-        opening = partial(open_checkpoint, weights.folder, verify_together(weights.folder, verify))
+    if weights.tensors is None:
+        files = open_checkpoint(weights.folder, verify_together(weights.folder, verify))
     else:
-        opening = partial(open_files, weights.folder, weights.files)
+        files = open_full(weights.folder, weights.tensors)
     into = {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()}
-    read_together(opening, into, weights.padded)
+    on_all_ranks(lambda: read_tensors(files, into, weights.padded))
 
 
 def check_folder(folder: HfFolder, model: LlamaConfig, grown: tuple[int, ...] = ()) -> dict[str, int]:
@@ -112,7 +112,7 @@ def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
     changes = config_changes(folder.config, model, "model")
     grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
     padded = check_folder(folder, model, grown)
-    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files, padded)
+    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.tensors, padded)
 
 
 def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
@@ -145,7 +145,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
         grown,
     )
     _check_dtypes(folder, names.values())
-    return Weights(folder.path, names, folder.files, padded)
+    return Weights(folder.path, names, folder.tensors, padded)
 
 
 def _own_changes(folder: HfWeights, built: Any) -> list[Change]:

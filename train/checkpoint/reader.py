@@ -7,7 +7,6 @@ headers are read.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from meshwright.train.checkpoint.shards import (
     set_numbers,
     training_tensors,
 )
-from meshwright.train.distributed.ranks import gather_from_all
+from meshwright.train.distributed.ranks import on_all_ranks
 from meshwright.train.errors import CheckpointError
 
 
@@ -38,6 +37,11 @@ class StoredPart:
     file: Path
     part: TensorPart
     dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return self.part.sizes
 
 
 @dataclass(frozen=True)
@@ -69,20 +73,31 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
     return TensorFiles(checkpoint, find)
 
 
-def open_files(folder: Path, files: Sequence[Path]) -> TensorFiles:
-    """Return the full tensors of safetensors files, whose headers are read now, once. Raises
-    CheckpointError."""
-    tensors: dict[str, list[StoredPart]] = {}
+def read_headers(files: Sequence[Path]) -> dict[str, StoredPart]:
+    """Return the full tensors in safetensors files, by name. Raises CheckpointError, also for a name in two
+    files."""
+    tensors: dict[str, StoredPart] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    header = opened.get_slice(name)
-                    stored = StoredPart(file, whole(header.get_shape()), header.get_dtype())
-                    tensors.setdefault(name, []).append(stored)
+                headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+                found = {
+                    name: StoredPart(file, whole(header.get_shape()), header.get_dtype())
+                    for name, header in headers.items()
+                }
         except (OSError, SafetensorError, ValueError) as error:
             raise _unreadable(file, error) from None
-    return TensorFiles(folder, lambda name, wanted: tensors.get(name, ()))
+        for name in found.keys() & tensors.keys():
+            raise CheckpointError(
+                f"{name} is in {file} and in {tensors[name].file.name}: download the folder again"
+            )
+        tensors |= found
+    return tensors
+
+
+def open_full(folder: Path, tensors: Mapping[str, StoredPart]) -> TensorFiles:
+    """Return full tensors, as of `read_headers`. No file is opened."""
+    return TensorFiles(folder, lambda name, wanted: [tensors[name]] if name in tensors else [])
 
 
 def _format_dtype(tensor: SavedTensor) -> str:
@@ -144,20 +159,6 @@ def _read_part(opened: safe_open, read: PartRead) -> Tensor:
     return stored[read.part.within(expected.part)]  # type: ignore[no-any-return]
 
 
-def read_together(
-    files: Callable[[], TensorFiles], into: Mapping[str, Tensor], rows: Mapping[str, int] | None = None
-) -> None:
-    """Like read_tensors, but every rank calls it, and an error of one rank is raised on all: the others would
-    wait for it in the next collective."""
-    problem = ""
-    try:
-        read_tensors(files(), into, rows)
-    except CheckpointError as error:
-        problem = str(error)
-    if problems := [text for text in gather_from_all(problem) if text]:
-        raise CheckpointError(problems[0])
-
-
 def _unreadable(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{file} cannot be read ({one_line(str(error), 300)}): use another checkpoint, or another copy of it"
@@ -181,7 +182,8 @@ def load_checkpoint(
     refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)
     same_mesh = manifest.mesh == dict(degrees(mesh))
     random = {name: state for name, state in random_state().items() if same_mesh and name in manifest.tensors}
-    read_together(partial(open_checkpoint, checkpoint, manifest), {**tensors, **random})
+    files = open_checkpoint(checkpoint, manifest)
+    on_all_ranks(lambda: read_tensors(files, {**tensors, **random}))
     set_numbers(model, optimizer, tensors)
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)

@@ -18,7 +18,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, Natural
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all, start_ticks
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, on_all_ranks, start_ticks
 from meshwright.train.errors import CheckpointError, ConfigError, CrashLoopError, LockError, OutOfMemory
 from meshwright.train.fault_tolerance.peers import LostPeer, as_peer_lost_error, explain_loss
 from meshwright.train.files import NO_LOCKS, make_lock, read_json, read_note, replacing, write_atomically
@@ -147,14 +147,17 @@ def _is_dead(holder: Holder) -> bool:
 def make_run_folder(run_dir: str) -> Path:
     """Create the folder that `run.dir` names, on every node; every rank calls it. Raises ConfigError on all
     ranks if it fails on one."""
-    folder, problem = Path(run_dir).expanduser(), ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"run.dir={folder}: cannot create this folder ({error.strerror}): name another"
-    for message in filter(None, gather_from_all(problem)):
-        raise ConfigError(message)
-    return folder
+    folder = Path(run_dir).expanduser()
+
+    def make() -> Path:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"run.dir={folder}: cannot create this folder ({error.strerror}): name another"
+            raise ConfigError(message) from None
+        return folder
+
+    return on_all_ranks(make)
 
 
 def write_texts(folder: Path, texts: Mapping[str, str], ranks: RankInfo, console: Console) -> None:
