@@ -16,7 +16,8 @@ from meshwright.tools.cli import run_tool
 from meshwright.tools.prepare_data import PlainLines, main, to_line
 from meshwright.tools.processes import children, find_running
 from meshwright.train.data.prepare import worker_pool
-from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.prepare import Progress, prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.token_store import read_manifest
 from meshwright.train.errors import DataError
 from tests.support.forks import fork, run_module

@@ -166,7 +166,8 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     key = [FORMAT, RECORD_SUFFIXES, vars(tokenizer), share, config.text_field, files]
     folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     if not folder.exists():
-        from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+        from meshwright.train.data.prepare.prepare import prepare
+        from meshwright.train.data.prepare.worker import PrepareSettings
 
         settings = PrepareSettings(share, config.text_field, skip_bad=config.skip_bad)
         prepare(source, config.tokenizer, config.bos, config.eos, folder, settings)

@@ -80,30 +80,48 @@ RESULT_BYTES = 2**20  # limit of the file of a finished piece: two shards and th
 
 
 @dataclass(frozen=True)
+class PrepareSettings:
+    """Settings of a preparation.
+
+    Args:
+        held_out: share of documents kept for evaluation: at least one document and never all, none if 0
+        text_field: field of a record that contains its text
+        shard_bytes: approximate bytes of the source per shard
+        workers: processes; with 1 only this process, and the tokenizers library uses threads
+        skip_bad: how many records without usable text are left out; one more is an error
+    """
+
+    held_out: float = 0.02
+    text_field: str = "text"
+    shard_bytes: int = 64 * 2**20
+    workers: int = 1
+    skip_bad: int = 0
+
+
+@dataclass(frozen=True)
 class TokenizeJob:
-    """The settings that all pieces share.
+    """What all pieces share.
 
     Args:
         tokenizer, bos, eos: arguments of load_tokenizer
         tokenizer_sha256: of the tokenizer's file, "" for bytes
-        text_field: of records
-        held_out: share of records held out
-        folder: of the shards
-        results_folder: of one small file for each finished piece
+        settings: of the preparation
+        folder: to work in
         check_text: text files must be UTF-8
-        skip_bad: how many bad records are left out
     """
 
     tokenizer: str
     bos: str
     eos: str
     tokenizer_sha256: str
-    text_field: str
-    held_out: float
-    folder: str
-    results_folder: str
+    settings: PrepareSettings
+    folder: Path
     check_text: bool
-    skip_bad: int
+
+    @property
+    def data(self) -> Path:
+        """The folder of the shards."""
+        return self.folder / "data"
 
 
 @dataclass(frozen=True)
@@ -132,7 +150,7 @@ OnBatch = Callable[[int, int], None]  # further source bytes and tokens
 
 def result_path(job: TokenizeJob, piece: Piece) -> Path:
     """Return the path of the file that marks a piece as finished."""
-    return Path(job.results_folder) / f"{piece.index:05d}.json"
+    return job.folder / "results" / f"{piece.index:05d}.json"
 
 
 def read_result(path: Path) -> TokenizedPiece:
@@ -148,7 +166,14 @@ def piece_key(job: TokenizeJob, piece: Piece) -> str:
     described = asdict(piece)
     for part in described["parts"]:
         del part["path"]
-    inputs = [job.tokenizer_sha256, job.bos, job.eos, job.text_field, job.held_out, described]
+    inputs = [
+        job.tokenizer_sha256,
+        job.bos,
+        job.eos,
+        job.settings.text_field,
+        job.settings.held_out,
+        described,
+    ]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
@@ -176,7 +201,7 @@ def _batches(piece: Piece, job: TokenizeJob) -> Iterator[tuple[list[tuple[Part, 
     batch: list[tuple[Part, Document]] = []
     size_bytes, before, reported = 0, 0, 0
     for part in piece.parts:
-        for document in read_part(part, job.text_field, job.check_text):
+        for document in read_part(part, job.settings.text_field, job.check_text):
             batch.append((part, document))
             size_bytes += len(document.text)
             if size_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
@@ -198,9 +223,8 @@ class _PieceWriter:
         self._begin = [] if info.bos is None else [np.array([info.bos], np.uint32)]
         self._end = np.array([info.eos], np.uint32)
         self._dtype = token_dtype(info.vocab_size)
-        folder = Path(job.folder)
         self._writers = {
-            split: ShardWriter(folder, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS
+            split: ShardWriter(job.data, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS
         }
         self._empty, self._bad = 0, BadRecords()
         self._lowest, self._highest = (1.0, ""), (0.0, "")
@@ -251,7 +275,7 @@ class _PieceWriter:
         text = document.text
         if document.bad:
             bad = BadRecords(1, (one_line(document.bad),))
-            self._bad = (self._bad + bad).check(self._job.skip_bad)
+            self._bad = (self._bad + bad).check(self._job.settings.skip_bad)
             return []
         if not text:
             self._empty += 1
@@ -260,9 +284,9 @@ class _PieceWriter:
         if part.kind != TEXT:
             hashed = (unit_hash(document.name), document.name)
             self._lowest, self._highest = min(self._lowest, hashed), max(self._highest, hashed)
-            held_out = (hashed[0] < self._job.held_out) != (document.name == self._piece.swapped)
+            held_out = (hashed[0] < self._job.settings.held_out) != (document.name == self._piece.swapped)
         if self._piece.cut:
-            at = cut_place(text, self._job.held_out)
+            at = cut_place(text, self._job.settings.held_out)
             return [(split, half) for split, half in zip(SPLITS, (text[:at], text[at:]), strict=True) if half]
         return [(SPLITS[held_out], text)]
 

@@ -14,8 +14,9 @@ import tokenizers
 
 from meshwright.train.data.prepare import readers, worker
 from meshwright.train.data.prepare.partition import cut_source, unit_hash
-from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.prepare import Progress, prepare
 from meshwright.train.data.prepare.readers import read_part
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.errors import DataError

@@ -13,8 +13,9 @@ import pytest
 import tokenizers
 
 from meshwright.train.data.prepare.partition import cut_source
-from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.prepare import prepare
 from meshwright.train.data.prepare.readers import read_part
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.errors import DataError
 from tests.support.limited import full_at
 from tests.support.texts import odd_texts, prepare_texts, texts_of, train_bpe, write_jsonl

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.prepare import Progress, prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.errors import DataError
 from tests.support.forks import Fork, fork
 from tests.support.texts import (
