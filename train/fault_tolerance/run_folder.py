@@ -8,11 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-import msgspec
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, Natural
@@ -21,7 +19,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, on_all_ranks, start_ticks
 from meshwright.train.errors import CheckpointError, ConfigError, CrashLoopError, LockError, OutOfMemory
 from meshwright.train.fault_tolerance.peers import LostPeer, as_peer_lost_error, explain_loss
-from meshwright.train.files import NO_LOCKS, make_lock, read_json, read_note, replacing, write_atomically
+from meshwright.train.files import NO_LOCKS, make_lock, read_note, replacing, write_atomically
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -223,7 +221,13 @@ class Status:
     step: Natural = 0
     resumed_from: Natural | None = None
     reason: str = ""
-    failed: FailedStarts = FailedStarts()
+    failed_starts: Natural = 0
+    failed_at_step: Natural = 0
+
+    @property
+    def failed(self) -> FailedStarts:
+        """The failed starts up to this one."""
+        return FailedStarts(self.failed_starts, self.failed_at_step)
 
 
 def write_status(folder: Path, status: Status, saved: bool) -> str:
@@ -232,15 +236,8 @@ def write_status(folder: Path, status: Status, saved: bool) -> str:
 
     Returns "", or a message if the file could not be written, which must not end a run.
     """
-    content = {
-        "state": status.state,
-        "step": status.step,
-        "resumed_from": status.resumed_from,
-        "reason": status.reason[: LIMIT_BYTES // 8],
-        "how_to_go_on": _how_to_continue(status.state, saved),
-        "failed_starts": status.failed.count,
-        "failed_at_step": status.failed.step,
-    }
+    reason, way_on = status.reason[: LIMIT_BYTES // 8], _how_to_continue(status.state, saved)
+    content = asdict(replace(status, reason=reason)) | {"how_to_go_on": way_on}
     try:
         with replacing(folder / "status.json") as partial:
             partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -260,12 +257,7 @@ def _how_to_continue(state: State, saved: bool) -> str:
 
 def read_status(folder: Path) -> Status | None:
     """Return the status of the previous run; None if status.json is missing or invalid."""
-    try:
-        status = read_json(folder / "status.json", LIMIT_BYTES)
-        failed = {"count": status.get("failed_starts", 0), "step": status.get("failed_at_step", 0)}
-        return msgspec.convert({**status, "failed": failed}, Status)
-    except (OSError, ValueError):
-        return None
+    return read_note(Status, folder / "status.json", LIMIT_BYTES)
 
 
 class RunStatus:
@@ -322,7 +314,7 @@ class RunStatus:
             if not (self._is_main or for_all) or self._folder is None or self._ended:
                 return
             self._ended = state != "running"
-            status = Status(state, self._step, self._resumed_from, reason, self._failed)
+            status = Status(state, self._step, self._resumed_from, reason, *astuple(self._failed))
             problem = write_status(self._folder, status, self._has_saved())
             if problem and not self._warned:
                 self._warned = True

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch.distributed as dist
@@ -158,14 +158,9 @@ LINGER_S = 1.0
 HARD_END_S = 20.0  # from the timeout to the exit, even if everything else hangs
 
 
-KEYS: dict[str, str] = {
-    "set-up": "setup_s",
-    "data": "data_s",
-    "first step": "first_step_s",
-    "step": "step_s",
-    "evaluation": "evaluation_s",
-    "checkpoint": "checkpoint_s",
-}
+def timeout_key(section: str) -> str:
+    """Return the key of a section in run.timeouts."""
+    return f"{section.replace('-', '').replace(' ', '_')}_s"
 
 
 @dataclass(frozen=True)
@@ -192,7 +187,7 @@ class Watchdog:
     """
 
     def __init__(self, timeouts: TimeoutConfig, ranks: RankInfo, on_stuck: Callable[[str], None]) -> None:
-        self._timeouts_s = {section: float(getattr(timeouts, key)) for section, key in KEYS.items()}
+        self._timeouts_s = {name: float(getattr(timeouts, timeout_key(name))) for name in get_args(Section)}
         self._ranks, self._on_stuck = ranks, on_stuck
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._folder: Path | None = None
@@ -334,7 +329,9 @@ class Watchdog:
 
     def _timed_out(self) -> TimedOut:
         section = self._seen.section
-        return TimedOut(self._section_report(), self._world_size, KEYS[section], self._timeouts_s[section])
+        return TimedOut(
+            self._section_report(), self._world_size, timeout_key(section), self._timeouts_s[section]
+        )
 
     def _write_files(self) -> None:
         if self._folder:
