@@ -186,4 +186,4 @@ def test_without_a_terminal_a_line_tells_now_and_then(capsys: pytest.CaptureFixt
         "32.0 of 74.0 MB, 2.0 MB/s, 21 s left, 500 tokens",
         "54.0 of 74.0 MB, 2.0 MB/s, 10 s left, 500 tokens",
     ]
-    assert "inf s left" in to_line(Progress(kept, 2 * kept, kept, 0, 0, 1.0))
+    assert "inf s left" in to_line(Progress(kept, 2 * kept, kept, 0, 1.0))
