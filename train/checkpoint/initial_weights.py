@@ -173,10 +173,11 @@ def _of_checkpoint(path: Path, model: ModelConfig, meant: bool) -> Weights:
     changes = config_changes(load_config(path / "config.yaml").model, model, "model")
     way_out = f"Use the model section of {path}/config.yaml"
     grown = refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
-    names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
+    shapes = weight_shapes(model)
+    names = {fqn: f"{PREFIX}{fqn}" for fqn in shapes}
     padded = _check_tensors(
         path,
-        {names[fqn]: shape for fqn, shape in weight_shapes(model).items()},
+        {names[fqn]: shape for fqn, shape in shapes.items()},
         {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
         grown,
     )

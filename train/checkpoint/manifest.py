@@ -273,8 +273,6 @@ def note_to_json(note: Mapping[str, Any]) -> bytes:
 
 def read_hf_json(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")
         return read_json(path, JSON_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(

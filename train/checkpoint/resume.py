@@ -44,20 +44,18 @@ def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> 
     none verifies: a run never silently starts from step 0. Raises UnreadableError if a checkpoint cannot be
     read: it may be intact, so it is not skipped.
     """
-    from meshwright.train.checkpoint.verify import verify_together  # late: only a resume reads a checkpoint
-
     if config.resume == "none":
         return Start()
     if config.resume != "auto":
         path = user_path(config.resume, "checkpoint.resume", CheckpointError)
         try:
-            return Start(path, verify_together(path, config.verify))
+            return _verified(path, config)
         except CheckpointError as error:
             raise type(error)(f"checkpoint.resume={config.resume}: {error}") from None
     damaged: list[tuple[Path, str]] = []
     for path in reversed(broadcast_from_rank0(ranks, lambda: list_checkpoints(folder))):
         try:
-            return Start(path, verify_together(path, config.verify), tuple(damaged))
+            return _verified(path, config, tuple(damaged))
         except UnreadableError:
             raise
         except CheckpointError as error:
@@ -68,6 +66,12 @@ def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> 
             "them, or use another run.dir"
         )
     return Start()
+
+
+def _verified(path: Path, config: CheckpointConfig, damaged: tuple[tuple[Path, str], ...] = ()) -> Start:
+    from meshwright.train.checkpoint.verify import verify_together  # late: only a resume reads a checkpoint
+
+    return Start(path, verify_together(path, config.verify), damaged)
 
 
 def put_damaged_aside(start: Start, ranks: RankInfo) -> list[str]:

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import socket
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
@@ -128,42 +127,37 @@ def compare_processes(facts: Sequence[ProcessFacts]) -> Comparison:
     return Comparison(warning=f"warning: the ranks have different GPUs: {odd}" if odd else "")
 
 
+def _ranks_by(values: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ranks that have each value, of all ranks' values in order."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
 def _odd_ranks(facts: Sequence[ProcessFacts], values: Sequence[str]) -> str:
-    """Return which ranks have another value than most ranks (in a tie, than rank 0), and what most have; ""
-    if all values are equal."""
-    counts = Counter(values)
-    usual = max(counts, key=lambda value: counts[value])  # of equal counts the first: that of rank 0
-    if len(counts) == 1:
-        return ""
-    odd = [
-        f"{_describe(facts, (rank for rank, other in enumerate(values) if other == value))} {value}"
-        for value in counts
-        if value != usual
-    ]
-    others = _describe(facts, (rank for rank, value in enumerate(values) if value == usual))
-    return f"{', '.join(odd)}, and {others} {usual}"
+    """Return which ranks have which value, the most frequent one last, in a tie that of rank 0; "" if all
+    values are equal."""
+    groups = sorted(_ranks_by(values).items(), key=lambda group: (len(group[1]), 0 in group[1]))
+    *odd, usual = (f"{_describe(facts, ranks)} {value}" for value, ranks in groups)
+    return f"{', '.join(odd)}, and {usual}" if odd else ""
 
 
-def _describe(facts: Sequence[ProcessFacts], ranks: Iterable[int]) -> str:
+def _describe(facts: Sequence[ProcessFacts], ranks: Sequence[int]) -> str:
     """Return a subject and its verb, such as "rank 3 (host b) has"."""
-    chosen = list(ranks)
-    hosts = list(dict.fromkeys(facts[rank].host for rank in chosen))
+    hosts = list(dict.fromkeys(facts[rank].host for rank in ranks))
     shown = ", ".join(hosts[:MOST_HOSTS]) + (", ..." if len(hosts) > MOST_HOSTS else "")
-    nouns = "rank" if len(chosen) == 1 else "ranks", "host" if len(hosts) == 1 else "hosts"
-    verb = "has" if len(chosen) == 1 else "have"
-    return f"{nouns[0]} {as_ranges(chosen)} ({nouns[1]} {shown}) {verb}"
+    nouns = "rank" if len(ranks) == 1 else "ranks", "host" if len(hosts) == 1 else "hosts"
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{nouns[0]} {as_ranges(ranks)} ({nouns[1]} {shown}) {verb}"
 
 
 def _shared_gpu(facts: Sequence[ProcessFacts]) -> str:
     """Return the ranks of the first GPU that several have, or ""."""
-    by_gpu: dict[str, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        if fact.gpu_uuid:
-            by_gpu.setdefault(fact.gpu_uuid, []).append(rank)
-    shared = [(uuid, ranks) for uuid, ranks in by_gpu.items() if len(ranks) > 1]
-    return "".join(
-        f"{_describe(facts, ranks)} the same one, {facts[ranks[0]].gpu} {uuid}" for uuid, ranks in shared[:1]
-    )
+    for uuid, ranks in _ranks_by(fact.gpu_uuid for fact in facts).items():
+        if uuid and len(ranks) > 1:
+            return f"{_describe(facts, ranks)} the same one, {facts[ranks[0]].gpu} {uuid}"
+    return ""
 
 
 # torch reads these at the first use of the allocator
