@@ -26,9 +26,9 @@ from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positi
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.load_weights import find_newest
 from meshwright.tools.run_reader import value_text
-from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
+from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
-from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.config_parser import leaves, parse_config
 from meshwright.train.data.corpus import Corpus, check_data, load_on_all_ranks
@@ -36,9 +36,8 @@ from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
-from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
-from meshwright.train.distributed.process_group import group_timeout, start_process
+from meshwright.train.distributed.process_group import choose_device, group_timeout, start_process
 from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
@@ -185,7 +184,7 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
     keys += [*RESET_KEYS, f"--train.micro_batch_size={options.micro_batch_size}"]
     keys += [f"--train.seq_len={options.seq_len}"] if options.seq_len else []
     config = parse_config([*keys, *overrides], PROG)
-    weights = find_weights(str(folder), config.model, None)
+    weights = find_weights(str(folder), config.model)
     assert weights is not None, "the folder exists, and there is no checkpoint to resume from"
     if is_hf and not options.data:
         raise ConfigError(f"{folder} is a Hugging Face model and has no evaluation sets: add --data SOURCE")

@@ -15,7 +15,7 @@ from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.rope import rope_frequencies
 from meshwright.tools.cli import natural, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
-from meshwright.train.checkpoint.huggingface import read_origin
+from meshwright.train.checkpoint.manifest import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sources import find_files

@@ -13,7 +13,8 @@ import rich.progress
 from rich.console import Console
 
 from meshwright.tools.cli import format_table, natural, number_from, positive, run_tool
-from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, exists_nonempty, prepare
+from meshwright.train.data.prepare.prepare import Progress, exists_nonempty, prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.sources import HF_PREFIX, describe_unread, find_unread
 from meshwright.train.data.token_store import MANIFEST, SPLITS, TokenStoreManifest
 from meshwright.train.data.tokenizer import padded_vocab_size

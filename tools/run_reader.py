@@ -16,7 +16,7 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.train.config_parser import leaves
 from meshwright.train.errors import ConfigError
-from meshwright.train.fault_tolerance.run_status import Status, read_status
+from meshwright.train.fault_tolerance.run_folder import Status, read_status
 from meshwright.train.files import parse_mapping
 
 MAX_LINE_BYTES = 1 << 20  # of a row; real rows have less than a thousandth of that

@@ -34,7 +34,7 @@ from meshwright.tools.cli import (
 )
 from meshwright.train.config import OptimConfig, TrainingJob
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.build import shard_model

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from meshwright.tools.processes import make_environment, python_command, run_to_end
 from meshwright.train.config import RunConfig
-from meshwright.train.distributed.devices import choose_device
 from meshwright.train.distributed.exit import end_process
-from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.process_group import choose_device, start_process
 from meshwright.train.distributed.ranks import read_rank_info
 
 

@@ -14,10 +14,9 @@ from meshwright.models.head import LinearCrossEntropySum
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.forward_only import evaluating
 from meshwright.parallel.sharded_model import summed
-from meshwright.train.data.batch import Batch, to_device
-from meshwright.train.data.loader import BatchShape
-from meshwright.train.data.sequences import SequenceShape, read_batch
+from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
+from meshwright.train.data.training_data import BatchShape, to_device
 from meshwright.train.model.source import LossOf
 from meshwright.train.step import count_targets
 

@@ -13,7 +13,7 @@ from meshwright.train.user_code import find
 
 if TYPE_CHECKING:  # a hook's room must not import all the others
     from meshwright.train.checkpoint.manifest import TrainPosition
-    from meshwright.train.data.loader import StepData
+    from meshwright.train.data.training_data import StepData
     from meshwright.train.evaluation import Score
     from meshwright.train.step import StepResult
 

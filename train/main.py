@@ -9,11 +9,15 @@ from typing import NoReturn
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.checkpoint.changes import compare_configs
 from meshwright.train.checkpoint.hook import Checkpoints, open_saver
-from meshwright.train.checkpoint.initial_weights import find_weights
-from meshwright.train.checkpoint.load import Start, load_states
-from meshwright.train.checkpoint.ownership import admit, find_start, judge
+from meshwright.train.checkpoint.resume import (
+    Start,
+    admit,
+    choose_weights,
+    compare_configs,
+    find_start,
+    judge,
+)
 from meshwright.train.config import Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.console import Console, Screen
@@ -39,11 +43,10 @@ from meshwright.train.distributed.ranks import (
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
 from meshwright.train.evaluations import Evaluation
-from meshwright.train.fault_tolerance.crash_loop import count_failed_starts
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error
-from meshwright.train.fault_tolerance.run_lock import make_run_folder, write_texts
+from meshwright.train.fault_tolerance.run_folder import count_failed_starts, make_run_folder, write_texts
 from meshwright.train.fault_tolerance.supervision import Supervision, supervised
 from meshwright.train.hooks import Hook, Hooks, find_hooks, state_of
 from meshwright.train.loop import train_loop
@@ -58,7 +61,7 @@ from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.profiling import profilers
 from meshwright.train.recompiles import Recompiles
 from meshwright.train.run import Run
-from meshwright.train.state import files_beside, restore
+from meshwright.train.state import files_beside, load_states, restore
 from meshwright.train.training import build_training
 
 
@@ -105,7 +108,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
         with supervision.in_folder(folder):
             admission, start = find_start(config, folder, ranks)
             start = compare_configs(start, config, plan, ranks)
-            weights = find_weights(saves.init_from, config.model, start.checkpoint, saves.changed_model)
+            weights = choose_weights(saves, config.model, start)
             failed_starts = count_failed_starts(folder, ranks, admission.restarted, start.step)
             log_run_summary(console, ranks, planned, config)
 

@@ -1,25 +1,31 @@
-"""The values that model and optimizer start with, and the files that a checkpoint keeps beside them."""
+"""What model, optimizer and hooks start with, and the files that a checkpoint keeps beside them."""
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from meshwright.parallel.shardable import ShardableModel
-from meshwright.train.checkpoint.huggingface import Origin, beside_weights, read_origin
-from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights
-from meshwright.train.checkpoint.load import Start, load_checkpoint
+from meshwright.train.checkpoint.manifest import Origin, beside_weights, read_origin
+from meshwright.train.checkpoint.resume import Start, describe_start
 from meshwright.train.config import Config
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.training_data import TrainingData
+from meshwright.train.hooks import STATE
 from meshwright.train.training import Training
+
+if TYPE_CHECKING:
+    from meshwright.train.checkpoint.initial_weights import Weights
 
 
 def restore(
     training: Training,
     start: Start,
-    weights: Weights | None,
+    weights: "Weights | None",
     config: Config,
     data: TrainingData,
     console: Console,
@@ -33,6 +39,8 @@ def restore(
     console.print_lines(describe_start(config.checkpoint.init_from, start.checkpoint))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{start.step}:{sharded.data_rank}".encode()))
     if start.checkpoint and start.manifest:
+        from meshwright.train.checkpoint.reader import load_checkpoint  # late: only a resume reads one
+
         goes_on = load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer, sharded.mesh)
         changes = list(start.changes)
         if not goes_on and not isinstance(sharded.model, ShardableModel):  # our Llama draws none
@@ -43,13 +51,35 @@ def restore(
             console.print(f"changed since the checkpoint: {', '.join(changes)}")
         console.print(f"resumed from {start.checkpoint}: step {start.step} of {data.total_steps} is done")
     elif weights:
+        from meshwright.train.checkpoint.initial_weights import load_weights  # late: few runs have them
+
         load_weights(weights, sharded.model, config.checkpoint.verify)
         for name, rows in weights.padded.items():
             console.print(f"weights: {name} has {rows} rows, and is padded with their mean")
 
 
+def load_states(start: Start, states: Mapping[str, Tensor]) -> list[str]:
+    """Read the state of hooks (`hooks.state_of`) from the checkpoint that a run resumes from, in place; all
+    ranks call it. Returns a line about hooks whose state is only in the checkpoint, or only in the run.
+    Raises CheckpointError."""
+    if start.checkpoint is None or start.manifest is None:
+        return []
+    from meshwright.train.checkpoint.reader import load_tensors  # late, as above
+
+    saved = {name for name in start.manifest.tensors if name.startswith(STATE)}
+    load_tensors(start.checkpoint, start.manifest, {name: states[name] for name in saved if name in states})
+    lines = []
+    for names, problem in (
+        (states.keys() - saved, "begins anew, because the checkpoint has none"),
+        (saved - states.keys(), "is in the checkpoint, but not used: train.hooks has no such hook"),
+    ):
+        hooks = sorted({name.removeprefix(STATE).partition(".")[0] for name in names})
+        lines += [f"warning: the state of {', '.join(hooks)} {problem}"] if hooks else []
+    return lines
+
+
 def files_beside(
-    config: Config, data: TrainingData, start: Start, weights: Weights | None, console: Console
+    config: Config, data: TrainingData, start: Start, weights: "Weights | None", console: Console
 ) -> dict[str, bytes]:
     """Return the files that each checkpoint keeps for its use without the data. What cannot be read is left
     out with a warning, because the run does not need it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.parallel.sharded_model import ShardedModel, summed
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.model.source import LossOf
 
 

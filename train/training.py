@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config, OptimConfig, TrainingJob
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.model.build import shard_model
 from meshwright.train.model.choose import source_of
 from meshwright.train.model.source import LossOf

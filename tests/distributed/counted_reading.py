@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
@@ -56,7 +56,7 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
     """Return the weights, the elements read of each, and the loss of the first step on tokens[sequence, T +
     1]."""
     run = build_sharded(arguments)
-    weights, model = find_weights(run.config.checkpoint.init_from, run.config.model, None), run.model
+    weights, model = find_weights(run.config.checkpoint.init_from, run.config.model), run.model
     assert weights
     with torch.no_grad():
         for parameter in model.parameters():

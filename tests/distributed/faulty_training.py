@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.train.data.corpus import load_corpus
-from meshwright.train.data.loader import TrainLoader
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
+from meshwright.train.data.training_data import TrainLoader
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.model.llama import loss_of_llama

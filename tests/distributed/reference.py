@@ -12,10 +12,9 @@ from torch.func import functional_call
 from meshwright.models.llama import Llama, init_weights
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.config import Config
-from meshwright.train.data.batch import Batch
 from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import sample_indices
-from meshwright.train.data.sequences import make_sequence_shape, read_batch
+from meshwright.train.data.sequences import Batch, make_sequence_shape, read_batch
 from meshwright.train.optim.optimizer import learning_rate
 
 EVALUATE_AFTER = 2  # steps

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.layout import whole
-from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition, read_manifest
-from meshwright.train.checkpoint.reader import open_checkpoint, read_tensors
+from meshwright.train.checkpoint.reader import load_checkpoint, open_checkpoint, read_tensors
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import (
     TensorShard,

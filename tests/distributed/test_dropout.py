@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from meshwright.train.checkpoint.load import Start
 from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.resume import Start
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.console import Console
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.evaluation import evaluate
 from meshwright.train.model.choose import source_of
 from meshwright.train.state import restore

@@ -65,7 +65,7 @@ def round_trip(cases: dict[str, tuple[list[str], Path, Path]]) -> None:
         mesh = build_mesh(plan.mesh, "cpu")
         training = build_training(config, plan, mesh)
         model = training.sharded.model
-        weights = find_weights(str(folder), config.model, None)
+        weights = find_weights(str(folder), config.model)
         assert weights is not None
         load_weights(weights, model)
         texts = {"config.yaml": config_to_yaml(config), **source_of(config.model).texts()}
@@ -101,10 +101,10 @@ def test_every_family_comes_and_goes_bitwise(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", make("Qwen2"))
     with pytest.raises(ConfigError, match=r"describes another model: rms_norm_eps=0.5 .*causal_lm"):
-        find_weights(str(folder), parse_config(keys_of(folder, "--model.args.rms_norm_eps=0.5")).model, None)
+        find_weights(str(folder), parse_config(keys_of(folder, "--model.args.rms_norm_eps=0.5")).model)
     with pytest.raises(ConfigError, match=r"hidden_size=64 \(saved: 32\)"):
-        find_weights(str(folder), parse_config(keys_of(folder, "--model.args.hidden_size=64")).model, None)
+        find_weights(str(folder), parse_config(keys_of(folder, "--model.args.hidden_size=64")).model)
     other = save_hf(tmp_path / "other", make("Llama, tied"))
     (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
-        find_weights(str(folder), parse_config(keys_of(folder)).model, None)
+        find_weights(str(folder), parse_config(keys_of(folder)).model)

@@ -22,9 +22,9 @@ from meshwright.models.kernels.document_blocks import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import load_corpus
-from meshwright.train.data.loader import TrainLoader
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
+from meshwright.train.data.training_data import TrainLoader
 from meshwright.train.evaluation import mean_loss, score_sets
 from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate

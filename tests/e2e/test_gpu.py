@@ -160,9 +160,9 @@ def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
 def test_batches_from_another_stream_are_whole_when_they_are_used():
     """The device memory of each step is soon reused while the current stream is busy: the batches must equal
     those of the same order on a CPU."""
-    from meshwright.train.data.loader import TrainLoader
     from meshwright.train.data.sample_order import SampleOrder
     from meshwright.train.data.token_store import Source
+    from meshwright.train.data.training_data import TrainLoader
     from tests.train.data.test_loader import SEQUENCES, TOKENS, shape_of
 
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)

@@ -13,9 +13,9 @@ from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import load_corpus
-from meshwright.train.data.loader import hash_tokens
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape, read_batch
+from meshwright.train.data.training_data import hash_tokens
 from tests.support.launch import read_status, run
 from tests.support.run_faults import LIMIT_S, rows, started, steps_of, tiny
 

@@ -18,7 +18,7 @@ from meshwright.tools.processes import BenchError
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
-from meshwright.train.fault_tolerance.run_status import read_status
+from meshwright.train.fault_tolerance.run_folder import read_status
 from tests.support.launch import Launch, started
 
 LIMIT_S = 300.0  # for every wait: a machine may be busy

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.reader import load_checkpoint
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import count_bytes, training_tensors
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
 from meshwright.train.config import CheckpointConfig, Config, VerifyMode
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import read_rank_info

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from meshwright.train.fault_tolerance import heartbeat, watchdog
+from meshwright.train.fault_tolerance import watchdog
 from meshwright.train.fault_tolerance.watchdog import Watchdog
 
 LIMIT_S = 60.0
@@ -18,8 +18,9 @@ class AgedWatchdog(Watchdog):
 
     def __init__(self, *arguments: Any) -> None:
         watchdog.HEARTBEAT_S = 0.1
-        watchdog.GATHER_S = watchdog.DIAGNOSIS_S = watchdog.ON_STUCK_S = watchdog.HARD_END_S = LIMIT_S
-        heartbeat.DIAGNOSIS_S = LIMIT_S
+        watchdog.GATHER_S = watchdog.DIAGNOSIS_S = watchdog.ANNOUNCED_S = watchdog.ON_STUCK_S = (
+            watchdog.HARD_END_S
+        ) = LIMIT_S
         self._checks = threading.Semaphore(0)
         super().__init__(*arguments)
 

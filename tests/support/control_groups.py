@@ -14,8 +14,6 @@ def write_groups(
     """
     names = [f"group_{depth}" for depth in range(1, len(groups))]
     own = "/".join(["", *names]) or "/"
-    mounted = own if container else "/"
-    filesystem = f"cgroup cgroup rw,{version_1}" if version_1 else "cgroup2 cgroup rw"
     point = root / "sys/fs/cgroup" / version_1
     for depth, files in enumerate(groups):
         folder = point if container else point.joinpath(*names[:depth])
@@ -25,9 +23,4 @@ def write_groups(
     process = root / "proc/self"
     process.mkdir(parents=True, exist_ok=True)
     (process / "cgroup").write_text(f"12:pids:{own}\n{4 if version_1 else 0}:{version_1}:{own}\n")
-    shown = f"/{point.relative_to(root)}"
-    (process / "mountinfo").write_text(
-        "23 1 0:21 / /proc rw,relatime - proc proc rw\n"
-        f"31 23 0:29 {mounted} {shown} ro,nosuid shared:9 - {filesystem}\n"
-    )
     return root

@@ -15,9 +15,8 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.batch import Batch
-from meshwright.train.data.loader import BatchShape
-from meshwright.train.data.training_data import make_batch_shape
+from meshwright.train.data.sequences import Batch
+from meshwright.train.data.training_data import BatchShape, make_batch_shape
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.planning.resolve import plan_run

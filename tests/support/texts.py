@@ -11,7 +11,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from meshwright.tools.processes import children
-from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.prepare import prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.token_store import SPLITS, TokenStoreManifest, open_split
 
 BITS = [

@@ -18,10 +18,10 @@ from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint.__main__ import main
 from meshwright.tools.checkpoint.contents import compare_checkpoints
 from meshwright.tools.load_weights import find_newest, load_full_weights
-from meshwright.train.checkpoint.load import load_checkpoint
-from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
+from meshwright.train.checkpoint.manifest import hash_file, manifest_to_text, read_manifest
+from meshwright.train.checkpoint.reader import load_checkpoint
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import CheckpointError

@@ -23,10 +23,18 @@ from meshwright.tools.checkpoint.__main__ import main
 from meshwright.tools.checkpoint.convert import write_files
 from meshwright.tools.generate import load_model
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
-from meshwright.train.checkpoint.huggingface import Origin, beside_weights, make_export
+from meshwright.train.checkpoint.huggingface import make_export
 from meshwright.train.checkpoint.initial_weights import find_weights
-from meshwright.train.checkpoint.manifest import MANIFEST, TrainPosition, manifest_to_text, read_manifest
-from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.checkpoint.manifest import (
+    MANIFEST,
+    Origin,
+    TrainPosition,
+    beside_weights,
+    hash_file,
+    manifest_to_text,
+    read_manifest,
+)
+from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.tokenizer import ByteTokenizer, TokenizerInfo, load_tokenizer
@@ -390,7 +398,7 @@ def test_a_config_that_cannot_be_is_refused_before_a_block_is_built(hf_dir: Path
         with pytest.raises(CheckpointError, match=re.escape(message)):
             main(["import", str(source), str(tmp_path / "ours")])
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            find_weights(str(source), ours, None)
+            find_weights(str(source), ours)
     assert not (tmp_path / "ours").exists()
 
 
@@ -403,7 +411,7 @@ def test_a_name_that_no_folder_can_have_is_refused(hf_dir: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             main(["import", source, out])
     with pytest.raises(CheckpointError, match=r"checkpoint\.init_from='~nosuchuser/x' is no usable path"):
-        find_weights("~nosuchuser/x", Config().model, None)
+        find_weights("~nosuchuser/x", Config().model)
 
 
 def test_the_default_config_trains_on_sequences_that_fit(tmp_path: Path) -> None:

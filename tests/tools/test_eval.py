@@ -16,7 +16,8 @@ from meshwright.tools.generate import load_model
 from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.data.corpus import check_data
-from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.prepare import prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.tokenizer import JsonTokenizer
 from meshwright.train.errors import CheckpointError, ConfigError, DataError
 from meshwright.train.planning.resolve import plan_run

@@ -29,10 +29,11 @@ from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import load_corpus
-from meshwright.train.data.loader import BatchShape
-from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.prepare import prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.tokenizer import ByteTokenizer, JsonTokenizer
+from meshwright.train.data.training_data import BatchShape
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.evaluation import set_batches
 from tests.support.hf_models import make_hf, save_hf

@@ -16,7 +16,8 @@ from meshwright.tools.cli import run_tool
 from meshwright.tools.prepare_data import PlainLines, main, to_line
 from meshwright.tools.processes import children, find_running
 from meshwright.train.data.prepare import worker_pool
-from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.prepare import Progress, prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.token_store import read_manifest
 from meshwright.train.errors import DataError
 from tests.support.forks import fork, run_module
@@ -179,10 +180,10 @@ def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
 def test_without_a_terminal_a_line_tells_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     lines, kept = PlainLines(), 10_000_000
     for elapsed_s in (0.0, 1.0, 11.0, 12.0, 22.0):
-        lines(Progress(kept + int(elapsed_s * 2e6), 74_000_000, kept, 10, 500, elapsed_s))
+        lines(Progress(kept + int(elapsed_s * 2e6), 74_000_000, kept, 500, elapsed_s))
     assert capsys.readouterr().err.splitlines() == [
         "continuing after 10.0 MB that are already finished",
         "32.0 of 74.0 MB, 2.0 MB/s, 21 s left, 500 tokens",
         "54.0 of 74.0 MB, 2.0 MB/s, 10 s left, 500 tokens",
     ]
-    assert "inf s left" in to_line(Progress(kept, 2 * kept, kept, 0, 0, 1.0))
+    assert "inf s left" in to_line(Progress(kept, 2 * kept, kept, 0, 1.0))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.train.config import ProfileConfig
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.model.llama import loss_of_llama
 from meshwright.train.profiling import ProfiledRun, StepProfiler
 from meshwright.train.step import train_step

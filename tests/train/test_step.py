@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
 from meshwright.train.model.build import freeze

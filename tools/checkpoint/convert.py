@@ -30,32 +30,33 @@ from meshwright.tools.load_weights import (
 from meshwright.train.checkpoint.commit import write_synced
 from meshwright.train.checkpoint.huggingface import (
     DTYPES,
-    GENERATION,
     INDEX,
-    JSON_BYTES,
     ONE_FILE,
-    ORIGIN,
     HfFolder,
-    Origin,
-    beside_weights,
     make_export,
     open_folder,
-    read_origin,
 )
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
 from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
+    GENERATION,
+    JSON_BYTES,
     MANIFEST,
+    ORIGIN,
     CheckpointManifest,
+    Origin,
     SavedTensor,
     TrainPosition,
+    beside_weights,
     dtype_name,
+    hash_file,
     manifest_to_text,
     rank_file,
+    read_origin,
 )
 from meshwright.train.checkpoint.reader import open_checkpoint
 from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
-from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.tokenizer import FILE

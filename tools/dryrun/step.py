@@ -41,8 +41,8 @@ from meshwright.tools.dryrun.program import (
 )
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.batch import Batch, to_device
-from meshwright.train.data.training_data import make_batch_shape
+from meshwright.train.data.sequences import Batch
+from meshwright.train.data.training_data import make_batch_shape, to_device
 from meshwright.train.distributed.process_group import use_expandable_segments
 from meshwright.train.planning.resolve import check_device_support
 from meshwright.train.training import build_training

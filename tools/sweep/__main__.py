@@ -17,8 +17,7 @@ from meshwright.tools.sweep.runner import OUTPUT, interruptible, make_folder, ru
 from meshwright.tools.sweep.runs import SweepRun, make_runs
 from meshwright.tools.sweep.spec import STUDIES, Spec, find_spec, read_spec
 from meshwright.train.errors import ConfigError
-from meshwright.train.fault_tolerance.run_lock import lock_folder
-from meshwright.train.fault_tolerance.run_status import read_status
+from meshwright.train.fault_tolerance.run_folder import lock_folder, read_status
 
 REASON_LETTERS = 240  # of a reason, on the terminal
 EXIT_NOT_ALL = 1  # a run is neither finished nor refused

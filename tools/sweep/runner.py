@@ -12,8 +12,7 @@ from meshwright.tools.plan.export import write_atomically
 from meshwright.tools.processes import end, find_reason, own_environment, python_command
 from meshwright.tools.sweep.runs import SweepRun
 from meshwright.train.errors import ConfigError
-from meshwright.train.fault_tolerance.run_lock import lock_folder
-from meshwright.train.fault_tolerance.run_status import Status, read_status, write_status
+from meshwright.train.fault_tolerance.run_folder import Status, lock_folder, read_status, write_status
 
 OUTPUT = "output.txt"  # what the last start of a run printed
 REASON_LETTERS = 600

@@ -17,7 +17,7 @@ from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, Hardware, Host
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.train.calibration.collectives import Seconds, fit_link
 from meshwright.train.calibration.fsdp_unit import EVENTS, UnitTiming
-from meshwright.train.cgroups import memory_limit_bytes
+from meshwright.train.memory import memory_limit_bytes
 
 DIGITS = 4  # significant digits: more than repeated measurements agree on
 

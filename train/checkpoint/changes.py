@@ -5,17 +5,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.errors import PlanError, first_of
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.train.checkpoint.load import Start
 from meshwright.train.config import Config, ModelConfig
 from meshwright.train.config_parser import keys_of, load_config
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.choose import source_of
 
@@ -67,17 +64,9 @@ def refuse_other_model(
     return grown[0] if grown else ()
 
 
-def compare_configs(start: Start, config: Config, plan: Plan, ranks: RankInfo) -> Start:
-    """Return the start with what the run trains otherwise than its checkpoint; every rank calls it. Raises
-    ConfigError on all ranks for another model, and for other dtypes of its state."""
-    checkpoint = start.checkpoint
-    if checkpoint is None or not (checkpoint / "config.yaml").is_file():  # mw.save writes none
-        return start
-    changes = broadcast_from_rank0(ranks, lambda: _changes_since(checkpoint, config, plan))
-    return replace(start, changes=changes)
-
-
-def _changes_since(checkpoint: Path, config: Config, plan: Plan) -> tuple[str, ...]:
+def changes_since(checkpoint: Path, config: Config, plan: Plan) -> tuple[str, ...]:
+    """Return what a run trains otherwise than a checkpoint, as `key old -> new`. Raises ConfigError for
+    another model, and for other dtypes of its state."""
     source, batch = checkpoint / "config.yaml", "train.global_batch_size"
     try:
         saved = load_config(source)

@@ -1,20 +1,30 @@
 """A Hugging Face folder on disk: config.json, and safetensors files that can be read slice by slice. Pickle
-files are never read. And what a checkpoint keeps beside its weights, from which such a folder can be written.
+files are never read.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of, one_line
-from meshwright.parallel.structure import Natural
+from meshwright.train.checkpoint.manifest import (
+    BOS_ID,
+    CONFIG,
+    EOS_ID,
+    GENERATION,
+    TOKEN_IDS,
+    note_to_json,
+    read_generation,
+    read_hf_json,
+    read_origin,
+)
+from meshwright.train.checkpoint.reader import StoredPart, read_headers
 from meshwright.train.data.tokenizer import (
     FILE,
     TokenizerInfo,
@@ -23,25 +33,12 @@ from meshwright.train.data.tokenizer import (
     tokenizer_files,
 )
 from meshwright.train.errors import CheckpointError
-from meshwright.train.files import read_json, read_note
 
-CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-JSON_BYTES = 2**24  # limit of a config or an index; the index of 126 blocks in 191 files has 100 KB
-GENERATION, ORIGIN = "generation_config.json", "origin.json"
-BOS_ID, EOS_ID, PAD_ID = TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_NAME_BYTES = 255  # the limit of common file systems
 _ROWS = 4096  # of a matrix compared at a time: 128 MB if a row has 8,192 channels in float32
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A full tensor in a safetensors file; `dtype` is the format's name for it, such as BF16."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,7 @@ class HfWeights:
 
     path: Path
     hf_config: dict[str, Any]
-    files: tuple[Path, ...]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredPart]
 
 
 @dataclass(frozen=True)
@@ -59,37 +55,6 @@ class HfFolder(HfWeights):
     """A Llama among them, with our config."""
 
     config: LlamaConfig
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What is not in the config of a checkpoint's model: the tokenizer of the data that trained it, None if
-    unknown; and the rows of weights before their vocabulary was padded, by parameter."""
-
-    tokenizer: TokenizerInfo | None = None
-    padded: Mapping[str, Natural] = field(default_factory=dict)
-
-
-def read_origin(checkpoint: Path) -> Origin:
-    """Return the origin of a checkpoint, which older ones do not have."""
-    return read_note(Origin, checkpoint / ORIGIN, JSON_BYTES) or Origin()
-
-
-def read_generation(folder: Path) -> dict[str, Any]:
-    """Return a folder's generation_config.json, with ids of special tokens that only its config.json has; {}
-    without either. Raises CheckpointError."""
-    files = [folder / name for name in (CONFIG, GENERATION)]
-    config, generation = (_read_json(file) if file.is_file() else {} for file in files)
-    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None} | generation
-
-
-def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Path]) -> dict[str, bytes]:
-    """Return the files with which a checkpoint needs no data: its origin, the tokenizer whose file is at
-    `tokenizer`, and the first generation config in `folders`. Raises OSError and ValueError."""
-    files = tokenizer_files(tokenizer) if tokenizer else {}
-    generation = next(filter(None, map(read_generation, folders)), None)
-    notes = {ORIGIN: asdict(origin) if origin != Origin() else None, GENERATION: generation}
-    return files | {name: _to_json(note) for name, note in notes.items() if note}
 
 
 def make_export(hf_config: Mapping[str, Any], checkpoint: Path, tokenizer: Path | None) -> dict[str, bytes]:
@@ -102,11 +67,7 @@ def make_export(hf_config: Mapping[str, Any], checkpoint: Path, tokenizer: Path 
         generation = _merge_ids(generation, info, hf_config.get("vocab_size", info.vocab_size))
     ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
     notes = {CONFIG: {**hf_config, **ids}, **({GENERATION: generation} if generation else {})}
-    return files | {name: _to_json(note) for name, note in notes.items()}
-
-
-def _to_json(note: Mapping[str, Any]) -> bytes:
-    return (json.dumps(note, indent=2) + "\n").encode()
+    return files | {name: note_to_json(note) for name, note in notes.items()}
 
 
 def _merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_size: int) -> dict[str, Any]:
@@ -123,14 +84,13 @@ def _merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_si
 
 def open_weights(path: Path) -> HfWeights:
     """Read the config and the safetensors headers of a folder of any model. Raises CheckpointError."""
-    hf_config, files = _read_json(path / CONFIG), _find_files(path)
-    return HfWeights(path, hf_config, files, _read_headers(files))
+    return HfWeights(path, read_hf_json(path / CONFIG), read_headers(_find_files(path)))
 
 
 def open_folder(path: Path) -> HfFolder:
     """Read a folder of a Llama. Weights are read only to compare the two copies of a tied one. Raises
     CheckpointError."""
-    hf_config = _read_json(path / CONFIG)
+    hf_config = read_hf_json(path / CONFIG)
     try:
         config = config_from_hf(hf_config)
     except ValueError as error:
@@ -140,17 +100,6 @@ def open_folder(path: Path) -> HfFolder:
     if config.tie_embeddings and OUTPUT in folder.tensors and EMBEDDING in folder.tensors:
         _check_copies(folder)
     return folder
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")
-        return read_json(path, JSON_BYTES)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}): fix it, or name the folder of a Hugging Face model"
-        ) from None
 
 
 def _find_files(path: Path) -> tuple[Path, ...]:
@@ -164,7 +113,7 @@ def _find_files(path: Path) -> tuple[Path, ...]:
             f"{path} contains {content}: {ONE_FILE} is required, or {INDEX} with its files. Write them with "
             "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
-    weight_map = _read_json(path / INDEX).get("weight_map")
+    weight_map = read_hf_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map: download the folder again")
     names = sorted({str(name) for name in weight_map.values()})
@@ -185,23 +134,6 @@ def _find_files(path: Path) -> tuple[Path, ...]:
             f"{path} lacks {first_of(missing)}, which its index lists: download the folder again"
         )
     return tuple(path / name for name in names)
-
-
-def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    if name in tensors:
-                        raise CheckpointError(
-                            f"{name} is in {file} and in {tensors[name].file.name}: download the folder again"
-                        )
-                    part = opened.get_slice(name)
-                    tensors[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}): download it again") from None
-    return tensors
 
 
 def _check_blocks(folder: HfFolder) -> None:

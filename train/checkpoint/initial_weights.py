@@ -8,7 +8,6 @@ holds the full model or sends weights to another.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,13 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import (
-    CONFIG,
-    DTYPES,
-    HfFolder,
-    HfWeights,
-    open_folder,
-    open_weights,
-)
-from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.train.checkpoint.reader import open_checkpoint, open_files, read_together
+from meshwright.train.checkpoint.huggingface import DTYPES, HfFolder, HfWeights, open_folder, open_weights
+from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
+from meshwright.train.checkpoint.reader import StoredPart, open_checkpoint, open_full, read_tensors
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
+from meshwright.train.distributed.ranks import on_all_ranks
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
 from meshwright.train.model.choose import source_of
@@ -42,26 +35,22 @@ PREFIX = "model."  # of the weights' names in our checkpoints
 
 @dataclass(frozen=True)
 class Weights:
-    """The folder that contains a model's weights, each parameter's name in it by our fqn, and its files if it
-    is one of Hugging Face and not our checkpoint. `padded`: the rows of each name that has fewer than the
+    """The folder that contains a model's weights, each parameter's name in it by our fqn, and its tensors if
+    it is one of Hugging Face and not our checkpoint. `padded`: the rows of each name that has fewer than the
     parameter, because the model's vocabulary is larger."""
 
     folder: Path
     names: dict[str, str]
-    files: tuple[Path, ...] | None = None
+    tensors: Mapping[str, StoredPart] | None = None
     padded: Mapping[str, int] = field(default_factory=dict)
 
 
-def find_weights(
-    init_from: str | None, model: ModelConfig, resume_from: Path | None, changed_model: bool = False
-) -> Weights | None:
+def find_weights(init_from: str, model: ModelConfig, changed_model: bool = False) -> Weights:
     """Return the weights that `checkpoint.init_from` names, checked against the model by name and shape.
 
-    Returns None without init_from, or if the run resumes from its own checkpoint. Raises CheckpointError, and
-    ConfigError for weights of a model with another config, unless `changed_model`.
+    Raises CheckpointError, and ConfigError for weights of a model with another config, unless
+    `changed_model`.
     """
-    if init_from is None or resume_from:
-        return None
     path = user_path(init_from, "checkpoint.init_from", CheckpointError)
     if (path / MANIFEST).is_file():
         return _of_checkpoint(path, model, changed_model)
@@ -78,24 +67,15 @@ def find_weights(
     )
 
 
-def describe_start(init_from: str | None, resume_from: Path | None) -> list[str]:
-    """Return the log line that names the initial weights, in a list; an empty list without init_from."""
-    if init_from is None:
-        return []
-    if resume_from:
-        return [f"weights: checkpoint.init_from is not read, because the run resumes from {resume_from}"]
-    return [f"weights: from {init_from}, with a new optimizer at step 0"]
-
-
 def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:
     """Read each rank's slices into its parameters, in place, on any mesh; all ranks call it. Raises
     CheckpointError, also if the weights are those of a checkpoint that fails verification."""
-    if weights.files is None:
-        opening = partial(open_checkpoint, weights.folder, verify_together(weights.folder, verify))
+    if weights.tensors is None:
+        files = open_checkpoint(weights.folder, verify_together(weights.folder, verify))
     else:
-        opening = partial(open_files, weights.folder, weights.files)
+        files = open_full(weights.folder, weights.tensors)
     into = {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()}
-    read_together(opening, into, weights.padded)
+    on_all_ranks(lambda: read_tensors(files, into, weights.padded))
 
 
 def check_folder(folder: HfFolder, model: LlamaConfig, grown: tuple[int, ...] = ()) -> dict[str, int]:
@@ -132,7 +112,7 @@ def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
     changes = config_changes(folder.config, model, "model")
     grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
     padded = check_folder(folder, model, grown)
-    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.files, padded)
+    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.tensors, padded)
 
 
 def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
@@ -165,7 +145,7 @@ def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weight
         grown,
     )
     _check_dtypes(folder, names.values())
-    return Weights(folder.path, names, folder.files, padded)
+    return Weights(folder.path, names, folder.tensors, padded)
 
 
 def _own_changes(folder: HfWeights, built: Any) -> list[Change]:
@@ -193,10 +173,11 @@ def _of_checkpoint(path: Path, model: ModelConfig, meant: bool) -> Weights:
     changes = config_changes(load_config(path / "config.yaml").model, model, "model")
     way_out = f"Use the model section of {path}/config.yaml"
     grown = refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
-    names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
+    shapes = weight_shapes(model)
+    names = {fqn: f"{PREFIX}{fqn}" for fqn in shapes}
     padded = _check_tensors(
         path,
-        {names[fqn]: shape for fqn, shape in weight_shapes(model).items()},
+        {names[fqn]: shape for fqn, shape in shapes.items()},
         {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
         grown,
     )

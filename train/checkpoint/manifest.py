@@ -1,11 +1,12 @@
-"""manifest.json: the contents of a checkpoint, with a checksum of every file."""
+"""manifest.json: the contents of a checkpoint, with a checksum of every file; and the files with which a
+checkpoint needs no data."""
 
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
 from meshwright.parallel.structure import Count, Natural
+from meshwright.train.data.tokenizer import TokenizerInfo, tokenizer_files
 from meshwright.train.errors import CheckpointError, UnreadableError
-from meshwright.train.files import parse_mapping, read_bounded
+from meshwright.train.files import parse_mapping, read_bounded, read_json, read_note
 
 MANIFEST = "manifest.json"
 FORMAT = "meshwright checkpoint 3"
@@ -220,3 +222,59 @@ def make_unreadable(path: Path, error: OSError) -> UnreadableError:
         f"{path} cannot be read ({error.strerror or error}); it may be intact, so no checkpoint was skipped: "
         "fix the cause and start again"
     )
+
+
+def hash_file(path: Path) -> SavedFile:
+    """Return size and SHA-256 of a file. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return SavedFile(file.tell(), digest.hexdigest())
+
+
+CONFIG, GENERATION, ORIGIN = "config.json", "generation_config.json", "origin.json"
+JSON_BYTES = 2**24  # limit of a config or an index; the index of 126 blocks in 191 files has 100 KB
+BOS_ID, EOS_ID, PAD_ID = TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is not in the config of a checkpoint's model: the tokenizer of the data that trained it, None if
+    unknown; and the rows of weights before their vocabulary was padded, by parameter."""
+
+    tokenizer: TokenizerInfo | None = None
+    padded: Mapping[str, Natural] = field(default_factory=dict)
+
+
+def read_origin(checkpoint: Path) -> Origin:
+    """Return the origin of a checkpoint, which older ones do not have."""
+    return read_note(Origin, checkpoint / ORIGIN, JSON_BYTES) or Origin()
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return a folder's generation_config.json, with ids of special tokens that only its config.json has; {}
+    without either. Raises CheckpointError."""
+    files = [folder / name for name in (CONFIG, GENERATION)]
+    config, generation = (read_hf_json(file) if file.is_file() else {} for file in files)
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None} | generation
+
+
+def beside_weights(origin: Origin, tokenizer: Path | None, folders: Sequence[Path]) -> dict[str, bytes]:
+    """Return the files with which a checkpoint needs no data: its origin, the tokenizer whose file is at
+    `tokenizer`, and the first generation config in `folders`. Raises OSError and ValueError."""
+    files = tokenizer_files(tokenizer) if tokenizer else {}
+    generation = next(filter(None, map(read_generation, folders)), None)
+    notes = {ORIGIN: asdict(origin) if origin != Origin() else None, GENERATION: generation}
+    return files | {name: note_to_json(note) for name, note in notes.items() if note}
+
+
+def note_to_json(note: Mapping[str, Any]) -> bytes:
+    return (json.dumps(note, indent=2) + "\n").encode()
+
+
+def read_hf_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, JSON_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): fix it, or name the folder of a Hugging Face model"
+        ) from None

@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.checkpoint.load import find_checkpoint, load_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.reader import load_checkpoint
+from meshwright.train.checkpoint.resume import find_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig, check_bounds
 from meshwright.train.distributed.ranks import read_rank_info

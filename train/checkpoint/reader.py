@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files into tensors on any mesh; each rank reads its own parts.
+"""Reads checkpoints, and tensors from safetensors files, into tensors on any mesh; each rank reads its parts.
 
 The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
 contain elements of its parts, each once. The files of a Hugging Face folder have full tensors, and all their
@@ -11,15 +11,24 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.errors import one_line
+from meshwright.parallel.errors import first_of, one_line
 from meshwright.parallel.fsdp import local_part
-from meshwright.train.checkpoint.layout import CheckpointLayout, TensorPart, whole
-from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, rank_file
-from meshwright.train.checkpoint.shards import DTYPES, held_part
-from meshwright.train.distributed.ranks import gather_from_all
+from meshwright.train.checkpoint.layout import RANDOM, CheckpointLayout, TensorPart, whole
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, rank_file
+from meshwright.train.checkpoint.shards import (
+    DTYPES,
+    degrees,
+    held_part,
+    random_state,
+    set_numbers,
+    training_tensors,
+)
+from meshwright.train.distributed.ranks import on_all_ranks
 from meshwright.train.errors import CheckpointError
+from meshwright.train.hooks import STATE
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,11 @@ class StoredPart:
     file: Path
     part: TensorPart
     dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return self.part.sizes
 
 
 @dataclass(frozen=True)
@@ -60,20 +74,31 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
     return TensorFiles(checkpoint, find)
 
 
-def open_files(folder: Path, files: Sequence[Path]) -> TensorFiles:
-    """Return the full tensors of safetensors files, whose headers are read now, once. Raises
-    CheckpointError."""
-    tensors: dict[str, list[StoredPart]] = {}
+def read_headers(files: Sequence[Path]) -> dict[str, StoredPart]:
+    """Return the full tensors in safetensors files, by name. Raises CheckpointError, also for a name in two
+    files."""
+    tensors: dict[str, StoredPart] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    header = opened.get_slice(name)
-                    stored = StoredPart(file, whole(header.get_shape()), header.get_dtype())
-                    tensors.setdefault(name, []).append(stored)
+                headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+                found = {
+                    name: StoredPart(file, whole(header.get_shape()), header.get_dtype())
+                    for name, header in headers.items()
+                }
         except (OSError, SafetensorError, ValueError) as error:
             raise _unreadable(file, error) from None
-    return TensorFiles(folder, lambda name, wanted: tensors.get(name, ()))
+        for name in found.keys() & tensors.keys():
+            raise CheckpointError(
+                f"{name} is in {file} and in {tensors[name].file.name}: download the folder again"
+            )
+        tensors |= found
+    return tensors
+
+
+def open_full(folder: Path, tensors: Mapping[str, StoredPart]) -> TensorFiles:
+    """Return full tensors, as of `read_headers`. No file is opened."""
+    return TensorFiles(folder, lambda name, wanted: [tensors[name]] if name in tensors else [])
 
 
 def _format_dtype(tensor: SavedTensor) -> str:
@@ -135,21 +160,58 @@ def _read_part(opened: safe_open, read: PartRead) -> Tensor:
     return stored[read.part.within(expected.part)]  # type: ignore[no-any-return]
 
 
-def read_together(
-    files: Callable[[], TensorFiles], into: Mapping[str, Tensor], rows: Mapping[str, int] | None = None
-) -> None:
-    """Like read_tensors, but every rank calls it, and an error of one rank is raised on all: the others would
-    wait for it in the next collective."""
-    problem = ""
-    try:
-        read_tensors(files(), into, rows)
-    except CheckpointError as error:
-        problem = str(error)
-    if problems := [text for text in gather_from_all(problem) if text]:
-        raise CheckpointError(problems[0])
-
-
 def _unreadable(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{file} cannot be read ({one_line(str(error), 300)}): use another checkpoint, or another copy of it"
     )
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+) -> bool:
+    """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call
+    it. Returns whether it restored the random state, which only ranks of the same mesh can go on with.
+
+    Raises CheckpointError if names, shapes or dtypes differ, and on all ranks if one cannot read its parts.
+    """
+    tensors = training_tensors(model, optimizer)
+    saved = {name: each for name, each in manifest.tensors.items() if not name.startswith((RANDOM, STATE))}
+    refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)
+    same_mesh = manifest.mesh == dict(degrees(mesh))
+    random = {name: state for name, state in random_state().items() if same_mesh and name in manifest.tensors}
+    files = open_checkpoint(checkpoint, manifest)
+    on_all_ranks(lambda: read_tensors(files, {**tensors, **random}))
+    set_numbers(model, optimizer, tensors)
+    for name, state in random.items():
+        (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
+    return bool(random)
+
+
+def load_tensors(checkpoint: Path, manifest: CheckpointManifest, into: Mapping[str, Tensor]) -> None:
+    """Read tensors of a checkpoint by name, in place; all ranks call it. Raises CheckpointError."""
+    current = {name: describe_tensor(tensor) for name, tensor in into.items()}
+    refuse_different(checkpoint, current, {name: manifest.tensors[name] for name in into})
+    files = open_checkpoint(checkpoint, manifest)
+    on_all_ranks(lambda: read_tensors(files, into))
+
+
+def refuse_different(
+    checkpoint: Path, current: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]
+) -> None:
+    """Raise CheckpointError with the first differences between the expected (`current`) and the saved names,
+    shapes and dtypes, if there are any."""
+    different = [
+        f"{name}: expected {current.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
+        for name in sorted(current.keys() | saved.keys())
+        if current.get(name) != saved.get(name)
+    ]
+    if different:
+        raise CheckpointError(
+            f"{checkpoint} was saved with other tensors: {first_of(different, '; ')}. Use the config it was "
+            "saved with (its config.yaml; the dtypes are optim.state_dtype and parallel.storage_dtype), or "
+            "another run.dir, with checkpoint.init_from for its weights"
+        )

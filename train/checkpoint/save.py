@@ -9,6 +9,7 @@ remains.
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.checkpoint.commit import abandon, begin_save, commit, delete_others, write_synced
-from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_bytes, describe_missing
 from meshwright.train.checkpoint.manifest import (
     CheckpointManifest,
     SavedFile,
     SavedTensor,
     TrainPosition,
     describe_tensor,
+    hash_file,
     rank_file,
 )
 from meshwright.train.checkpoint.shards import (
@@ -41,7 +42,6 @@ from meshwright.train.checkpoint.shards import (
     training_tensors,
     write_shard_file,
 )
-from meshwright.train.checkpoint.verify import hash_file
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import ConfigError, SaveError
@@ -193,25 +193,33 @@ class CheckpointSaver:
     def _allocate_copies(self, shards: Mapping[str, TensorShard]) -> str:
         """Allocate memory for the copies and keep it for later saves. Returns why that is impossible, or "".
         On a CPU with too little memory, saves become synchronous instead."""
-        if self._on_cpu and not self._config.asynchronous:
+        if self._on_cpu and self._config.asynchronous:
+            self._enough_memory = self._enough_memory or self._have_room(shards)
+            self._asynchronous = self._enough_memory
+        if self._on_cpu and not self._asynchronous:
             return ""
-        values = {name: shard.values for name, shard in shards.items()}
-        if not self._enough_memory:
-            # all ranks report before any allocates, and get the same result
-            request = HostMemoryRequest(self._machine, copy_bytes(values.values()), self._host_bytes())
-            if missing := describe_missing(gather_from_all(request, self._group)):
-                self._asynchronous = self._config.asynchronous and not self._on_cpu
-                return "" if self._on_cpu else missing
-        self._enough_memory, self._asynchronous = True, self._config.asynchronous
         try:
             self._copies = self._copies or {
-                name: torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
-                for name, value in values.items()
+                name: torch.empty(
+                    shard.values.shape, dtype=shard.values.dtype, pin_memory=not shard.values.is_cpu
+                )
+                for name, shard in shards.items()
             }
         except RuntimeError as error:  # torch's error if the system refuses the allocation
             why = one_line(error, 200)
             return f"host memory for copies of the training state cannot be allocated ({why})"
         return ""
+
+    def _have_room(self, shards: Mapping[str, TensorShard]) -> bool:
+        """Return whether each machine has the memory for the copies of its ranks, the same on all ranks: all
+        report before any allocates."""
+        own_bytes = sum(shard.values.nbytes for shard in shards.values())
+        needed_bytes, free_bytes = Counter[int](), dict[int, int]()
+        reports = gather_from_all((self._machine, own_bytes, self._host_bytes()), self._group)
+        for machine, needed, free in reports:
+            needed_bytes[machine] += needed
+            free_bytes[machine] = min(free, free_bytes.get(machine, free))
+        return all(needed_bytes[machine] <= free_bytes[machine] for machine in free_bytes)
 
     def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
         """Return the shards in host memory, where training cannot change them; the shards themselves if
@@ -253,10 +261,10 @@ class CheckpointSaver:
         keep = (self._config.keep, self._config.keep_every) if job.trial else None
         begin = partial(begin_save, self._folder, step, job.needed_bytes, keep)
         try:
-            self._agree((step, "room"), _attempt(begin) if main else None)
-            parts = self._gather((step, "part"), _attempt(lambda: self._write_part(folder, job)))
+            self._agree(_attempt(begin) if main else None)
+            parts = self._gather(_attempt(lambda: self._write_part(folder, job)))
             committed = _attempt(lambda: self._commit(folder, job, parts)) if main else None
-            return Path(self._agree((step, "commit"), committed))
+            return Path(self._agree(committed))
         except SaveError:
             if main:
                 abandon(self._folder, step)
@@ -299,33 +307,22 @@ class CheckpointSaver:
         delete_others(self._folder, self._config.keep, self._config.keep_every)
         return path
 
-    def _agree(self, stage: tuple[int, str], outcome: Any) -> Any:
-        """Return rank 0's outcome of a stage on every rank, or raise it if it is an error."""
-        box = [(stage, outcome)]
+    def _agree(self, outcome: Any) -> Any:
+        """Return rank 0's outcome on every rank, or raise it if it is an error."""
+        box = [outcome]
         dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        return self._check_outcome(stage, *box[0])
+        return _result_of(box[0])
 
-    def _gather(self, stage: tuple[int, str], outcome: Any) -> list[Any]:
-        """Return every rank's outcome of a stage on every rank; raise the first error among them."""
-        outcomes = gather_from_all((stage, outcome), self._group)
-        return [self._check_outcome(stage, *each) for each in outcomes]
+    def _gather(self, outcome: Any) -> list[Any]:
+        """Return every rank's outcome on every rank; raise the first error among them."""
+        return [_result_of(each) for each in gather_from_all(outcome, self._group)]
 
-    def _check_outcome(self, stage: tuple[int, str], received: tuple[int, str], outcome: Any) -> Any:
-        """Return an outcome, or raise it if it is an error.
 
-        An outcome of another stage means that a call failed on one rank only, and the ranks are out of step.
-        Saving then ends as if it had been cut off.
-        """
-        if received != stage:
-            local, remote = f"{stage[1]} of step {stage[0]}", f"{received[1]} of step {received[0]}"
-            self.cut_off = (
-                f"the save of step {stage[0]} was cut off: processes are out of step ({local} on this rank, "
-                f"{remote} received)"
-            )
-            raise SaveError(self.cut_off)
-        if isinstance(outcome, SaveError):
-            raise outcome
-        return outcome
+def _result_of(outcome: Any) -> Any:
+    """Return what `_attempt` returned on a rank, or raise it if it is an error."""
+    if isinstance(outcome, SaveError):
+        raise outcome
+    return outcome
 
 
 def _attempt(work: Any) -> Any:

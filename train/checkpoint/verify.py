@@ -1,6 +1,5 @@
 """Verification: compare every file of a checkpoint with its manifest."""
 
-import hashlib
 import os
 import re
 import stat
@@ -18,6 +17,7 @@ from meshwright.train.checkpoint.manifest import (
     NOT_FOUND,
     CheckpointManifest,
     SavedFile,
+    hash_file,
     make_unreadable,
     read_manifest,
 )
@@ -110,10 +110,3 @@ def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
     except OSError as error:
         raise make_unreadable(path, error) from None
     return ""
-
-
-def hash_file(path: Path) -> SavedFile:
-    """Return size and SHA-256 of a file. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return SavedFile(file.tell(), digest.hexdigest())

@@ -1,17 +1,42 @@
-"""Reads sequences from token shards, and masks packed documents. Shapes: B sequences, T tokens."""
+"""Reads sequences from token shards into batches, and masks packed documents. Shapes: B sequences of a micro
+batch, T tokens of a sequence, t those of a rank (T without context parallelism)."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.config import DataConfig
-from meshwright.train.data.batch import Batch
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch of one rank: int64 tokens[B, t] and targets[B, t], the tokens one position later.
+
+    With a document mask also first[B, T]: the position in the sequence where each token's document begins.
+    With context parallelism also positions[t]: those of the tokens in their sequences.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    first: Tensor | None = None
+    positions: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+def at_positions(batch: Batch, positions: Tensor) -> Batch:
+    """Return the tokens and targets at positions[t] of whole sequences, as they are needed by a rank that
+    holds only these."""
+    return Batch(batch.tokens[:, positions], batch.targets[:, positions], batch.first, positions)
 
 
 def separate_documents(

@@ -39,10 +39,6 @@ from meshwright.train.files import open_files_limit, read_json
 MOST_MAPPED = 4096
 
 
-class _TooManyOpenFiles(Exception):
-    """This process has reached its limit of open files."""
-
-
 @dataclass(eq=False)
 class MappedFile:
     """An array in a file, memory-mapped when it is read.
@@ -63,18 +59,7 @@ class MappedFile:
 
     def numbers(self) -> NDArray[Any]:
         """Return numbers[length]. Raises DataError if the file cannot be opened or has changed."""
-        try:
-            return _maps()(self)
-        # other code of this process has reached the limit: close all mapped files and try again
-        except _TooManyOpenFiles:
-            _maps.cache_clear()
-        try:
-            return _maps()(self)
-        except _TooManyOpenFiles as error:
-            raise DataError(
-                f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} files "
-                "open, and all are in use: raise the limit (ulimit -n)"
-            ) from None
+        return _maps()(self)
 
 
 @dataclass(frozen=True)
@@ -157,7 +142,10 @@ def _map(file: MappedFile) -> NDArray[Any]:
             numbers = np.memmap(opened, file.dtype, "r")
     except OSError as error:
         if error.errno == errno.EMFILE:
-            raise _TooManyOpenFiles(error.strerror) from None
+            raise DataError(
+                f"{file.path} cannot be opened ({error.strerror}): this process may have "
+                f"{open_files_limit()} files open, and all are in use: raise the limit (ulimit -n)"
+            ) from None
         if error.errno in (errno.ENOENT, errno.EACCES):
             raise DataError(
                 f"{file.path} cannot be opened ({error.strerror}), but a run reads its data until its end: "

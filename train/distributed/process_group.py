@@ -1,10 +1,13 @@
-"""Process setup of a rank: limits, threads and cores, GPU allocator, and the process group."""
+"""Process setup of a rank: limits, threads and cores, device, GPU allocator, and the process group, for which
+all ranks compare their devices before they communicate."""
 
 import json
 import logging
+import math
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, astuple
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,13 +15,150 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as launcher_rendezvous
 
-from meshwright.train.cgroups import processors
+from meshwright.parallel.errors import PlanError
 from meshwright.train.config import RunConfig
-from meshwright.train.distributed.devices import Comparison, ProcessFacts, compare_texts, read_facts
-from meshwright.train.distributed.ranks import RankInfo, check_same_settings
-from meshwright.train.distributed.rendezvous import rendezvous, wait_until_read
+from meshwright.train.distributed.ranks import RankInfo, as_ranges, check_same_settings
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import allow_open_files
+from meshwright.train.memory import own_groups, read_text
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MOST_HOSTS = 4  # named in a message
+KINDS = {"cpu": "the CPU", "cuda": "a GPU"}
+
+
+def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str]:
+    """Return the device of this process, and the GPU's name or why the CPU is used. Raises PlanError if there
+    are fewer GPUs than local processes, unless `run.device` is cpu, or auto on a machine without GPUs."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = gpu_index(config.device, gpus, ranks, os.environ.get(VISIBLE))
+    if index is None:
+        return torch.device("cpu"), f"CPU ({'requested' if config.device == 'cpu' else 'no GPU'})"
+    device = torch.device("cuda", index)
+    return device, torch.cuda.get_device_name(device)
+
+
+def gpu_index(requested: str, gpus: int, ranks: RankInfo, visible: str | None) -> int | None:
+    """Return the index of the GPU of this process, None for the CPU. Raises PlanError.
+
+    One GPU in `visible`, the value of CUDA_VISIBLE_DEVICES, is this process's own: srun --gpus-per-task and
+    Ray give each process one. If the user gave the same one to all, `compare_processes` finds it.
+
+    Args:
+        requested: run.device
+        gpus: the number of GPUs that this process sees
+    """
+    if requested == "cpu" or (requested == "auto" and not gpus):
+        return None
+    if gpus == 1 and visible:
+        return 0
+    processes = ranks.local_world_size
+    if gpus < processes:
+        only = f" ({VISIBLE}={visible})" if visible is not None else ""
+        fewer = f"start {gpus} process{'es' * (gpus > 1)} per node, or " if gpus else ""
+        raise PlanError(
+            f"run.device={requested} needs a GPU for each of {processes} local processes, but "
+            f"{socket.gethostname()} shows {gpus} GPU{'s' * (gpus != 1)}{only}: {fewer}use --run.device=cpu"
+        )
+    return ranks.local_rank
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """What the ranks compare before they communicate.
+
+    Args:
+        host: name of the machine
+        device: cpu or cuda
+        gpu: name of the GPU; "" on a CPU
+        gpu_uuid: identity of the GPU; "" on a CPU, and where it is unknown
+        torch: version of torch
+    """
+
+    host: str
+    device: str
+    gpu: str = ""
+    gpu_uuid: str = ""
+    torch: str = torch.__version__
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Why the ranks cannot train together, and a warning; "" for none."""
+
+    error: str = ""
+    warning: str = ""
+
+
+def read_facts(device: torch.device) -> ProcessFacts:
+    """Return the facts of this process."""
+    host = socket.gethostname()
+    if device.type == "cpu":
+        return ProcessFacts(host, "cpu")
+    gpu = torch.cuda.get_device_properties(device)
+    # slices of one GPU (MIG) may show its uuid
+    uuid = "" if " MIG " in gpu.name else str(getattr(gpu, "uuid", ""))
+    return ProcessFacts(host, device.type, gpu.name, uuid)
+
+
+def compare_texts(facts: Sequence[str]) -> str:
+    """`compare_processes` for texts of JSON."""
+    return json.dumps(asdict(compare_processes([ProcessFacts(**json.loads(fact)) for fact in facts])))
+
+
+def compare_processes(facts: Sequence[ProcessFacts]) -> Comparison:
+    """Compare the facts of all ranks, in their order: kind of device, version of torch, one GPU for each
+    process, and the GPUs' names.
+
+    The default group has other backends on a CPU than on a GPU, so that the first collective of unlike ranks
+    would hang.
+    """
+    if odd := _odd_ranks(facts, [KINDS.get(fact.device, fact.device) for fact in facts]):
+        way_out = "repair or allocate the missing GPUs (nvidia-smi), or start all ranks with --run.device=cpu"
+        return Comparison(f"all ranks need the same kind of device, but {odd}: {way_out}")
+    if odd := _odd_ranks(facts, [f"torch {fact.torch}" for fact in facts]):
+        return Comparison(f"all ranks need the same version of torch, but {odd}: install it on every host")
+    if shared := _shared_gpu(facts):
+        return Comparison(
+            f"every process needs a GPU of its own, but {shared}: start the processes with all GPUs of the "
+            f"host visible, or each with its own {VISIBLE}"
+        )
+    odd = _odd_ranks(facts, [fact.gpu for fact in facts])
+    return Comparison(warning=f"warning: the ranks have different GPUs: {odd}" if odd else "")
+
+
+def _ranks_by(values: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ranks that have each value, of all ranks' values in order."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def _odd_ranks(facts: Sequence[ProcessFacts], values: Sequence[str]) -> str:
+    """Return which ranks have which value, the most frequent one last, in a tie that of rank 0; "" if all
+    values are equal."""
+    groups = sorted(_ranks_by(values).items(), key=lambda group: (len(group[1]), 0 in group[1]))
+    *odd, usual = (f"{_describe(facts, ranks)} {value}" for value, ranks in groups)
+    return f"{', '.join(odd)}, and {usual}" if odd else ""
+
+
+def _describe(facts: Sequence[ProcessFacts], ranks: Sequence[int]) -> str:
+    """Return a subject and its verb, such as "rank 3 (host b) has"."""
+    hosts = list(dict.fromkeys(facts[rank].host for rank in ranks))
+    shown = ", ".join(hosts[:MOST_HOSTS]) + (", ..." if len(hosts) > MOST_HOSTS else "")
+    nouns = "rank" if len(ranks) == 1 else "ranks", "host" if len(hosts) == 1 else "hosts"
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{nouns[0]} {as_ranges(ranks)} ({nouns[1]} {shown}) {verb}"
+
+
+def _shared_gpu(facts: Sequence[ProcessFacts]) -> str:
+    """Return the ranks of the first GPU that several have, or ""."""
+    for uuid, ranks in _ranks_by(fact.gpu_uuid for fact in facts).items():
+        if uuid and len(ranks) > 1:
+            return f"{_describe(facts, ranks)} the same one, {facts[ranks[0]].gpu} {uuid}"
+    return ""
+
 
 # torch reads these at the first use of the allocator
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -63,14 +203,19 @@ def _affinity() -> Collection[int]:
 
 def _thread_siblings(root: Path, cpu: int) -> str:
     """The hardware threads of the core of `cpu`, the same text for all; without that file `cpu` itself."""
-    try:
-        return (
-            (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-            .read_text(encoding="ascii")
-            .strip()
-        )
-    except OSError:
-        return str(cpu)
+    return read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+
+
+def processors(root: Path = Path("/")) -> int | None:
+    """Number of CPUs whose time the control groups allow: the smallest quota (microseconds of each period of
+    so many), rounded up; None without a quota."""
+    quotas = []
+    for group in own_groups("cpu", root):
+        version_1 = f"{read_text(group / 'cpu.cfs_quota_us')} {read_text(group / 'cpu.cfs_period_us')}"
+        quota, _, period = (read_text(group / "cpu.max") or version_1).partition(" ")
+        if quota.isdecimal() and period.isdecimal():  # "max", or -1 in version 1, is no quota
+            quotas.append(math.ceil(int(quota) / int(period)))
+    return min(quotas, default=None)
 
 
 def init_process_group(backend: str, timeout: timedelta, facts: ProcessFacts | None = None) -> Comparison:
@@ -81,6 +226,9 @@ def init_process_group(backend: str, timeout: timedelta, facts: ProcessFacts | N
         own = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, rank=0, world_size=1, timeout=timeout)
         return Comparison()
+    # late: a single process meets no others
+    from meshwright.train.distributed.rendezvous import rendezvous, wait_until_read
+
     launcher_store, rank, world_size = next(launcher_rendezvous("env://", timeout=timeout))
     store, verdict = rendezvous(launcher_store, rank, world_size, json.dumps(asdict(facts)), compare_texts)
     comparison = Comparison(**json.loads(verdict))

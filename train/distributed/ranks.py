@@ -2,8 +2,9 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,15 +144,29 @@ def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]
     return gathered
 
 
+def on_all_ranks(work: Callable[[], T]) -> T:
+    """Call `work` on every rank and return its result; every rank calls this. One of USER_ERRORS on any rank
+    is raised on all ranks: the others would wait for that rank in the next collective."""
+    results, failures = list[T](), list[Exception]()
+    try:
+        results.append(work())
+    except USER_ERRORS as error:
+        failures.append(error)
+    for failure in chain.from_iterable(gather_from_all(failures)):
+        raise failure
+    return results[0]
+
+
 def check_same_settings(ranks: RankInfo, local: Mapping[str, str]) -> None:
     """Check that every rank has the settings, or the plan, of rank 0; otherwise the ranks would train the
     parts of the model differently. Raises ConfigError with the first difference on all ranks."""
     main = broadcast_from_rank0(ranks, lambda: local)
-    different = [key for key in {**main, **local} if local.get(key) != main.get(key)][:1]
-    difference = "".join(
-        f"{key} is {main.get(key)} on rank 0, {local.get(key)} on rank {ranks.rank}" for key in different
-    )
-    if differences := [text for text in gather_from_all(difference) if text]:
+    differences = [
+        f"{key} is {main.get(key)} on rank 0, {local.get(key)} on rank {ranks.rank}"
+        for key in {**main, **local}
+        if local.get(key) != main.get(key)
+    ][:1]
+    if differences := [*chain.from_iterable(gather_from_all(differences))]:
         raise ConfigError(
             f"the ranks were started with different settings: {differences[0]} ({len(differences)} of "
             f"{ranks.world_size} ranks differ from rank 0). Start all ranks with the same command and the "
@@ -170,3 +185,20 @@ def plan_lines(plan: Plan) -> dict[str, str]:
     """Return the lines of the plan's YAML, in which every auto of the config has a value."""
     text = plan_to_yaml(replace(plan, compile=replace(plan.compile, cache_dir=None)))
     return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
+
+
+MOST_RANGES = 12  # of ranks that a message names
+
+
+def as_ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as ranges, such as 0-2, 5; of many ranges the first ones and the number of ranks."""
+    ranges = list[list[int]]()
+    for rank in (ordered := sorted(set(ranks))):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank])
+    texts = ["-".join(map(str, ends)) for ends in ranges]
+    if len(texts) > MOST_RANGES:
+        return f"{', '.join(texts[:MOST_RANGES])}, ... ({len(ordered)} in all)"
+    return ", ".join(texts)

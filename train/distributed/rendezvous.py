@@ -8,8 +8,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
+from meshwright.train.distributed.ranks import as_ranges
 from meshwright.train.errors import PeerLostError
-from meshwright.train.fault_tolerance.hang_diagnosis import as_ranges
 
 STARTS = "starts"  # how often a rank 0 has started
 COMPLETE, SUPERSEDED = "complete ", "superseded"

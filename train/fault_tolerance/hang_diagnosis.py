@@ -1,10 +1,24 @@
-"""Hang diagnosis: one message made from the reports of all ranks."""
+"""Hang diagnosis: where each rank is, by the stack of its main thread, and one message from all reports."""
 
 import math
+import os
+import platform
+import re
+import sys
+import threading
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.train.distributed.ranks import as_ranges
 
 # in the order of one step; data is part of set-up
 SECTION_ORDER = {
@@ -16,9 +30,7 @@ SECTION_ORDER = {
     "checkpoint": 4,
     "ended": 5,
 }
-# limits of a message, so that 1,000 ranks fit on a screen: groups of ranks, ranges in a group, and
-# process groups and numbers of collectives
-MOST_PLACES, MOST_RANGES, MOST_COUNTS = 8, 12, 4
+MOST_PLACES = 8  # groups of ranks in a message, so that 1,000 ranks fit on a screen
 # the files in which a rank waits for others to join
 _JOINING = ("distributed/process_group.py", "distributed/rendezvous.py")
 
@@ -31,13 +43,11 @@ class Where:
         place: its innermost frame in our code, such as "train/step.py:70 train_step"
         waits_in: the collective it waits in, such as "all_reduce"; "" otherwise
         inside: its innermost frame, if that is not in our code
-        path: its frames in our code, outermost first
     """
 
     place: str = ""
     waits_in: str = ""
     inside: str = ""
-    path: tuple[str, ...] = ()
 
     @property
     def at(self) -> str:
@@ -58,7 +68,6 @@ class RankReport(Where):
         step: the step of that section
         in_section_s: seconds since it entered section and step
         silent_s: seconds since its last heartbeat; 0 if it answered, inf if it never sent one
-        collectives: the number of collectives it has started, for each of its process groups by name
     """
 
     rank: int
@@ -66,7 +75,6 @@ class RankReport(Where):
     step: int = 0
     in_section_s: float = 0.0
     silent_s: float = 0.0
-    collectives: tuple[tuple[str, int], ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -109,10 +117,6 @@ def diagnose(reports: Iterable[RankReport], fired: TimedOut) -> str:
     lines = [f"STUCK: {verdict}", *map(_describe, groups[:MOST_PLACES])]
     if rest := groups[MOST_PLACES:]:
         lines.append(f"{_ranks([report for group in rest for report in group])}: at {len(rest)} other places")
-    lines += _uneven_collectives(table)
-    first = groups[0][0]
-    if first.rank in blamed and len(first.path) > 1:
-        lines.append(f"call path of rank {first.rank}: {' > '.join(first.path)}")
     return "\n  ".join([*lines, str(fired)])
 
 
@@ -128,23 +132,7 @@ def diagnose_alone(report: RankReport, world_size: int, fired: TimedOut | None, 
             f"it waits for all {world_size} processes to join: check that every node has started, and that "
             "it can reach MASTER_ADDR at MASTER_PORT"
         )
-    elif len(report.path) > 1:
-        lines.append(f"call path: {' > '.join(report.path)}")
     return "\n  ".join([*lines, str(fired or "a section of another rank exceeded its timeout")])
-
-
-def as_ranges(ranks: Iterable[int]) -> str:
-    """Return ranks as ranges, such as 0-2, 5; of many ranges the first ones and the number of ranks."""
-    ranges = list[list[int]]()
-    for rank in (ordered := sorted(set(ranks))):
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1] = [ranges[-1][0], rank]
-        else:
-            ranges.append([rank])
-    texts = ["-".join(map(str, ends)) for ends in ranges]
-    if len(texts) > MOST_RANGES:
-        return f"{', '.join(texts[:MOST_RANGES])}, ... ({len(ordered)} in all)"
-    return ", ".join(texts)
 
 
 def _judge(table: Sequence[RankReport]) -> tuple[str, Sequence[RankReport]]:
@@ -220,21 +208,98 @@ def _describe(group: Sequence[RankReport]) -> str:
     return f"{subject}: {first.when} for {first.in_section_s:.0f} s, {first.at}"
 
 
-def _uneven_collectives(table: Sequence[RankReport]) -> list[str]:
-    """Return a line for each process group whose members have started different numbers of collectives."""
-    started = dict[str, dict[int, list[RankReport]]]()
-    for report in table:
-        for name, number in report.collectives:
-            started.setdefault(name, {}).setdefault(number, []).append(report)
-    uneven = [(name, sorted(numbers.items())) for name, numbers in started.items() if len(numbers) > 1]
-    return [
-        f"collectives started in {name}: "
-        + "; ".join(f"{n:,} by {_ranks(group)}" for n, group in numbers[:MOST_COUNTS])
-        for name, numbers in uneven[:MOST_COUNTS]
-    ]
-
-
 def _ranks(reports: Sequence[RankReport], singular: str = "", plural: str = "") -> str:
     """Return the ranks, with the verb for one or for several."""
     noun, verb = ("ranks", plural) if len(reports) > 1 else ("rank", singular)
     return f"{noun} {as_ranges(report.rank for report in reports)} {verb}".rstrip()
+
+
+PACKAGE = Path(__file__).parents[2]
+ROOT = PACKAGE.parent
+TORCH = Path(torch.__file__).parent
+# A wait for a collective outside the functions of torch.distributed: in our code and in compiled graphs.
+WAIT = re.compile(r"\.wait\(|\bwait_tensor\b|\b_c10d_functional\b")
+# PyTorch's name; its tool torchfrtrace searches for it by --prefix
+TRACE_FILE = "nccl_trace_rank_"
+
+
+def main_thread_calls() -> list[FrameSummary]:
+    """Return the main thread's frames, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    walked = traceback.walk_stack(frame) if frame else ()
+    # not StackSummary.extract, which accesses every source file, even on a network folder that hangs
+    return [
+        FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False) for f, line in walked
+    ]
+
+
+def find_where(calls: Sequence[FrameSummary]) -> Where:
+    """Return where a stack (innermost call first) is in our code, and in which collective, if any."""
+    ours = [call for call in calls if _is_ours(call)]
+    inner = calls[: calls.index(ours[0])] if ours else calls
+    return Where(
+        place=_show(ours[0]) if ours else "",
+        waits_in=_collective(inner) or ("wait" if calls and WAIT.search(calls[0].line or "") else ""),
+        inside=_show(inner[0]) if inner else "",
+    )
+
+
+def write_stacks(folder: Path, rank: int, world_size: int) -> None:
+    """Write the stacks of this rank's threads, except the calling one, into a folder: the main thread's
+    first, innermost call last. Raises OSError."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, caller = threading.main_thread().ident, threading.get_ident()
+    process = f"process {os.getpid()} on {platform.node()}"
+    parts = [f"rank {rank} of {world_size}, {process}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
+    for number, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if number != caller:
+            stack = "".join(traceback.format_stack(frame))
+            parts.append(f"\nthread {names.get(number, number)} (innermost call last)\n{stack}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{rank:05d}.txt").write_text("".join(parts), encoding="utf-8")
+
+
+def keeps_flight_record() -> bool:
+    """Return whether PyTorch's flight recorder keeps a record for torchfrtrace: NCCL's collectives."""
+    return dist.is_initialized() and "nccl" in dist.get_backend_config()
+
+
+def write_flight_record(folder: Path, rank: int) -> None:
+    """Write this rank's last collectives and the state of each, in the format of PyTorch's tool torchfrtrace.
+
+    TORCH_FR_BUFFER_SIZE (formerly TORCH_NCCL_TRACE_BUFFER_SIZE) sets how many are kept; 0 disables the
+    record. Raises OSError.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{TRACE_FILE}{rank}").write_bytes(c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+
+
+def _is_ours(call: FrameSummary) -> bool:
+    """Return whether a call is in the package or its checkout, but not in an environment inside it."""
+    path = Path(call.filename)
+    in_checkout = path.is_relative_to(ROOT) and not {"site-packages", "dist-packages"} & set(path.parts)
+    return path.is_relative_to(PACKAGE) or in_checkout
+
+
+def _show(call: FrameSummary) -> str:
+    """Return "file:line function", with the path in the package, the checkout or the folder that contains
+    torch; otherwise with the last two parts of the path."""
+    path, folders = Path(call.filename), (PACKAGE, ROOT) if _is_ours(call) else (TORCH.parent,)
+    inside = (path.relative_to(folder) for folder in folders if path.is_relative_to(folder))
+    shown = next(inside, Path(*path.parts[-2:]))
+    return f"{shown}:{call.lineno} {call.name}"
+
+
+def _collective(inner: Sequence[FrameSummary]) -> str:
+    """Return the function of torch.distributed that our code (or autograd) called and that still runs."""
+    folder = TORCH / "distributed"
+    calls = [call for call in inner if Path(call.filename).is_relative_to(folder)]
+    named = [call.name for call in calls if call.filename.endswith("distributed_c10d.py")]
+    if named:
+        return named[-1]
+    waiting = ("fsdp", "_composable", "tensor", "_functional_collectives.py", "_symmetric_memory")
+    if calls and Path(calls[0].filename).relative_to(folder).parts[0] in waiting:
+        return calls[0].name
+    return ""

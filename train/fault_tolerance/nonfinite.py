@@ -21,9 +21,9 @@ from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.data.batch import Batch
-from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sample_order import SampleOrder
+from meshwright.train.data.sequences import Batch
+from meshwright.train.data.training_data import BatchShape
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.hooks import Hook, StepDone

@@ -14,8 +14,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import PeerLostError
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error, explain_loss
-from meshwright.train.fault_tolerance.run_lock import take_folder
-from meshwright.train.fault_tolerance.run_status import RunStatus
+from meshwright.train.fault_tolerance.run_folder import RunStatus, take_folder
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Watchdog
 

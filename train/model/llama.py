@@ -16,7 +16,7 @@ from meshwright.parallel.model.materialize import allocate
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import TrainingJob
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.model.source import AttentionHeads, LossOf
 
 BLOCKS = "layers."

@@ -29,7 +29,7 @@ from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.tracing.eager import record_call
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import FactoryConfig, TrainingJob
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import call_factory
 from meshwright.train.model.source import AttentionHeads, LossOf

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import TrainingJob
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 
 # model, micro batch, divisor (None: 1) -> the loss in nats, summed over tokens and divided
 LossOf = Callable[[nn.Module, Batch, Tensor | None], Tensor]

@@ -13,8 +13,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.console import Console
-from meshwright.train.distributed.devices import choose_device
-from meshwright.train.distributed.process_group import init_distributed
+from meshwright.train.distributed.process_group import choose_device, init_distributed
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
 from meshwright.train.memory import device_memory_bytes, free_host_bytes
 from meshwright.train.model.choose import source_of

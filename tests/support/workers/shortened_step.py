@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 import meshwright.train.training
-from meshwright.train.data.batch import Batch
+from meshwright.train.data.sequences import Batch
 from meshwright.train.main import main
 from meshwright.train.step import train_step
 

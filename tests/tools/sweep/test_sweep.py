@@ -17,7 +17,7 @@ from meshwright.tools.sweep.runs import make_runs
 from meshwright.tools.sweep.spec import read_spec
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.errors import LockError
-from meshwright.train.fault_tolerance.run_lock import lock_folder
+from meshwright.train.fault_tolerance.run_folder import lock_folder
 from tests.support.launch import (
     EAGER,
     LIMIT_S,

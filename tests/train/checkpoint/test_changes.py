@@ -12,8 +12,7 @@ import pytest
 from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.train.checkpoint import changes as changes_module
-from meshwright.train.checkpoint.changes import compare_configs
-from meshwright.train.checkpoint.load import Start
+from meshwright.train.checkpoint.resume import Start, compare_configs
 from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.distributed.ranks import RankInfo

@@ -17,7 +17,6 @@ from meshwright.train.checkpoint.commit import (
     step_of,
     write_synced,
 )
-from meshwright.train.checkpoint.load import find_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.manifest import (
     LIMIT_BYTES,
     MANIFEST,
@@ -25,10 +24,12 @@ from meshwright.train.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
     TrainPosition,
+    hash_file,
     rank_file,
     read_manifest,
 )
-from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.checkpoint.resume import find_checkpoint, put_damaged_aside
+from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, SaveError, UnreadableError

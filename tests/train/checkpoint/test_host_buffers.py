@@ -1,5 +1,4 @@
-"""Host memory for the copies that saves are written from: its size is known in advance, and all ranks agree
-on whether it is enough."""
+"""Host memory for the copies that saves are written from: all ranks agree on whether it is enough."""
 
 from pathlib import Path
 from typing import Any
@@ -11,42 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from meshwright.train.checkpoint.host_buffers import HostMemoryRequest, copy_bytes, describe_missing, round_up
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig, OptimConfig
 from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.checkpoint_saves import Trainer, save
 from tests.support.worlds import run_ranks
-
-GIB = 2**30
-
-
-def test_copies_of_a_gpus_tensors_are_pinned_in_powers_of_two_and_those_of_a_cpus_are_not() -> None:
-    """The device meta stands for a GPU."""
-    sizes = {0: 0, 1: 1, 3: 4, 4096: 4096, 4097: 8192, 2**31 + 1: 2**32}
-    assert {size: round_up(size) for size in sizes} == sizes
-    shapes = [(3,), (5, 7)]
-    assert copy_bytes(torch.empty(shape, device="meta") for shape in shapes) == 16 + 256
-    assert copy_bytes(torch.empty(shape) for shape in shapes) == 12 + 140
-
-
-def test_missing_memory_is_that_of_a_whole_machine() -> None:
-    def missing(*ranks: tuple[int, float, float]) -> str:
-        """`ranks`: machine, needed and free GiB."""
-        return describe_missing([HostMemoryRequest(m, int(n * GIB), int(left * GIB)) for m, n, left in ranks])
-
-    two = [(0, 4, 10), (0, 4, 9), (2, 4, 8)]
-    assert missing(*two, (2, 4, 8)) == ""
-    message = missing(*two, (2, 4, 7.5))
-    for fact in (
-        "8.00 GiB of host memory",
-        "machine of rank 2",
-        "2 processes",
-        "7.50 GiB are free",
-        "0.50 GiB",
-    ):
-        assert fact in message
-    assert "machine of rank 0" in missing((0, 4, 1), (1, 4, 3.5))
 
 
 def save_on_machines(folder: Path, free: tuple[int, int]) -> tuple[bool, int, str]:

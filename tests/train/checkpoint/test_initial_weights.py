@@ -17,8 +17,10 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.train.checkpoint.changes import refuse_other_model
-from meshwright.train.checkpoint.huggingface import INDEX, open_folder
-from meshwright.train.checkpoint.initial_weights import describe_start, find_weights
+from meshwright.train.checkpoint.huggingface import INDEX
+from meshwright.train.checkpoint.initial_weights import find_weights
+from meshwright.train.checkpoint.resume import Start, choose_weights, describe_start
+from meshwright.train.config import CheckpointConfig
 from meshwright.train.errors import CheckpointError, ConfigError
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, read_metrics, run, write_text
@@ -73,8 +75,9 @@ def test_runs_start_from_hugging_face_and_from_the_checkpoint_of_another_run(
 
 
 def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> None:
-    assert find_weights(None, LlamaConfig(), None) is None
-    assert find_weights(str(tmp_path / "nothing"), LlamaConfig(), tmp_path) is None
+    assert choose_weights(CheckpointConfig(), LlamaConfig(), Start()) is None
+    asked = CheckpointConfig(init_from=str(tmp_path / "nothing"))
+    assert choose_weights(asked, LlamaConfig(), Start(tmp_path)) is None
     assert describe_start(None, None) == []
     (line,) = describe_start("x", tmp_path)
     assert f"is not read, because the run resumes from {tmp_path}" in line
@@ -91,7 +94,7 @@ def test_a_larger_vocabulary_is_padded(tmp_path: Path) -> None:
         (folder, ("model.embed_tokens.weight", "lm_head.weight")),
         (tmp_path / "ours", ("model.tok_embeddings.weight", "model.head.output.weight")),
     ):
-        weights = find_weights(str(source), model, None)
+        weights = find_weights(str(source), model)
         assert weights is not None
         assert weights.padded == dict.fromkeys(names, 263)
     with pytest.raises(ConfigError, match=r"vocab_size=384 \(saved: 263\)"):
@@ -111,9 +114,9 @@ def test_another_model_is_refused_key_by_key(hf_dir: Path, ours: Path) -> None:
     def refused(change: dict[str, Any], message: str) -> None:
         model = dataclasses.replace(config_of(hf_dir), **change)
         with pytest.raises(ConfigError, match=message + r"[;.] .*`python -m .* import .* --config"):
-            find_weights(str(hf_dir), model, None)
+            find_weights(str(hf_dir), model)
         with pytest.raises(ConfigError, match=message + r".*Use the model section of .*/config\.yaml"):
-            find_weights(str(ours), model, None)
+            find_weights(str(ours), model)
 
     try_each(OTHER_MODELS, refused)
 
@@ -152,7 +155,7 @@ def test_tensors_that_are_not_the_configs_are_refused(
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(hf_dir / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        find_weights(str(tmp_path), config_of(tmp_path), None)
+        find_weights(str(tmp_path), config_of(tmp_path))
     with pytest.raises(CheckpointError, match=message):
         convert(["import", str(tmp_path), str(tmp_path / "ours")])
     assert not (tmp_path / "ours").exists()
@@ -209,7 +212,7 @@ def test_a_folder_that_cannot_be_used_is_refused(
     folder = shutil.copytree(sharded, tmp_path / "hf")
     spoil(folder)
     with pytest.raises(CheckpointError, match=message):
-        find_weights(str(folder), config_of(hf_dir), None)
+        find_weights(str(folder), config_of(hf_dir))
 
 
 def test_files_that_the_index_does_not_name_are_left_alone(
@@ -217,10 +220,11 @@ def test_files_that_the_index_does_not_name_are_left_alone(
 ) -> None:
     folder = shutil.copytree(sharded, tmp_path / "hf")
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "consolidated.safetensors")
-    assert folder / "consolidated.safetensors" not in open_folder(folder).files
-    weights = find_weights(str(folder), config_of(hf_dir), None)
-    assert weights
-    assert len(weights.files) > 3
+    weights = find_weights(str(folder), config_of(hf_dir))
+    assert weights.tensors
+    files = {tensor.file for tensor in weights.tensors.values()}
+    assert len(files) > 3
+    assert folder / "consolidated.safetensors" not in files
 
 
 def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(
@@ -228,4 +232,4 @@ def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(
 ) -> None:
     shutil.copytree(ours, tmp_path / "run" / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match=r"or a checkpoint, such as .*/step-00000003"):
-        find_weights(str(tmp_path / "run"), config_of(hf_dir), None)
+        find_weights(str(tmp_path / "run"), config_of(hf_dir))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.checkpoint.load import Start
-from meshwright.train.checkpoint.ownership import FILE, admit, judge
+from meshwright.train.checkpoint.resume import FILE, Start, admit, judge
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError

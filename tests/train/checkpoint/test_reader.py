@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, TrainPosition, rank_file
-from meshwright.train.checkpoint.reader import open_checkpoint, open_files, read_tensors
+from meshwright.train.checkpoint.reader import open_checkpoint, open_full, read_headers, read_tensors
 from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
 from meshwright.train.errors import CheckpointError
 
@@ -58,7 +58,10 @@ def test_values_are_converted_to_the_dtype_of_the_target(tmp_path: Path) -> None
 def test_rows_that_a_file_does_not_have_become_the_mean_of_its_rows(tmp_path: Path) -> None:
     saved = torch.randn(5, 3)
     save_file({"w": saved}, tmp_path / "a.safetensors")
-    files, into = open_files(tmp_path, [tmp_path / "a.safetensors"]), {"w": torch.full((8, 3), 9.0)}
+    files, into = (
+        open_full(tmp_path, read_headers([tmp_path / "a.safetensors"])),
+        {"w": torch.full((8, 3), 9.0)},
+    )
     read_tensors(files, into, {"w": 5})
     assert torch.equal(into["w"][:5], saved)
     assert torch.equal(into["w"][5:], saved.mean(0).expand(3, 3))

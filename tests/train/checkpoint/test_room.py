@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.train.checkpoint import commit as commit_module
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.reader import load_checkpoint
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import ConfigError
 from tests.support.checkpoint_saves import Trainer, names

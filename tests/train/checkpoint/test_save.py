@@ -17,8 +17,8 @@ import meshwright.train.main
 from meshwright.train.checkpoint import commit as commit_module
 from meshwright.train.checkpoint import save as save_module
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import MANIFEST, TrainPosition
+from meshwright.train.checkpoint.reader import load_checkpoint
 from meshwright.train.checkpoint.verify import verify_alone
 from tests.support.checkpoint_saves import (
     KILLS,

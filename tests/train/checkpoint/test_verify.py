@@ -21,8 +21,9 @@ from meshwright.tools.checkpoint.__main__ import main as checkpoint_tool
 from meshwright.train.checkpoint import initial_weights, reader
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
-from meshwright.train.checkpoint.load import find_checkpoint, load_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.reader import load_checkpoint
+from meshwright.train.checkpoint.resume import find_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
 from meshwright.train.config import CheckpointConfig, Config
@@ -147,7 +148,7 @@ def ways_in(run: Sharded, bad: Path, out: Path) -> Ways:
             load_checkpoint(start.checkpoint, start.manifest, run.model, run.optimizer, run.mesh)
 
     def init_from() -> None:
-        weights = find_weights(str(bad), run.config.model, None)
+        weights = find_weights(str(bad), run.config.model)
         assert weights
         load_weights(weights, run.model)
 
@@ -206,7 +207,7 @@ def sweep(
     bad, wrong = folder / "run" / "checkpoints" / good.name, []
     ways = ways_in(run, bad, folder / "out")
     shutil.copytree(good, bad)
-    weights = find_weights(str(bad), run.config.model, None)
+    weights = find_weights(str(bad), run.config.model)
     assert weights
     # Also a reader that read manifest and config before the tensors were damaged.
     of_tensors = {**ways, "init_from": lambda: load_weights(weights, run.model)}

@@ -9,14 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.train.data import batch as batch_module
-from meshwright.train.data import loader as loader_module
-from meshwright.train.data.batch import Batch
+from meshwright.train.data import training_data as loader_module
 from meshwright.train.data.corpus import check_sequences
-from meshwright.train.data.loader import BatchShape, TrainLoader, hash_tokens
 from meshwright.train.data.sample_order import SampleOrder, sample_indices
-from meshwright.train.data.sequences import SequenceShape, read_batch
+from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
 from meshwright.train.data.token_store import Source, TokenStream
+from meshwright.train.data.training_data import BatchShape, TrainLoader, hash_tokens
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import set_batches
 from tests.support import stores
@@ -104,7 +102,7 @@ def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         loader_module, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape)
     )
-    monkeypatch.setattr(batch_module, "to_device", lambda batch, device: batch)
+    monkeypatch.setattr(loader_module, "to_device", lambda batch, device: batch)
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
     loader = TrainLoader(order, SEQUENCES, shape_of(1, 2), 0, torch.device("cuda:1"), ahead=2)
     for _ in range(3):

@@ -70,27 +70,6 @@ def no_file_left() -> Iterator[None]:
             os.close(number)
 
 
-def test_files_that_others_need_are_given_back(tmp_path: Path) -> None:
-    write_store(tmp_path / "store", [[[number]] for number in range(40)])
-    assert run_ranks(1, read_with_a_limit_lowered, tmp_path / "store") == [list(range(40))]
-
-
-def read_with_a_limit_lowered(folder: Path) -> list[int]:
-    """Map all shards, then take all free file descriptors: the next reads must close mapped files."""
-    manifest, out = read_manifest(folder), np.empty(40, np.int64)
-    open_split(folder, manifest, "train").read(0, out)
-    assert opened_in(folder) == 40
-    with no_file_left():
-        open_split(folder, manifest, "train").read(0, out)
-    return out.tolist()
-
-
-def opened_in(folder: Path) -> int:
-    """The number of open files of this process in a folder."""
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return sum(Path(os.readlink(link)).parent == folder for link in links if os.path.lexists(link))
-
-
 @pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "shorter, of the same time", "gone"])
 def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_path: Path) -> None:
     """Except a touched file: users touch files so that their cluster does not delete them."""

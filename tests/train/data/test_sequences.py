@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.train.data.batch import Batch
-from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sample_order import CYCLE, SampleOrder, count_draws, data_progress, draw, shares
-from meshwright.train.data.sequences import SequenceShape, count_sequences, read_batch
+from meshwright.train.data.sequences import Batch, SequenceShape, count_sequences, read_batch
 from meshwright.train.data.token_store import Source, TokenStream
+from meshwright.train.data.training_data import BatchShape
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import score_sets
 from meshwright.train.model.llama import loss_of_llama

@@ -18,7 +18,7 @@ import meshwright.train.main
 from meshwright.parallel.errors import PlanError
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed import process_group
-from meshwright.train.distributed.devices import ProcessFacts, compare_processes, gpu_index
+from meshwright.train.distributed.process_group import ProcessFacts, compare_processes, gpu_index
 from meshwright.train.distributed.ranks import RankInfo
 from tests.support.launch import EAGER, LIMIT_S, TINY, write_text
 from tests.support.worlds import forked, run_ranks, store_of_rank_0

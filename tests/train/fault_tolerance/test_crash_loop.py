@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.errors import CrashLoopError
-from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
-from meshwright.train.fault_tolerance.run_status import FailedStarts, State, Status, read_status, write_status
+from meshwright.train.fault_tolerance.run_folder import (
+    FailedStarts,
+    State,
+    Status,
+    check_crash_loop,
+    read_status,
+    write_status,
+)
 
 NONE = FailedStarts()
 TORCHRUN, SLURM, BY_HAND = (True, False), (False, True), (False, False)
@@ -15,7 +21,7 @@ TORCHRUN, SLURM, BY_HAND = (True, False), (False, True), (False, False)
 def left(state: State, start: int | None, reached: int, *failed: int, reason: str = "boom") -> Status:
     """The status of the start before: from which step it resumed, the step it reached, and the failed starts
     before it, how many and at which step."""
-    return Status(state, reached, start, reason, FailedStarts(*failed))
+    return Status(state, reached, start, reason, *failed)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
     for start in range(3):
         failed = check_crash_loop(read_status(tmp_path), *(TORCHRUN if start else BY_HAND), 40)
         assert failed.count == start
-        assert write_status(tmp_path, Status("running", 41, 40, failed=failed), True) == ""
+        assert write_status(tmp_path, Status("running", 41, 40, "", failed.count, failed.step), True) == ""
     with pytest.raises(CrashLoopError):
         check_crash_loop(read_status(tmp_path), *TORCHRUN, 40)
     assert check_crash_loop(read_status(tmp_path), *BY_HAND, 40) == NONE

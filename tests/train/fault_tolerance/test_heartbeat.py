@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.fault_tolerance import heartbeat
+from meshwright.train.fault_tolerance import watchdog
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
-from meshwright.train.fault_tolerance.heartbeat import Heartbeats
+from meshwright.train.fault_tolerance.watchdog import Heartbeats
 
 WORLD = 4096
 STOPPED, NEVER_CAME, ENDED = 7, 2048, 4000
@@ -28,11 +28,11 @@ class CountedStore(PrefixStore):
 
 
 def test_the_reports_of_all_ranks_take_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "ANSWERS_S", 0.0)
-    monkeypatch.setattr(heartbeat, "PrefixStore", CountedStore)
+    monkeypatch.setattr(watchdog, "ANSWERS_S", 0.0)
+    monkeypatch.setattr(watchdog, "PrefixStore", CountedStore)
     store = HashStore()
     for rank in set(range(1, WORLD)) - {STOPPED, NEVER_CAME, ENDED}:
-        report = RankReport(rank, "step", 3, collectives=(("world", rank),))
+        report = RankReport(rank, "step", 3, place=f"step.py:{rank} f")
         store.set(f"watchdog/answer/{rank}", json.dumps(asdict(report)))
     for rank, section in ((STOPPED, "step"), (ENDED, "ended")):
         store.set(f"watchdog/heartbeat/{rank}", json.dumps([0.0, asdict(RankReport(rank, section, 2))]))
@@ -40,7 +40,7 @@ def test_the_reports_of_all_ranks_take_few_operations(monkeypatch: pytest.Monkey
     reports = link.gather(RankReport(0, "step", 3), fired=True)
     assert reports is not None
     assert [report.rank for report in reports] == list(range(WORLD))
-    assert reports[5].collectives == (("world", 5),)
+    assert reports[5].place == "step.py:5 f"
     assert (reports[STOPPED].step, reports[STOPPED].silent_s > 0) == (2, True)
     assert (reports[NEVER_CAME].section, reports[NEVER_CAME].silent_s) == ("set-up", math.inf)
     assert (reports[ENDED].section, reports[ENDED].silent_s) == ("ended", 0)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError, LockError
-from meshwright.train.fault_tolerance.run_lock import NOTE, lock_folder, make_run_folder, take_folder
+from meshwright.train.fault_tolerance.run_folder import NOTE, lock_folder, make_run_folder, take_folder
 from tests.support.forks import Fork, fork
 from tests.support.worlds import LIMIT_S, run_ranks
 

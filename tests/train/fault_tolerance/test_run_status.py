@@ -9,7 +9,7 @@ import pytest
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.peers import LostPeer
-from meshwright.train.fault_tolerance.run_status import (
+from meshwright.train.fault_tolerance.run_folder import (
     FailedStarts,
     RunStatus,
     State,
@@ -72,7 +72,7 @@ def test_a_loss_is_recorded_by_rank_0_and_by_the_rank_that_found_it(
 
 
 def test_a_status_comes_back_as_written_and_a_huge_reason_is_cut(tmp_path: Path) -> None:
-    status = Status("failed", 41, 40, "OSError: disk full", FailedStarts(2, 41))
+    status = Status("failed", 41, 40, "OSError: disk full", 2, 41)
     write_status(tmp_path, status, True)
     assert read_status(tmp_path) == status
     write_status(tmp_path, Status("failed", 41, 40, "\x00é" * 10_000_000), True)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
-from meshwright.train.checkpoint.load import refuse_different
 from meshwright.train.checkpoint.manifest import SavedTensor
+from meshwright.train.checkpoint.reader import refuse_different
 from meshwright.train.config import OptimConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import CheckpointError

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.train.data.prepare.partition import Piece, cut_source
 from meshwright.train.data.prepare.worker import (
-    NoSpace,
+    PrepareSettings,
     TokenizedPiece,
     TokenizeJob,
     piece_key,
@@ -86,39 +86,19 @@ def exists_nonempty(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class PrepareSettings:
-    """Settings of a preparation.
-
-    Args:
-        held_out: share of documents kept for evaluation: at least one document and never all, none if 0
-        text_field: field of a record that contains its text
-        shard_bytes: approximate bytes of the source per shard
-        workers: processes; with 1 only this process, and the tokenizers library uses threads
-        skip_bad: how many records without usable text are left out; one more is an error
-    """
-
-    held_out: float = 0.02
-    text_field: str = "text"
-    shard_bytes: int = 64 * 2**20
-    workers: int = 1
-    skip_bad: int = 0
-
-
-@dataclass(frozen=True)
 class Progress:
     """Progress of a preparation.
 
     Args:
         done_bytes, total_bytes: bytes of the source, kept shards included
         kept_bytes: bytes of the source whose shards an earlier start finished
-        documents, tokens: tokenized by this start
+        tokens: of this start
         elapsed_s: seconds since this start
     """
 
     done_bytes: int
     total_bytes: int
     kept_bytes: int
-    documents: int
     tokens: int
     elapsed_s: float
 
@@ -157,22 +137,12 @@ def prepare(
     with partial_folder(folder) as partial:
         if exists_nonempty(folder):
             return check_same_inputs(folder, expected, settings.skip_bad)
-        job = TokenizeJob(
-            tokenizer_name,
-            bos,
-            eos,
-            tokenizer.info.sha256,
-            settings.text_field,
-            settings.held_out,
-            str(partial / "data"),
-            str(partial / "results"),
-            check_text,
-            settings.skip_bad,
-        )
-        results = _Preparation(job, tokenizer, settings.workers, folder, on_progress).run(pieces)
+        sha256 = tokenizer.info.sha256
+        job = TokenizeJob(tokenizer_name, bos, eos, sha256, settings, partial, check_text)
+        results = _Preparation(job, tokenizer, on_progress).run(pieces)
         manifest = _fill_manifest(expected, results, source, settings.skip_bad)
         try:
-            _publish(partial / "data", folder, manifest, tokenizer)
+            _publish(job.data, folder, manifest, tokenizer)
         except OSError as error:
             if not exists_nonempty(folder):  # another process may have finished the same folder: use that
                 raise DataError(
@@ -214,64 +184,43 @@ class _Preparation:
         self,
         job: TokenizeJob,
         tokenizer: Tokenizer,
-        workers: int,
-        folder: Path,
         on_progress: OnProgress | None,
     ) -> None:
-        self._job, self._tokenizer, self._workers, self._folder = job, tokenizer, workers, folder
+        self._job, self._tokenizer = job, tokenizer
         self._on_progress = on_progress
         self._start_s = time.perf_counter()
-        self._total = self._kept = self._done = self._documents = self._tokens = 0
+        self._total = self._kept = self._done = self._tokens = 0
 
     def run(self, pieces: list[Piece]) -> list[TokenizedPiece]:
         """Return every piece's result. If all documents are in one split, one piece is tokenized again."""
         results = self._finish(pieces)
-        changed = _balance(pieces, results) if self._job.held_out else pieces
+        changed = _balance(pieces, results) if self._job.settings.held_out else pieces
         return results if changed == pieces else self._finish(changed)
 
     def _finish(self, pieces: list[Piece]) -> list[TokenizedPiece]:
         kept = {piece.index: result for piece in pieces if (result := _kept_result(self._job, piece))}
         _remove_others(
-            Path(self._job.folder),
+            self._job.data,
             [shard for result in kept.values() for shard in result.shards.values() if shard],
         )
         left = [piece for piece in pieces if piece.index not in kept]
         self._total = sum(piece.size_bytes for piece in pieces)
         self._done = self._kept = self._total - sum(piece.size_bytes for piece in left)
-        self._count(0, 0, 0)
-        try:
-            if self._workers == 1:
-                for piece in left:
-                    tokenize_piece(piece, self._job, self._tokenizer, self._count)
-            else:
-                tokenize_pieces(left, self._job, self._workers, self._count)
-        except NoSpace as error:
-            raise DataError(self._no_space(str(error))) from None
+        self._count(0, 0)
+        workers = min(self._job.settings.workers, len(left))
+        if workers > 1:
+            tokenize_pieces(left, self._job, workers, self._count)
+        else:
+            for piece in left:
+                tokenize_piece(piece, self._job, self._tokenizer, self._count)
         return [read_result(result_path(self._job, piece)) for piece in pieces]
 
-    def _count(self, done_bytes: int, documents: int, tokens: int) -> None:
+    def _count(self, done_bytes: int, tokens: int) -> None:
         self._done += done_bytes
-        self._documents += documents
         self._tokens += tokens
         if self._on_progress is not None:
             elapsed_s = time.perf_counter() - self._start_s
-            self._on_progress(
-                Progress(self._done, self._total, self._kept, self._documents, self._tokens, elapsed_s)
-            )
-
-    def _no_space(self, reason: str) -> str:
-        """The message for a full disk, with an estimate of the space needed: all text that this start has to
-        tokenize, with the tokens per byte of the part that is done."""
-        per_byte = self._tokens / (self._done - self._kept) if self._done > self._kept else 1.0
-        needed_bytes = (
-            (self._total - self._kept) * per_byte * token_dtype(self._tokenizer.info.vocab_size).itemsize
-        )
-        free_bytes = shutil.disk_usage(self._job.folder).free
-        return (
-            f"no space left for {self._folder} ({reason}): about {needed_bytes / 1e6:,.1f} MB are still "
-            f"needed, {free_bytes / 1e6:,.1f} MB are free: free space and start again, or delete "
-            f"{Path(self._job.folder).parent}, which contains the finished shards"
-        )
+            self._on_progress(Progress(self._done, self._total, self._kept, self._tokens, elapsed_s))
 
 
 def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Piece]:
@@ -297,7 +246,7 @@ def _kept_result(job: TokenizeJob, piece: Piece) -> TokenizedPiece | None:
         result = read_result(result_path(job, piece))
         shards = [shard for shard in result.shards.values() if shard]
         intact = all(
-            hash_file(Path(job.folder, f"{shard.name}{suffix}")) == sha256
+            hash_file(job.data / f"{shard.name}{suffix}") == sha256
             for shard in shards
             for suffix, sha256 in ((".bin", shard.sha256), (".ends", shard.ends_sha256))
         )

@@ -6,7 +6,6 @@ ends of a text (some prepend a space, some strip the end). So each place to cut 
 must give the same ids with and without the cut. If no place passes, the rest of the text is one part.
 """
 
-import errno
 import functools
 import hashlib
 import json
@@ -78,34 +77,51 @@ def _may_cut(encode: Encode, text: bytes, place: int) -> bool:
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _LONG_BYTES = 4 * 2**20
 RESULT_BYTES = 2**20  # limit of the file of a finished piece: two shards and the names of records
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """Settings of a preparation.
+
+    Args:
+        held_out: share of documents kept for evaluation: at least one document and never all, none if 0
+        text_field: field of a record that contains its text
+        shard_bytes: approximate bytes of the source per shard
+        workers: processes; with 1 only this process, and the tokenizers library uses threads
+        skip_bad: how many records without usable text are left out; one more is an error
+    """
+
+    held_out: float = 0.02
+    text_field: str = "text"
+    shard_bytes: int = 64 * 2**20
+    workers: int = 1
+    skip_bad: int = 0
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """The settings that all pieces share.
+    """What all pieces share.
 
     Args:
         tokenizer, bos, eos: arguments of load_tokenizer
         tokenizer_sha256: of the tokenizer's file, "" for bytes
-        text_field: of records
-        held_out: share of records held out
-        folder: of the shards
-        results_folder: of one small file for each finished piece
+        settings: of the preparation
+        folder: to work in
         check_text: text files must be UTF-8
-        skip_bad: how many bad records are left out
     """
 
     tokenizer: str
     bos: str
     eos: str
     tokenizer_sha256: str
-    text_field: str
-    held_out: float
-    folder: str
-    results_folder: str
+    settings: PrepareSettings
+    folder: Path
     check_text: bool
-    skip_bad: int
+
+    @property
+    def data(self) -> Path:
+        """The folder of the shards."""
+        return self.folder / "data"
 
 
 @dataclass(frozen=True)
@@ -129,16 +145,12 @@ class TokenizedPiece:
     bad: BadRecords = field(default_factory=BadRecords)
 
 
-class NoSpace(Exception):
-    """The disk is full."""
-
-
-OnBatch = Callable[[int, int, int], None]  # further source bytes, documents and tokens
+OnBatch = Callable[[int, int], None]  # further source bytes and tokens
 
 
 def result_path(job: TokenizeJob, piece: Piece) -> Path:
     """Return the path of the file that marks a piece as finished."""
-    return Path(job.results_folder) / f"{piece.index:05d}.json"
+    return job.folder / "results" / f"{piece.index:05d}.json"
 
 
 def read_result(path: Path) -> TokenizedPiece:
@@ -154,12 +166,19 @@ def piece_key(job: TokenizeJob, piece: Piece) -> str:
     described = asdict(piece)
     for part in described["parts"]:
         del part["path"]
-    inputs = [job.tokenizer_sha256, job.bos, job.eos, job.text_field, job.held_out, described]
+    inputs = [
+        job.tokenizer_sha256,
+        job.bos,
+        job.eos,
+        job.settings.text_field,
+        job.settings.held_out,
+        described,
+    ]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
 def tokenize_piece(piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batch: OnBatch) -> TokenizedPiece:
-    """Write the shards of a piece, then its result. Raises DataError, and NoSpace if the disk is full."""
+    """Write the shards of a piece, then its result. Raises DataError."""
     writer = _PieceWriter(piece, job, tokenizer, on_batch)
     try:
         for documents, done_bytes in _batches(piece, job):
@@ -168,9 +187,10 @@ def tokenize_piece(piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batc
         write_atomically(result_path(job, piece), json.dumps(asdict(result)).encode())
         return result
     except OSError as error:
-        if error.errno in NO_SPACE:
-            raise NoSpace(error.strerror) from None
-        raise DataError(f"cannot write to {job.folder} ({error.strerror}): use another folder") from None
+        raise DataError(
+            f"cannot write to {job.folder} ({error.strerror}), which keeps the finished shards: free space "
+            "and start again, or delete it and use another folder"
+        ) from None
     finally:
         writer.abandon()
 
@@ -181,7 +201,7 @@ def _batches(piece: Piece, job: TokenizeJob) -> Iterator[tuple[list[tuple[Part, 
     batch: list[tuple[Part, Document]] = []
     size_bytes, before, reported = 0, 0, 0
     for part in piece.parts:
-        for document in read_part(part, job.text_field, job.check_text):
+        for document in read_part(part, job.settings.text_field, job.check_text):
             batch.append((part, document))
             size_bytes += len(document.text)
             if size_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
@@ -203,9 +223,8 @@ class _PieceWriter:
         self._begin = [] if info.bos is None else [np.array([info.bos], np.uint32)]
         self._end = np.array([info.eos], np.uint32)
         self._dtype = token_dtype(info.vocab_size)
-        folder = Path(job.folder)
         self._writers = {
-            split: ShardWriter(folder, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS
+            split: ShardWriter(job.data, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS
         }
         self._empty, self._bad = 0, BadRecords()
         self._lowest, self._highest = (1.0, ""), (0.0, "")
@@ -226,13 +245,13 @@ class _PieceWriter:
                 lengths = [len(self._begin) + sum(map(len, ids)) + 1 for ids, _ in chosen]
                 self._writers[split].add(arrays, lengths, sum(len(text) for _, text in chosen))
                 total += sum(lengths)
-        self._on_batch(self._bytes_left, len(documents), total - self._tokens_reported)
+        self._on_batch(self._bytes_left, total - self._tokens_reported)
 
     def _report_part(self, size_bytes: int, tokens: int) -> None:
         done_bytes = min(size_bytes, self._bytes_left)  # a compressed text has fewer bytes in the source
         self._bytes_left -= done_bytes
         self._tokens_reported += tokens
-        self._on_batch(done_bytes, 0, tokens)
+        self._on_batch(done_bytes, tokens)
 
     def _encode(self, texts: list[bytes], documents: list[tuple[Part, Document]]) -> list[list[NDArray[Any]]]:
         """The ids of each text as arrays: several for a long text."""
@@ -256,7 +275,7 @@ class _PieceWriter:
         text = document.text
         if document.bad:
             bad = BadRecords(1, (one_line(document.bad),))
-            self._bad = (self._bad + bad).check(self._job.skip_bad)
+            self._bad = (self._bad + bad).check(self._job.settings.skip_bad)
             return []
         if not text:
             self._empty += 1
@@ -265,9 +284,9 @@ class _PieceWriter:
         if part.kind != TEXT:
             hashed = (unit_hash(document.name), document.name)
             self._lowest, self._highest = min(self._lowest, hashed), max(self._highest, hashed)
-            held_out = (hashed[0] < self._job.held_out) != (document.name == self._piece.swapped)
+            held_out = (hashed[0] < self._job.settings.held_out) != (document.name == self._piece.swapped)
         if self._piece.cut:
-            at = cut_place(text, self._job.held_out)
+            at = cut_place(text, self._job.settings.held_out)
             return [(split, half) for split, half in zip(SPLITS, (text[:at], text[at:]), strict=True) if half]
         return [(SPLITS[held_out], text)]
 
@@ -299,17 +318,9 @@ def cut_place(text: bytes, share: float) -> int:
 
 # In a worker process
 
-# columns of a table in shared memory, with a row for each piece: the worker that tokenizes it (or 0) and its
-# progress; the parent process reads it
-COLUMNS = ("pid", "source bytes", "documents", "tokens")
-_table: NDArray[np.int64]
 
-
-def start_worker(shared: Any) -> None:
-    """Initialize a worker process, with the progress table in shared memory. It exits when its parent process
-    ends, for any reason."""
-    global _table
-    _table = np.frombuffer(shared, np.int64).reshape(-1, len(COLUMNS))
+def start_worker() -> None:
+    """Initialize a worker process, which exits when its parent process ends, for any reason."""
     # one process per core is faster than threads of the tokenizers library
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -322,15 +333,10 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def tokenize_shared(row: int, piece: Piece, job: TokenizeJob) -> None:
-    """Tokenize a piece in a worker, and update its row of the table. Raises what tokenize_piece raises."""
-    _table[row, 0] = os.getpid()
-    tokenize_piece(piece, job, _job_tokenizer(job), functools.partial(_add, row))
-    _table[row, 0] = 0
-
-
-def _add(row: int, *counts: int) -> None:
-    _table[row, 1:] += counts
+def tokenize_in_worker(piece: Piece, job: TokenizeJob) -> int:
+    """Tokenize a piece in a worker, and return its number of tokens. Raises DataError."""
+    result = tokenize_piece(piece, job, _job_tokenizer(job), lambda done_bytes, tokens: None)
+    return sum(shard.tokens for shard in result.shards.values() if shard)
 
 
 @functools.cache

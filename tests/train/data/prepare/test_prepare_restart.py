@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from meshwright.train.data.prepare import worker_pool
-from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
-from meshwright.train.data.prepare.worker import OnBatch
+from meshwright.train.data.prepare.prepare import Progress, prepare
+from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.errors import DataError
 from tests.support.forks import Fork, fork
 from tests.support.texts import (
@@ -79,29 +77,8 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def prepare_with_a_worker_killed(source: Path, tokenizer: Path, out: Path) -> None:
-    """Prepare with two workers. Once a shard is finished, kill one of them in the middle of a piece."""
-    follow = worker_pool._follow
-
-    def kill_and_follow(jobs: set, table: np.ndarray, on_batch: OnBatch) -> None:
-        wait_for(lambda: results(out))
-        wait_for(lambda: kill_amid_a_piece(table))
-        follow(jobs, table, on_batch)
-
-    worker_pool._follow = kill_and_follow
-    run_preparation(source, tokenizer, out, 2, 0, lambda: None)
-
-
-def kill_amid_a_piece(table: np.ndarray) -> bool:
-    """Kill one of the workers; False if it had finished its piece when it was stopped."""
-    pid = int(table[:, 0].max())
-    if pid and pid in spawned_workers(os.getpid()):
-        os.kill(pid, signal.SIGSTOP)
-        if pid in table[:, 0]:
-            os.kill(pid, signal.SIGKILL)
-            return True
-        os.kill(pid, signal.SIGCONT)
-    return False
+def kill_a_worker() -> None:
+    os.kill(spawned_workers(os.getpid())[0], signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
@@ -141,14 +118,11 @@ def test_a_dead_worker_is_an_error_that_says_so(
     source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = fork(prepare_with_a_worker_killed, source, tokenizer, out, output=out.with_name("output"))
+    process = start(source, tokenizer, out, 2, 1, kill_a_worker)
     assert process.wait(60) == 1
     output = (tmp_path / "output").read_text()
     assert re.search(
-        rf"DataError: .*\(pid \d+\) .*SIGKILL.*memory.* at {source} \(bytes [\d,]+ to [\d,]+\): start again; "
-        "finished shards are kept$",
-        output,
-        re.MULTILINE,
+        "DataError: a worker .* killed .*memory.*finished shards are kept$", output, re.MULTILINE
     ), output
     wait_for(lambda: not processes_of(process.pid))
     assert results(out)

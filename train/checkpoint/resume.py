@@ -1,16 +1,94 @@
-"""Which training a run's folder holds (training.json), and whether a start may use the folder (`judge`)."""
+"""What a start begins from: which training the folder of its run holds (training.json), whether the start may
+use that folder (`judge`), and the checkpoint that it resumes from, verified on all ranks."""
 
 import json
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshwright.train.checkpoint.commit import list_checkpoints, step_of
-from meshwright.train.checkpoint.load import Start, find_checkpoint, put_damaged_aside
-from meshwright.train.config import Config
+from meshwright.parallel.errors import first_of
+from meshwright.parallel.plan.schema import Plan
+from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, step_of
+from meshwright.train.checkpoint.manifest import CheckpointManifest
+from meshwright.train.config import CheckpointConfig, Config, ModelConfig
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
-from meshwright.train.errors import CheckpointError
+from meshwright.train.errors import CheckpointError, UnreadableError
 from meshwright.train.files import read_note, user_path, write_atomically
+
+if TYPE_CHECKING:
+    from meshwright.train.checkpoint.initial_weights import Weights
+
+
+@dataclass(frozen=True)
+class Start:
+    """The verified checkpoint to resume from, the newer ones that are damaged, each with the reason, and what
+    the run trains otherwise (`compare_configs`), as `key old -> new`."""
+
+    checkpoint: Path | None = None
+    manifest: CheckpointManifest | None = None
+    damaged: tuple[tuple[Path, str], ...] = ()
+    changes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The number of steps already done."""
+        return self.manifest.position.step if self.manifest else 0
+
+
+def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
+    """Return the checkpoint that `checkpoint.resume` names; every rank calls it and gets the same result.
+
+    `auto` takes the newest checkpoint in `folder` that verifies; `put_damaged_aside` renames the damaged ones
+    after it. Raises CheckpointError if a named checkpoint is missing or damaged, and if checkpoints exist but
+    none verifies: a run never silently starts from step 0. Raises UnreadableError if a checkpoint cannot be
+    read: it may be intact, so it is not skipped.
+    """
+    if config.resume == "none":
+        return Start()
+    if config.resume != "auto":
+        path = user_path(config.resume, "checkpoint.resume", CheckpointError)
+        try:
+            return _verified(path, config)
+        except CheckpointError as error:
+            raise type(error)(f"checkpoint.resume={config.resume}: {error}") from None
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(broadcast_from_rank0(ranks, lambda: list_checkpoints(folder))):
+        try:
+            return _verified(path, config, tuple(damaged))
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            damaged.append((path, str(error)))
+    if damaged:
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {folder} verifies: {damaged[0][1]}. Fix or delete "
+            "them, or use another run.dir"
+        )
+    return Start()
+
+
+def _verified(path: Path, config: CheckpointConfig, damaged: tuple[tuple[Path, str], ...] = ()) -> Start:
+    from meshwright.train.checkpoint.verify import verify_together  # late: only a resume reads a checkpoint
+
+    return Start(path, verify_together(path, config.verify), damaged)
+
+
+def put_damaged_aside(start: Start, ranks: RankInfo) -> list[str]:
+    """Rename the damaged checkpoints, so that they no longer count, and return a line about each, and about
+    files in the checkpoint's folder that it does not name; every rank calls it. Raises CheckpointError."""
+
+    def rename() -> list[str]:
+        lines = [f"checkpoint: skipped: {why}. Renamed to {put_aside(path)}" for path, why in start.damaged]
+        if start.checkpoint and start.manifest:
+            from meshwright.train.checkpoint.verify import unnamed_files  # late, as above
+
+            if names := unnamed_files(start.checkpoint, start.manifest):
+                lines.append(f"warning: {start.checkpoint}: {first_of(names, '; ')}; not read")
+        return lines
+
+    return broadcast_from_rank0(ranks, rename)
+
 
 FILE = "training.json"
 # the settings that a training has from its first start on; all others may change when it goes on
@@ -130,3 +208,34 @@ def describe_training(folder: Path) -> str:
 def settings_of(config: Config) -> dict[str, str]:
     """Return the settings that a training has from its first start on, as text by key."""
     return {key: value for key, value in comparable_settings(config).items() if key.startswith(_SETTINGS)}
+
+
+def describe_start(init_from: str | None, resume_from: Path | None) -> list[str]:
+    """Return the log line that names the initial weights, in a list; an empty list without init_from."""
+    if init_from is None:
+        return []
+    if resume_from:
+        return [f"weights: checkpoint.init_from is not read, because the run resumes from {resume_from}"]
+    return [f"weights: from {init_from}, with a new optimizer at step 0"]
+
+
+def compare_configs(start: Start, config: Config, plan: Plan, ranks: RankInfo) -> Start:
+    """Return the start with what the run trains otherwise than its checkpoint; every rank calls it. Raises
+    ConfigError on all ranks for another model, and for other dtypes of its state."""
+    checkpoint = start.checkpoint
+    if checkpoint is None or not (checkpoint / "config.yaml").is_file():  # mw.save writes none
+        return start
+    from meshwright.train.checkpoint.changes import changes_since  # late: only a resume has changes
+
+    changes = broadcast_from_rank0(ranks, lambda: changes_since(checkpoint, config, plan))
+    return replace(start, changes=changes)
+
+
+def choose_weights(config: CheckpointConfig, model: ModelConfig, start: Start) -> "Weights | None":
+    """Return the weights that `checkpoint.init_from` names, checked against the model; None without it, or if
+    the run resumes from a checkpoint. Raises CheckpointError, and ConfigError for another model."""
+    if config.init_from is None or start.checkpoint:
+        return None
+    from meshwright.train.checkpoint.initial_weights import find_weights  # late: few runs start from weights
+
+    return find_weights(config.init_from, model, config.changed_model)
