@@ -86,6 +86,8 @@ class DataConfig:
         source: stdlib (the source code of this Python's standard library); a file, folder or glob of text
             files (.txt, .md, source code ...: one document per file) or of record files (.jsonl[.gz|.zst],
             .parquet, .arrow: one document per record); or a folder written by tools.prepare_data
+        factory: instead of source: MODULE:FUNCTION, a function of yours that returns the sequences at given
+            positions of an endless order (docs/your-training.md); null: source
         mixture: instead of source: source -> mixture weight, its share of the sequences, such as {/data/web:
             0.7, /data/code: 0.3}
         validation: validation sets, name -> source, such as {wiki: /data/wiki.jsonl}: all their documents are
@@ -111,6 +113,7 @@ class DataConfig:
     """
 
     source: str = "stdlib"
+    factory: str | None = None
     mixture: dict[str, float] = field(default_factory=dict)
     validation: dict[str, str] = field(default_factory=dict)
     tokenizer: str = "auto"
@@ -128,6 +131,13 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.source:
             raise ValueError("data.source is empty: name a file, a folder or a glob, or use stdlib")
+        if self.factory is not None:
+            check_name("data.factory", self.factory)
+            if self.mixture or self.source != "stdlib" or self.document_mask:
+                raise ValueError(
+                    f"data.factory={self.factory} gives whole sequences, in place of data.source, "
+                    "data.mixture and data.document_mask: remove these"
+                )
         for source, weight in self.mixture.items():
             if not 0 < weight < float("inf"):
                 raise ValueError(
@@ -413,6 +423,11 @@ class Config:
     def __post_init__(self) -> None:
         for section in dataclasses.fields(self):
             check_bounds(section.name, getattr(self, section.name))
+        if self.data.factory and self.train.epochs:
+            raise ValueError(
+                "train.epochs needs to know how many sequences there are, which data.factory does not say: "
+                "use train.steps"
+            )
         if isinstance(self.model, LlamaConfig) and self.train.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} must not exceed "

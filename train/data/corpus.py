@@ -127,7 +127,8 @@ def open_corpus(config: DataConfig, prepared: Prepared) -> Corpus:
             "this name: use another name"
         )
     weights = [config.mixture.get(source, 1.0) for source in folders]
-    order = json.dumps([[hashes[source] for source in folders], shares(tuple(weights)), config.packing])
+    sources = [hashes[source] for source in folders], shares(tuple(weights)) if weights else ()
+    order = json.dumps([config.factory] if config.factory else [*sources, config.packing])
     return Corpus(
         sources=tuple(
             Source(names[source], weight, open_split(folder, manifests[folder], "train"))
@@ -138,16 +139,15 @@ def open_corpus(config: DataConfig, prepared: Prepared) -> Corpus:
             name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()
         },
         tokenizer=tokenizer,
-        description="; ".join(
-            _describe(source, folder, manifests[folder]) for source, folder in folders.items()
-        ),
+        description=config.factory
+        or "; ".join(_describe(source, folder, manifests[folder]) for source, folder in folders.items()),
         fingerprint=hashlib.sha256(order.encode()).hexdigest()[:16],
     )
 
 
 def training_sources(config: DataConfig) -> list[str]:
-    """Return the training sources of a config."""
-    return list(config.mixture) or [config.source]
+    """Return the training sources of a config, none for a `data.factory`."""
+    return [] if config.factory else list(config.mixture) or [config.source]
 
 
 def find_folder(source: str, config: DataConfig, held_out: float | None = None) -> Path:
@@ -210,6 +210,8 @@ def cache_root(config: DataConfig) -> Path:
 
 def _common_tokenizer(infos: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
     """The tokenizer of all prepared folders. DataError if they differ, or differ from data.tokenizer."""
+    if not infos:  # of a data.factory
+        return load_tokenizer(config.tokenizer, config.bos, config.eos).info
     (first, tokenizer), *others = infos.items()
     for folder, info in others:
         if not _same_tokenizer(tokenizer, info):

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.train.data.sequences import SequenceShape, count_sequences
+from meshwright.train.data.sequences import Batch, SequenceShape, count_sequences, read_batch
 from meshwright.train.data.token_store import Source
 
 # After this many positions every source has its exact share, so weights have a resolution of 1/10,000.
@@ -130,14 +130,16 @@ class SampleOrder:
             rows[selected, 1] = sample_indices(places[selected], size, self.seed + source)
         return rows
 
+    def read(self, first: int, count: int, shape: SequenceShape, pinned: bool = False) -> Batch:
+        """Return the sequences at positions first .. first + count - 1 (`read_batch`)."""
+        return read_batch(self.splits, self.rows(first, count), shape, pinned)
 
-def data_progress(order: SampleOrder, position: int) -> dict[str, float]:
-    """Return the progress at `position` as metrics: epochs of the data, or in a mixture sequences and epochs
-    of each source."""
-    if len(order.sizes) == 1:
-        return {"epoch": position / order.sizes[0]}
-    taken = dict(zip(order.names, count_draws(position, order.weights, order.seed), strict=True))
-    epochs = {
-        f"epoch/{name}": count / size for (name, count), size in zip(taken.items(), order.sizes, strict=True)
-    }
-    return {f"sequences/{name}": float(count) for name, count in taken.items()} | epochs
+    def progress(self, position: int) -> dict[str, float]:
+        """Return the progress at `position` as metrics: epochs of the data, or in a mixture sequences and
+        epochs of each source."""
+        if len(self.sizes) == 1:
+            return {"epoch": position / self.sizes[0]}
+        taken = dict(zip(self.names, count_draws(position, self.weights, self.seed), strict=True))
+        sizes = dict(zip(self.names, self.sizes, strict=True))
+        epochs = {f"epoch/{name}": count / sizes[name] for name, count in taken.items()}
+        return {f"sequences/{name}": float(count) for name, count in taken.items()} | epochs

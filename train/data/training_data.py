@@ -24,14 +24,9 @@ from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.resume import Start
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import Corpus, check_evaluation, check_sequences, load_on_all_ranks
-from meshwright.train.data.sample_order import SampleOrder, data_progress
-from meshwright.train.data.sequences import (
-    Batch,
-    SequenceShape,
-    at_positions,
-    make_sequence_shape,
-    read_batch,
-)
+from meshwright.train.data.given import GivenOrder
+from meshwright.train.data.sample_order import SampleOrder
+from meshwright.train.data.sequences import Batch, SequenceShape, at_positions, make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
@@ -99,7 +94,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        order: SampleOrder,
+        order: SampleOrder | GivenOrder,
         sequences: SequenceShape,
         shape: BatchShape,
         first_sample: int,
@@ -147,14 +142,11 @@ class TrainLoader:
 
     def _read_step(self, first_sample: int) -> _Ready:
         shape, stream = self._shape, self._stream
-        per_rank = shape.micro_batch_size * shape.accumulation
-        first = first_sample + shape.data_rank * per_rank
-        micro_batches = self._order.rows(first, per_rank).reshape(
-            shape.accumulation, shape.micro_batch_size, 2
-        )
+        size = shape.micro_batch_size
+        first = first_sample + shape.data_rank * size * shape.accumulation
         batches = [
-            read_batch(self._order.splits, rows, self._sequences, stream is not None)
-            for rows in micro_batches
+            self._order.read(first + i * size, size, self._sequences, stream is not None)
+            for i in range(shape.accumulation)
         ]
         data_hash = sum(
             hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens)
@@ -212,7 +204,7 @@ class TrainingData:
 
     corpus: Corpus
     sequences: SequenceShape
-    order: SampleOrder
+    order: SampleOrder | GivenOrder
     batch: BatchShape
     group: dist.ProcessGroup
     device: torch.device
@@ -264,12 +256,13 @@ class TrainingData:
         positions in the sample order over all ranks, the same on every mesh. Every rank must call it."""
         data_hash = torch.tensor(step.data_hash, device=self.device)
         dist.all_reduce(data_hash, group=self.group)
-        return {**data_progress(self.order, position.samples), "data_hash": f"{data_hash.item():016x}"}
+        return {**self.order.progress(position.samples), "data_hash": f"{data_hash.item():016x}"}
 
 
 def describe_data(config: Config, data: TrainingData) -> list[str]:
     """Return lines about the data of a run, and about what it is too short for."""
-    sequences, batch_size = sum(data.order.sizes), data.batch.global_batch_size
+    batch_size = data.batch.global_batch_size
+    sequences = sum(data.order.sizes) or batch_size  # of a data.factory it is not known
     short = describe_short_run(config.optim, data.total_steps, sequences, batch_size)
     return [f"data: {data.corpus.description}", *short]
 
@@ -295,10 +288,12 @@ def load_training_data(
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if train.eval_every:
         check_evaluation(corpus)
+    given = config.data.factory and GivenOrder(config.data.factory, config.run.seed)
+    order = given or SampleOrder(corpus.sources, sequences, config.run.seed)
     data = TrainingData(
         corpus=corpus,
         sequences=sequences,
-        order=SampleOrder(corpus.sources, sequences, config.run.seed),
+        order=order,
         batch=make_batch_shape(plan, mesh),
         group=data_parallel_group(mesh, group_timeout(config.run)),
         device=planned.device,
@@ -307,7 +302,10 @@ def load_training_data(
         start=TrainPosition(),
     )
     saved = start.manifest.position if start.manifest else TrainPosition()
-    return replace(data, start=saved if data.same_order(saved) else replace(saved, samples=0))
+    data = replace(data, start=saved if data.same_order(saved) else replace(saved, samples=0))
+    if given:
+        given.check(data.start.samples, sequences)
+    return data
 
 
 def make_batch_shape(plan: Plan, mesh: DeviceMesh) -> BatchShape:

@@ -21,6 +21,7 @@ from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.data.given import GivenOrder
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import BatchShape
@@ -198,7 +199,7 @@ class NonFiniteGuard(Hook):
         self,
         max_skipped: int,
         sharded: ShardedModel,
-        order: SampleOrder,
+        order: SampleOrder | GivenOrder,
         shape: BatchShape,
         loss_of: LossOf,
         print_: Callable[[str], None],

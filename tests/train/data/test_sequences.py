@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.train.data.sample_order import CYCLE, SampleOrder, count_draws, data_progress, draw, shares
+from meshwright.train.data.sample_order import CYCLE, SampleOrder, count_draws, draw, shares
 from meshwright.train.data.sequences import Batch, SequenceShape, count_sequences, read_batch
 from meshwright.train.data.token_store import Source, TokenStream
 from meshwright.train.data.training_data import BatchShape
@@ -197,7 +197,7 @@ def test_a_mixture_draws_by_weight_and_each_source_runs_through_epochs_of_its_ow
     second = order_rows[order_rows[:, 0] == 1, 1]
     assert all(sorted(second[i : i + 8]) == list(range(8)) for i in range(0, 2400, 8))
     counts = {"sequences/s0": 7500.0, "sequences/s1": 2500.0, "epoch/s0": 7500 / 40, "epoch/s1": 2500 / 8}
-    assert data_progress(order, CYCLE) == counts
+    assert order.progress(CYCLE) == counts
     assert np.array_equal(np.concatenate([order.rows(0, 77), order.rows(77, 23)]), order_rows[:100])
 
 
