@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshwright.parallel.errors import fold
+
 
 class Console:
     """Prints plain lines to standard output, on a terminal above a progress bar; only on rank 0."""
@@ -16,7 +18,7 @@ class Console:
     def __init__(self, is_main: bool) -> None:
         self._is_main = is_main
         self._progress: Progress | None = None
-        self._total = 0
+        self._total, self._memory, self._peak = 0, "", ""
 
     def print(self, text: str) -> None:
         """Print one or more lines."""
@@ -24,7 +26,8 @@ class Console:
             return
         try:
             if self._progress is not None:
-                self._progress.console.print(text, markup=False, highlight=False)
+                # soft: the terminal breaks long lines, so that a path is copied as one word
+                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
             else:
                 print(text, flush=True)
         except OSError:  # the terminal or the pipe's reader has exited: training continues without output
@@ -35,9 +38,10 @@ class Console:
         for text in texts:
             self.print(text)
 
-    def start_progress(self, done: int, total: int) -> None:
-        """Show the progress bar if standard output is a terminal."""
-        self._total = total
+    def start_progress(self, done: int, total: int, compiling: bool, memory: str) -> None:
+        """Show the progress bar if standard output is a terminal. `compiling`: the first step compiles;
+        `memory`: what the memory of a report is the peak of."""
+        self._total, self._memory = total, memory
         if self._is_main and sys.stdout.isatty():
             columns = (
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -46,21 +50,28 @@ class Console:
                 TimeRemainingColumn(elapsed_when_finished=True),
             )
             self._progress = Progress(*columns, console=RichConsole(highlight=False))
-            self._progress.add_task("first step: compiling", completed=done, total=total)
+            first = "first step: compiling" if compiling else "first step"
+            self._progress.add_task(first, completed=done, total=total)
             self._progress.start()
 
     def step_done(self, step: int) -> None:
-        """Advance the progress bar to `step`."""
+        """Advance the progress bar to `step`; it shows the memory of the last report."""
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step)
+            self._progress.update(self._progress.task_ids[0], completed=step, description=self._peak)
 
     def report(self, row: dict[str, Any]) -> None:
-        """Show a row of metrics: in the progress bar, or as a separate line."""
-        text = _describe(row)
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=text)
-        if self._progress is None or "eval_loss" in row:
-            self.print(f"step {row['step']}/{self._total}  {text}")
+        """Show a row of metrics as a line; on a terminal, where it must not be wide, the progress bar shows the
+        memory."""
+        parts = [f"step {row['step']}/{self._total}", *_describe(row)]
+        if "peak_memory_gib" in row:
+            self._peak = f"{self._memory} peak {row['peak_memory_gib']:.2f} GiB"
+            parts += [self._peak] if self._progress is None else []
+        if self._progress is None:
+            self.print("  ".join(parts))
+        else:
+            self.print(fold(parts, "  ", self._progress.console.width))
+            if self._peak:
+                self._progress.update(self._progress.task_ids[0], description=self._peak)
 
     def close(self) -> None:
         """Stop the progress bar."""
@@ -76,7 +87,7 @@ class Console:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _describe(row: dict[str, Any]) -> str:
+def _describe(row: dict[str, Any]) -> list[str]:
     parts = [f"loss {row['loss']:.4f}"] if "loss" in row else []
     if "eval_loss" in row:
         parts.append(f"eval loss {row['eval_loss']:.4f}")
@@ -85,7 +96,6 @@ def _describe(row: dict[str, Any]) -> str:
         parts.append(f"{rate} tokens/s" if trained == rate else f"{rate} tokens/s ({trained} trained)")
         if "mfu" in row:
             parts.append(f"MFU {row['mfu']:.1%} (causal {row['mfu_causal']:.1%})")
-        parts.append(f"{row['peak_memory_gib']:.2f} GiB")
         if row["recompiles"]:
             parts.append(f"{row['recompiles']} recompiles")
-    return "  ".join(parts)
+    return parts

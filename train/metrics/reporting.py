@@ -32,6 +32,8 @@ class Reporting:
         rows: the writer of rows; only rank 0 has one
         on_progress: called with a step after all its rows are written
         steps: the remaining steps
+        compiling: whether the first step compiles
+        memory: what the peak memory of a row is of
     """
 
     console: Console
@@ -41,9 +43,11 @@ class Reporting:
     kernels: KernelCheck | None
     on_progress: Callable[[int], None]
     steps: range
+    compiling: bool
+    memory: str
 
     def __enter__(self) -> "Reporting":
-        self.console.start_progress(self.steps.start - 1, self.steps.stop - 1)
+        self.console.start_progress(self.steps.start - 1, self.steps.stop - 1, self.compiling, self.memory)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -153,4 +157,8 @@ def build_reporting(
             kernels = KernelCheck(plan.attention, planned.device, console.print)
     profiled = ProfiledRun(model, plan, planned.device, steps)
     profiler = StepProfiler(config.profile, folder / "profile", profiled, console.print)
-    return Reporting(console, metrics, rows, profiler, kernels, on_progress, steps)
+    compiling = plan.compile.backend != "eager" and any(unit.compiled for unit in plan.units)
+    memory = "tensors" if planned.device.type == "cuda" else "process"
+    return Reporting(
+        console, metrics, rows, profiler, kernels, on_progress, steps, compiling=compiling, memory=memory
+    )
