@@ -60,8 +60,8 @@ class Console:
             self._progress.update(self._progress.task_ids[0], completed=step, description=self._peak)
 
     def report(self, row: dict[str, Any]) -> None:
-        """Show a row of metrics as a line; on a terminal, where it must not be wide, the progress bar shows the
-        memory."""
+        """Show a row of metrics as a line; on a terminal the progress bar shows its memory, so that the line
+        is not wide."""
         parts = [f"step {row['step']}/{self._total}", *_describe(row)]
         if "peak_memory_gib" in row:
             self._peak = f"{self._memory} peak {row['peak_memory_gib']:.2f} GiB"
