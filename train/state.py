@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.parallel.shardable import ShardableModel
+from meshwright.parallel.plan.schema import ShardableModel
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.huggingface import Origin, beside_weights, read_origin
 from meshwright.train.checkpoint.initial_weights import Weights, describe_start, load_weights

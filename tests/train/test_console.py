@@ -1,10 +1,9 @@
 """train/console.py: lines stay above the progress bar of a terminal; the reader of the output may exit."""
 
-import fcntl
+import contextlib
 import os
 import pty
 import re
-import struct
 import subprocess
 import sys
 import termios
@@ -77,25 +76,15 @@ def test_a_terminal_keeps_every_line_above_the_bar(first: str) -> None:
 def written_to_terminal(code: str, argument: str) -> str:
     """Run Python code whose standard output is a terminal; return all that it writes."""
     ours, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    variables = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, argument], cwd=ROOT, env={**variables, "TERM": "xterm"}, stdout=terminal
-    ) as writer:
+    termios.tcsetwinsize(terminal, (24, 80))
+    command, written = [sys.executable, "-c", code, argument], b""
+    with subprocess.Popen(command, cwd=ROOT, env=environment() | {"TERM": "xterm"}, stdout=terminal):
         os.close(terminal)
-        written = b""
-        while chunk := read_terminal(ours):
-            written += chunk
+        with contextlib.suppress(OSError):  # Linux: at the end
+            while chunk := os.read(ours, 2**16):
+                written += chunk
     os.close(ours)
-    assert writer.returncode == 0
     return written.decode()
-
-
-def read_terminal(ours: int) -> bytes:
-    try:
-        return os.read(ours, 2**16)
-    except OSError:  # Linux: the other side is closed
-        return b""
 
 
 def scrollback(written: str) -> list[str]:

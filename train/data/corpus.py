@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.parallel.compile.setup import user_cache
+from meshwright.parallel.compile.apply import user_cache
 from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.parallel.context_parallel import token_positions
+from meshwright.parallel.sharded_model import token_positions
 from meshwright.train.data.batch import Batch, at_positions, await_copies, copy_on_stream
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import SequenceShape, read_batch

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.parallel.compile.async_tp import describe_async_tp
 from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
@@ -198,6 +197,8 @@ class Supervision:
         if message := describe_compiling():
             self._console.print(message)
         if self._plan.async_tp:
+            from meshwright.parallel.compile.async_tp import describe_async_tp
+
             self._console.print(describe_async_tp())
         return_free_memory()
         self._recompiles.arm()
