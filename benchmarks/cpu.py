@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from benchmarks.cpu_limits import measure_allowed
-from benchmarks.harness import BenchResult, Measurement, config_keys, run_benchmark
-from benchmarks.peers import PEER_HELP, Contender, ours, parse_peers, run_rounds, to_figures
+from benchmarks.support.cpu_limits import measure_allowed
+from benchmarks.support.harness import BenchResult, Measurement, config_keys, run_benchmark
+from benchmarks.support.peers import PEER_HELP, Contender, ours, parse_peers, run_rounds, to_figures
 from benchmarks.train import (
     STANDARD_SHAPE,
     WARM_UP_STEPS,

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import BenchResult, Measurement, run_benchmark
 from benchmarks.published import (
     MEMORY_OF,
     PublishedRun,
@@ -23,6 +22,7 @@ from benchmarks.published import (
     predict_tokens_per_s,
     published_rows,
 )
+from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from meshwright.parallel.planner.hardware import COLLECTIVES, Hardware, load_hardware
 from meshwright.tools.cli import format_table
 

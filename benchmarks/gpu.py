@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness
 from benchmarks.cpu import shape_variables
-from benchmarks.harness import BenchResult, Measurement, config_keys, run_benchmark
-from benchmarks.peers import PEER_HELP, Contender, parse_peers
 from benchmarks.predictions import predict_run
+from benchmarks.support import harness
+from benchmarks.support.harness import BenchResult, Measurement, config_keys, run_benchmark
+from benchmarks.support.peers import PEER_HELP, Contender, parse_peers
 from benchmarks.train import MFUS, ONLY_TRAINING, Setup, config_to_record, measure_run, resolve
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from meshwright.tools.cli import format_table, positive

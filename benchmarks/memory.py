@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BenchResult, Measurement, config_keys, read_table, run_benchmark
+from benchmarks.support.harness import BenchResult, Measurement, config_keys, read_table, run_benchmark
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.tools.cli import format_table
 from meshwright.tools.plan.check import EXACT_KINDS, relative_error

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.harness import BenchResult, Measurement, run_benchmark
+from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.model.check import compare
 from meshwright.parallel.model.describe import describe

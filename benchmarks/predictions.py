@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BenchResult, Measurement, config_keys, run_benchmark
+from benchmarks.support.harness import BenchResult, Measurement, config_keys, run_benchmark
 from benchmarks.train import (
     ONLY_TRAINING,
     WARM_UP_STEPS,

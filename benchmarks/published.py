@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.frameworks import (
+from benchmarks.support.frameworks import (
     kempnerforge_plan,
     kempnerforge_times,
     kempnerforge_workload,
     torchtitan_plan,
     torchtitan_workload,
 )
-from benchmarks.harness import BenchResult, Measurement, config_keys, read_table, run_benchmark
+from benchmarks.support.harness import BenchResult, Measurement, config_keys, read_table, run_benchmark
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.harness import BenchResult, Measurement, run_benchmark
+from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.plan.scaling import read_sweep
 

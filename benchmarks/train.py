@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BenchResult, Measurement, config_keys, run_benchmark
+from benchmarks.support.harness import BenchResult, Measurement, config_keys, run_benchmark
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError, make_environment, named_device, python_command, run_to_end
 from meshwright.train.config import Config

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from meshwright.parallel.config import CompileConfig as CompileConfig
     from meshwright.parallel.config import ParallelConfig as ParallelConfig
     from meshwright.parallel.errors import PlanError as PlanError
-    from meshwright.parallel.forward_only import evaluating as evaluating
     from meshwright.parallel.mesh import build_mesh as build_mesh
     from meshwright.parallel.model.check import CheckReport as CheckReport
     from meshwright.parallel.model.check import check as check
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.plan.serialize import plan_to_table as plan_to_table
     from meshwright.parallel.plan.serialize import plan_to_yaml as plan_to_yaml
     from meshwright.parallel.sharded_model import ShardedModel as ShardedModel
+    from meshwright.parallel.sharded_model import evaluating as evaluating
     from meshwright.parallel.simulate.simulator import TrainingCode as TrainingCode
     from meshwright.parallel.simulate.simulator import simulate as simulate
     from meshwright.train.checkpoint.own_loop import load as load
@@ -52,7 +52,7 @@ _PUBLIC = {
     "build_mesh": "parallel.mesh",
     "apply_plan": "parallel.apply",
     "ShardedModel": "parallel.sharded_model",
-    "evaluating": "parallel.forward_only",
+    "evaluating": "parallel.sharded_model",
     "materialize": "parallel.model.materialize",
     "load_weights": "parallel.model.materialize",
     "check": "parallel.model.check",

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope_scaling import OTHER_KINDS, RopeScaling
+from meshwright.models.rope import OTHER_KINDS, RopeScaling
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 SIZES = {

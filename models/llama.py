@@ -28,8 +28,7 @@ from meshwright.models.attention import (
 )
 from meshwright.models.head import Head
 from meshwright.models.projections import Projection, project_as_one
-from meshwright.models.rope import apply_rope, rope_frequencies, rope_tables
-from meshwright.models.rope_scaling import RopeScaling, check_scaling
+from meshwright.models.rope import RopeScaling, apply_rope, check_scaling, rope_frequencies, rope_tables
 
 INIT_STD = 0.02  # normal initialization: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 
@@ -204,7 +203,7 @@ class Llama(nn.Module):
         self.register_buffer("frequencies", torch.empty(config.head_dim // 2), persistent=False)
 
     def sharding(self) -> dict[str, Any]:
-        """Return the description that planning reads (`parallel.shardable.ShardableModel`)."""
+        """Return the description that planning reads (`parallel.plan.schema.ShardableModel`)."""
         blocks = [f"layers.{i}" for i in range(self.config.n_layers)]
         return {
             "modules": ["tok_embeddings", *blocks, "head"],

@@ -1,4 +1,17 @@
-"""Apply a plan to a model: the one place that fixes the order of the steps."""
+"""Apply a plan to a model: the one place that fixes the order of the steps. What only some plans need is
+imported late.
+
+Attributes that the steps set on a model or its modules:
+
+    unsharded            tensor_parallel.py, on norms of other formulas: a copy, computes with given weights
+    tensor_axis          tensor_parallel.py, on split modules: the axis that their forwards use
+    matrix               tensor_parallel.py, on modules with this method: returns this rank's shard
+    around               model/attention_cores.py, on attention of transformers: the exchange around it
+    product              float8.py, on linear layers: the float8 product, called by tensor_parallel.py
+    saved_ops            activation_checkpoint.py, on recomputed modules: operators whose results are saved
+    activation_offload   activation_offload.py, on the model: `evaluating` disables it
+    _compiled_call_impl  activation_offload.py and compile/apply.py: torch's own, replaces a call
+"""
 
 import warnings
 from datetime import timedelta
@@ -8,16 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.parallel.activation_checkpoint import apply_activation_checkpoint
 from meshwright.parallel.compile.apply import apply_compile
-from meshwright.parallel.context_parallel import apply_context_parallel
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, apply_fsdp, apply_prefetch
 from meshwright.parallel.mesh import fsdp_mesh
-from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.shardable import ShardableModel
+from meshwright.parallel.plan.schema import Plan, ShardableModel
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def apply_plan(
@@ -48,11 +57,21 @@ def apply_plan(
         from meshwright.parallel.float8 import apply_float8
 
         apply_float8(model, plan, mesh.device_type)
-    apply_tensor_parallel(model, plan, mesh["tp"])
-    apply_context_parallel(model, plan, mesh, group_timeout)
-    apply_activation_checkpoint(model, plan)
+    if plan.tensor.styles:
+        from meshwright.parallel.tensor_parallel import apply_tensor_parallel
+
+        apply_tensor_parallel(model, plan, mesh["tp"])
+    if plan.mesh.cp > 1:
+        from meshwright.parallel.context_parallel import apply_context_parallel
+
+        apply_context_parallel(model, plan, mesh, group_timeout)
+    kinds = {unit.activation_checkpoint for unit in plan.units}
+    if kinds & {"full", "selective"}:
+        from meshwright.parallel.activation_checkpoint import apply_activation_checkpoint
+
+        apply_activation_checkpoint(model, plan)
     apply_compile(model, plan, mesh["tp"])
-    if any(unit.activation_checkpoint == "offload" for unit in plan.units):
+    if "offload" in kinds:
         from meshwright.parallel.activation_offload import apply_activation_offload
 
         apply_activation_offload(model, plan)

@@ -44,22 +44,11 @@ class ContextAxis:
     rank: int
 
 
-def token_positions(exchange: str, degree: int, rank: int, seq_len: int) -> Tensor:
-    """Return the positions of a rank's tokens in their sequences, int64 [seq_len / degree], on the CPU."""
-    positions = torch.arange(seq_len, device="cpu")
-    if exchange == "heads" or degree == 1:
-        return positions.chunk(degree)[rank]
-    chunks = positions.chunk(2 * degree)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
-
-
 def apply_context_parallel(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
 ) -> None:
-    """Replace the forwards of attention's cores by those that exchange, in place. Every rank must call it;
-    nothing is done with cp=1. `group_timeout`: as in `mesh.build_mesh`."""
-    if plan.mesh.cp == 1:
-        return
+    """Replace the forwards of attention's cores by those that exchange, in place. Every rank must call it.
+    `group_timeout`: as in `mesh.build_mesh`."""
     group = context_group(mesh, plan.mesh, group_timeout)
     axis = ContextAxis(group.group_name, plan.mesh.cp, context_rank(mesh, plan.mesh))
     apply_exchange(model, plan.context, axis)

@@ -25,6 +25,18 @@ def each_line(message: str) -> str:
     )
 
 
+def fold(phrases: Sequence[str], separator: str = " ", width: int = 80) -> str:
+    """Join phrases into lines of at most `width` characters, broken only between phrases; later lines are
+    indented. A longer phrase has a line to itself."""
+    lines = [phrases[0]]
+    for phrase in phrases[1:]:
+        if len(lines[-1] + separator + phrase) <= width:
+            lines[-1] += separator + phrase
+        else:
+            lines.append(f"  {phrase}")
+    return "\n".join(lines)
+
+
 class PlanError(ValueError):
     """The requested parallelization is impossible. A line of the message has rule, value, place and fix."""
 

@@ -57,15 +57,6 @@ COLLECTIVES = {
 }
 
 
-# torch's own fused attention
-ATTENTION_OPS = (
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-)
-
-
 def collective_axis(arguments: Any) -> str:
     """Return the name of the group of a collective, its last string: in a trace that of an axis."""
     return str([argument for argument in arguments if isinstance(argument, str)][-1])

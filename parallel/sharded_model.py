@@ -1,17 +1,20 @@
-"""A model with a plan applied, and what a training loop does with it between two optimizer steps."""
+"""A model with a plan applied, and what a training loop does with it between two optimizer steps; forwards
+without a backward, with the graphs compiled for training."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.context_parallel import token_positions
+from meshwright.parallel.compile.stats import of_evaluation
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, free_gathered, local_part, set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
@@ -174,3 +177,50 @@ def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce `value` over a group in place (sum), and return it."""
     dist.all_reduce(value, group=group)
     return value
+
+
+def token_positions(exchange: str, degree: int, rank: int, seq_len: int) -> Tensor:
+    """Return the positions of a rank's tokens in their sequences, int64 [seq_len / degree], on the CPU."""
+    positions = torch.arange(seq_len, device="cpu")
+    if exchange == "heads" or degree == 1:
+        return positions.chunk(degree)[rank]
+    chunks = positions.chunk(2 * degree)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context manager for evaluations, which leave nothing behind: modules are in eval mode, no random number
+    of training is drawn, no activations are saved or offloaded, and at the end all parameters are sharded.
+
+    Autograd stays enabled, because compiled blocks would need a second graph without it; those that ask for
+    `self.training`, as dropout and transformers' attention do, need it anyway. A backward raises
+    RuntimeError.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    offload = getattr(model, "activation_offload", None)
+    offloads = offload is not None and offload.enabled
+    if offload is not None:
+        offload.enabled = False
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        model.eval()
+        with torch.random.fork_rng(gpus), saved_tensors_hooks(_drop, _refuse), of_evaluation():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        if offload is not None:
+            offload.enabled = offloads
+        free_gathered(model)
+
+
+def _drop(_tensor: Any) -> None:
+    """Return None in place of a saved tensor."""
+
+
+def _refuse(_nothing: None) -> NoReturn:
+    raise RuntimeError(
+        "backward of an output computed in mw.evaluating: no activations were saved for it: compute it "
+        "outside of that context"
+    )

@@ -51,8 +51,7 @@ from torch.func import functional_call
 
 from meshwright.parallel.model.styles import check_style
 from meshwright.parallel.plan.rules import STYLE_NAMES
-from meshwright.parallel.plan.schema import Plan, TensorPlan, find_style
-from meshwright.parallel.shardable import ShardableModel
+from meshwright.parallel.plan.schema import Plan, ShardableModel, TensorPlan, find_style
 
 TOKENS, CHANNELS = 1, 2  # dimensions of x[B, T, D]
 

@@ -49,6 +49,7 @@ LATE = {
     "train.main": (
         *("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
         *(f"{PACKAGE}.parallel.planner.{name}" for name in ("search", "workload", "timeline")),
+        *(f"{PACKAGE}.parallel.{name}" for name in ("tensor_parallel", "context_parallel", "float8")),
     ),
 }
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.train.config_parser import CONFIG_FOLDER, list_configs, load_config, parse_config
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary
 from meshwright.train.model.choose import source_of
@@ -57,7 +58,9 @@ def _slow_but_one(name: str) -> object:
 @pytest.mark.parametrize("name", [*map(_slow_if_of_transformers, MEANT_FOR)])
 def test_it_plans_for_the_gpus_it_is_meant_for(name: str) -> None:
     config, gpus = parse_config([f"--config={_path(name)}"]), MEANT_FOR[name][0]
-    assert plan_run(config.job, gpus).mesh.world_size == gpus
+    plan = plan_run(config.job, gpus)
+    assert plan.mesh.world_size == gpus
+    assert max(map(len, plan_to_table(plan).splitlines())) <= 80
     check_vocabulary(ByteTokenizer.info, source_of(config.model).vocab_size)
 
 

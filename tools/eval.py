@@ -18,7 +18,7 @@ import tokenizers
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
+from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.checkpoint.convert import imported_config

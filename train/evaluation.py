@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.models.head import LinearCrossEntropySum
 from meshwright.models.loss import LogitsLoss
-from meshwright.parallel.forward_only import evaluating
-from meshwright.parallel.sharded_model import summed
+from meshwright.parallel.sharded_model import evaluating, summed
 from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.training_data import BatchShape, to_device

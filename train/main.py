@@ -175,7 +175,7 @@ def build_hooks(
             nonfinite,
             *profilers(run),
             *([norms] if norms else []),
-            Screen(run.console, data.total_steps),
+            Screen(run.console, data.total_steps, run.planned.plan, run.planned.device.type),
             rows,
             *hooks_of_yours,
             supervision.stop,  # the ranks agree whether this step is the last

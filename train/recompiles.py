@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from meshwright.parallel.compile.async_tp import describe_async_tp
 from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.hooks import Hook, StepDone
@@ -27,6 +26,8 @@ class Recompiles(Hook):
         if message := describe_compiling():
             self._print(message)
         if self._plan.async_tp:
+            from meshwright.parallel.compile.async_tp import describe_async_tp  # late: few plans have it
+
             self._print(describe_async_tp())
         return_free_memory()
         self._guard.arm()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.parallel.shardable import ShardableModel
+from meshwright.parallel.plan.schema import ShardableModel
 from meshwright.train.checkpoint.manifest import Origin, beside_weights, read_origin
 from meshwright.train.checkpoint.resume import Start, describe_start
 from meshwright.train.config import Config

@@ -1,5 +1,5 @@
 """Cross entropy of rows of logits, whose gradient overwrites them: in plain torch on a CPU, by Triton
-kernels on a GPU.
+kernels on a GPU; and the multiplication of a gradient by a scalar on its device.
 
 Shapes: n tokens, v logits per token: the full vocabulary, or the ids from `first_id` on that one rank has.
 """
@@ -106,3 +106,20 @@ def _blocks(logits_nv: Tensor) -> list[slice]:
     """Return slices of rows with at most BLOCK_BYTES of float32 logits each, but at least one row."""
     rows = max(1, BLOCK_BYTES // (4 * logits_nv.shape[1]))
     return [slice(first, first + rows) for first in range(0, len(logits_nv), rows)]
+
+
+@torch.library.custom_op("meshwright::multiply_unless_one_kernel", mutates_args=("x",))
+def multiply_unless_one(x: Tensor, factor: Tensor) -> None:
+    """Multiply a contiguous x by a float32 scalar, without a pass over x if it is 1. A GPU reads the scalar
+    itself: the host does not wait."""
+    if x.is_cuda:
+        from meshwright.models.kernels.cross_entropy_triton import multiply_unless_one as on_gpu
+
+        on_gpu(x, factor)
+    elif factor != 1:
+        x.copy_(x.float() * factor)
+
+
+@multiply_unless_one.register_fake
+def _(x: Tensor, factor: Tensor) -> None:
+    return None

@@ -1,4 +1,5 @@
-"""Triton kernels of `cross_entropy.py`: one program per row, which reads the row block by block.
+"""Triton kernels of `cross_entropy.py`: one program per row, which reads the row block by block; and of the
+product of its gradients with that of the loss.
 
 Shapes: n tokens, v logits per token.
 """
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
 
-BLOCK = 4096  # logits that a program loads at a time
+BLOCK = 4096  # logits, or elements to multiply, that a program loads at a time
 WARPS = 16
+PROGRAMS = 1024  # of a multiplication, at most, so that a launch with factor 1 takes no time
 FUSE = True  # fused multiply-add: Triton's default up to 3.9, which warns that 3.10 changes it
 
 
@@ -117,3 +119,21 @@ def _write(
             gradient = tl.exp(values - log_sum) * factor
             gradient = counted * tl.where(columns == target, gradient - 1.0, gradient)
             tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < v)
+
+
+def multiply_unless_one(x: Tensor, factor: Tensor) -> None:
+    """Multiply a contiguous x by a float32 scalar; if the scalar is 1, read nothing else."""
+    assert x.is_contiguous()
+    programs = min(PROGRAMS, triton.cdiv(x.numel(), BLOCK))
+    _multiply[(programs,)](x, factor, x.numel(), programs, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False)
+
+
+@triton.jit
+def _multiply(x, factor, size, programs, BLOCK: tl.constexpr):
+    scalar = tl.load(factor)
+    if scalar != 1.0:
+        begin = tl.program_id(0).to(tl.int64) * BLOCK
+        for first in range(begin, size, programs * BLOCK):
+            offset = first + tl.arange(0, BLOCK)
+            value = tl.load(x + offset, mask=offset < size, other=0.0).to(tl.float32)
+            tl.store(x + offset, (value * scalar).to(x.dtype.element_ty), mask=offset < size)

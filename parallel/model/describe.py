@@ -22,13 +22,18 @@ from torch.utils._pytree import tree_map_only
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.attention_cores import find_cores
 from meshwright.parallel.model.styles import find_styles, tp_sizes
-from meshwright.parallel.operators import ATTENTION_OPS
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.plan.schema import ModelUnits
-from meshwright.parallel.shardable import ShardableModel
+from meshwright.parallel.plan.schema import ModelUnits, ShardableModel
 
 Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments of the model's forward
 Blocks = str | type[nn.Module] | int
+# torch's own fused attention, whose results selective activation checkpointing keeps
+ATTENTION_OPS = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+)
 WAY_OUT = (
     "name them: describe(model, example, blocks=...), model.blocks=... of train.main, or --blocks=... of "
     "tools.check takes a pattern of names or a number of parameters"

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.structure import Count, Integer
@@ -297,3 +297,23 @@ def only_look_up(modules: Sequence[str], model: ModelUnits) -> bool:
 def find_style(plan: TensorPlan, module: str) -> str:
     """Return the style of a module by its name; "" if the table does not contain it."""
     return next((style for pattern, style in plan.styles.items() if fnmatch.fnmatchcase(module, pattern)), "")
+
+
+@runtime_checkable
+class ShardableModel(Protocol):
+    """The interface between a model and `parallel/`, apart from the data of its `ModelUnits`: a model that
+    describes itself and has selectable kernels. `describe` reads all others from their modules.
+
+    A block that draws no random numbers says so by the class attribute `draws_random_numbers = False`; its
+    recomputation then saves no random state. Modules may have two methods. `matrix() -> Tensor`, of a linear
+    layer whose weight other modules read, returns the weight; tensor parallelism overrides it with this
+    rank's shard. `split_vocabulary(group_name, rank)`, of the loss (a module of style "loss"), is called if
+    logits are split over the vocabulary; they are then this rank's share.
+    """
+
+    def sharding(self) -> Mapping[str, Any]:
+        """Return the fields of a `ModelUnits`; of `modules` only the names, in the order of the forward."""
+
+    def choose_kernels(self, attention: str, loss_chunk_tokens: int, fused_projections: bool) -> None:
+        """Set the attention kernel (of `ModelUnits.attention_kernels`), the tokens per chunk of logits (0: no
+        chunks), and whether projections of the same input are fused into one matrix product."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.errors import PlanError, one_line
+from meshwright.parallel.errors import PlanError, fold, one_line
 from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
@@ -145,11 +145,27 @@ def _names(name: Any, place: str) -> list[Any]:
     return [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
 
 
+HEAD = ("unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled")
+
+
 def plan_to_table(plan: Plan) -> str:
-    """Return the table that runs print: lines on mesh, batch and kernels, then a row per group of units."""
-    mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
-    head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
+    """Return the table that runs print: lines on mesh, batch and kernels, a line with the settings that all
+    units share, then a row per group of units with the others. It fits 80 columns, unless names are long."""
     rows = [_table_row(name, unit, plan.compile.backend) for name, unit in group_units(plan.units)]
+    units, *settings = zip(HEAD, *rows, strict=True)
+    shared = [f"{column[0]} {column[1]}" for column in settings if len(set(column[1:])) == 1]
+    differing = [column for column in settings if len(set(column[1:])) > 1]
+    lines = _about_all_units(plan)
+    if shared:
+        lines.append(f"all units: {', '.join(shared)}")
+    head, *rows = map(list, zip(units, *differing, strict=True))
+    return "\n".join(
+        [*(fold(re.split("(?<=[,;]) | (?==)", line)) for line in lines), format_table(head, rows)]
+    )
+
+
+def _about_all_units(plan: Plan) -> list[str]:
+    mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
     batch = (
         f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
@@ -188,7 +204,7 @@ def plan_to_table(plan: Plan) -> str:
     if plan.float8.linears:
         gathered = ", gathered in float8 too" if plan.float8.all_gather else ""
         first.append(f"float8 {plan.float8.recipe}{gathered}: {', '.join(plan.float8.linears)}")
-    return "\n".join([*first, format_table(head, rows)])
+    return first
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -211,7 +227,7 @@ def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
         str(unit.reshard_after_forward).lower() + ("" if unit.reshard_after_backward else "/false"),
         prefetch,
         _format_activations(unit),
-        backend if unit.compiled else "-",
+        backend if unit.compiled else "no",
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cpu, fit, gpu, memory, train
-from benchmarks.harness import measure, write_record
+from benchmarks.support.harness import measure, write_record
 from benchmarks.train import make_figures, read_rows
 from meshwright.tools.processes import BenchError
 from tests.support.launch import EAGER, TINY, write_text

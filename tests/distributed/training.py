@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention
 
 import meshwright.models.llama
 import meshwright.parallel.tensor_parallel
-from meshwright.models.kernels.document_blocks import block_mask
+from meshwright.models.attention import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import load_corpus

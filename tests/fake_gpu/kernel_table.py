@@ -19,7 +19,6 @@ from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
 ROOT = Path(__file__).parents[2]
 ADAMW = ROOT / "train" / "optim" / "adamw_triton.py"
 LOSS = ROOT / "models" / "kernels" / "cross_entropy_triton.py"
-MULTIPLY = ROOT / "models" / "kernels" / "multiply_triton.py"
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRS = [(parameter, moment) for parameter in DTYPES for moment in DTYPES]
 VOCABULARY = 128_256  # as in Llama 3

@@ -25,7 +25,6 @@ from tests.fake_gpu.cubins import TOOLS, read_cubin
 from tests.fake_gpu.kernel_table import (
     ADAMW,
     LOSS,
-    MULTIPLY,
     PAIRS,
     VOCABULARY,
     Compiled,
@@ -256,7 +255,7 @@ def test_gradients_are_multiplied_in_place_unless_the_factor_is_1(
     dtype: torch.dtype, tmp_path: Path, launches: list[Launch]
 ) -> None:
     """With 1 the kernel accesses no gradient: it is executed with another tensor, of one element."""
-    kernels = changed(tmp_path, MULTIPLY, ("PROGRAMS = 1024", "PROGRAMS = 2"))
+    kernels = changed(tmp_path, LOSS, ("PROGRAMS = 1024", "PROGRAMS = 2"))
     gradient, factor = torch.randn(3 * 4096 + 7).to(dtype), torch.tensor(0.3)
     expected = (gradient.float() * factor).to(dtype)
     kernels.multiply_unless_one(gradient, factor)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from meshwright.models.kernels.document_blocks import block_mask
+from meshwright.models.attention import block_mask
 
 
 def random_first(B: int, T: int, documents: int, seed: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, init_weights
-from meshwright.models.rope_scaling import RopeScaling
+from meshwright.models.rope import RopeScaling
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
 CONFIG = LlamaConfig(

@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models import chunked_loss
-from meshwright.models.chunked_loss import linear_cross_entropy
-from meshwright.models.head import Head
+from meshwright.models.head import Head, linear_cross_entropy
 from meshwright.models.kernels.cross_entropy import plain_losses, plain_rows, write_losses
 from meshwright.models.loss import IGNORE_INDEX, cross_entropy_sum
 from meshwright.parallel.compile.stats import count_compiled_graphs
@@ -178,7 +176,7 @@ def test_an_evaluation_makes_no_gradients_and_counts_no_z_loss_by_the_graph_of_t
         made.extend([args[-1]] * args[-1])
         write_losses(*args)
 
-    monkeypatch.setattr(chunked_loss, "write_losses", watched)
+    monkeypatch.setattr("meshwright.models.head.write_losses", watched)
     head.compile(fullgraph=True, backend="aot_eager")
     trained = head(x, targets).item()
     assert (trained > 1.1 * plain, bool(made)) == (True, bool(chunk))

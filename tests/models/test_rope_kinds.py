@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope import rope_frequencies
-from meshwright.models.rope_scaling import RopeScaling
+from meshwright.models.rope import RopeScaling, rope_frequencies
 
 
 @pytest.mark.parametrize("head_dim", [6, 64, 128])

@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.models.attention import CausalAttention
-from meshwright.parallel.context_parallel import ContextAxis, apply_exchange, token_positions
+from meshwright.parallel.context_parallel import ContextAxis, apply_exchange
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import ContextPlan
+from meshwright.parallel.sharded_model import token_positions
 from meshwright.parallel.simulate.simulator import eager_plan
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import make_document, write_record
+from benchmarks.support.harness import make_document, write_record
 from meshwright.tools.cli import run_tool
 
 RECORDS = Path(__file__).parent / "records"

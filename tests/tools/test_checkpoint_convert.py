@@ -152,6 +152,8 @@ def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -
     assert (tokenizer.info.bos, tokenizer.info.eos) == (None, 256)
     assert tokenizer.encode([text])[0].tolist() == ByteTokenizer().encode([text])[0].tolist()
     assert tokenizer.decode([*text, 256]) == text.decode()
+    with pytest.raises(CheckpointError, match=r"run, which needs no import: .* tools.checkpoint export"):
+        main(["import", str(run), str(tmp_path / "no")])
 
 
 def test_another_dtype_is_the_rounded_weights(hf_dir: Path, tmp_path: Path) -> None:
@@ -354,7 +356,7 @@ def test_a_full_disk_leaves_nothing_behind(hf_dir: Path, tmp_path: Path) -> None
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"^cannot write "):
+        with pytest.raises(CheckpointError, match=r"^cannot write \S+/ours \([^/]*\): use"):
             main(["import", str(hf_dir), str(tmp_path / "ours")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -368,9 +370,16 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     written = json.loads(done.stdout)
     assert written["parameters"] == sum(tensor.numel() for tensor in read_all(hf_dir).values())
     assert (written["dtype"], written["files"]) == ("float32", 1)
+    assert "config.yaml" in written["beside"]
     done = tool("checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "back"))
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{written['parameters']:,} parameters, float32" in done.stdout
+    for command, folder, message in (
+        ("import", tmp_path / "ours", "run, which needs no import: "),
+        ("export", hf_dir, "is a Hugging Face folder, not a checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            main([command, str(folder), str(tmp_path / "no")])
     wrong = json.loads((hf_dir / "config.json").read_text()) | {"model_type": "qwen2", "attention_bias": True}
     other = shutil.copytree(hf_dir, tmp_path / "qwen")
     (other / "config.json").write_text(json.dumps(wrong))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.models.rope_scaling import RopeScaling
+from meshwright.models.rope import RopeScaling
 from meshwright.parallel.config import CompileConfig
 from meshwright.train.config import Config
 from meshwright.train.config_parser import (

@@ -78,7 +78,7 @@ def _convert(options: argparse.Namespace, source: Path, out: Path) -> Path:
     limit_bytes = int((options.shard_gb or 5.0) * 1e9)
     if options.command == "import":
         return convert.import_model(source, out, options.force, limit_bytes)
-    checkpoint = find_newest(source)
+    checkpoint = convert.find_exported(source)
     is_file = out.suffix == ".safetensors" and not out.is_dir()
     if not (is_file or options.plain_names):
         return convert.export_model(checkpoint, out, options.force, limit_bytes, options.dtype)

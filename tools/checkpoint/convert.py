@@ -23,11 +23,12 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.load_weights import (
     checkpoint_config,
+    find_newest,
     load_full_weights,
     read_full_tensors,
     saved_weights,
 )
-from meshwright.train.checkpoint.commit import write_synced
+from meshwright.train.checkpoint.commit import list_checkpoints, write_synced
 from meshwright.train.checkpoint.huggingface import (
     DTYPES,
     INDEX,
@@ -39,6 +40,7 @@ from meshwright.train.checkpoint.huggingface import (
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
 from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
+    CONFIG,
     GENERATION,
     JSON_BYTES,
     MANIFEST,
@@ -78,6 +80,11 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path:
     """Write a Hugging Face Llama as a checkpoint at step 0: as of so many replicas that each writes about
     `limit_bytes`. Return its path. Raises CheckpointError."""
+    if (source / MANIFEST).is_file() or (source / "checkpoints").is_dir() or list_checkpoints(source):
+        raise CheckpointError(
+            f"{source} is a checkpoint or the folder of a run, which needs no import: train from it with "
+            "--checkpoint.init_from, or write a Hugging Face folder of it with tools.checkpoint export"
+        )
     folder = open_folder(source)
     check_folder(folder, folder.config)
     names = {PREFIX + fqn: hf_name(fqn) for fqn in weight_shapes(folder.config)}
@@ -117,6 +124,16 @@ def imported_config(folder: HfFolder, tokenizer: str | None) -> dict[str, Any]:
         sections["train"] = {"seq_len": folder.config.max_seq_len}
     sections["checkpoint"] = {"every": SAVE_EVERY}
     return sections
+
+
+def find_exported(source: Path) -> Path:
+    """Return the checkpoint, or the newest of a run. Raises CheckpointError."""
+    if (source / CONFIG).is_file() and not (source / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{source} is a Hugging Face folder, not a checkpoint or the folder of a run: make a checkpoint "
+            "of it with tools.checkpoint import, or use it as it is"
+        )
+    return find_newest(source)
 
 
 def export_model(checkpoint: Path, out: Path, force: bool, limit_bytes: int, dtype: str | None) -> Path:
@@ -185,7 +202,7 @@ def export_plain_names(checkpoint: Path, target: Path, force: bool, dtype: str) 
         with replacing(target) as partial:
             write_weights(partial, weights)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {target} ({error}): name another path") from None
+        raise CheckpointError(f"cannot write {target} ({_reason(error)}): name another path") from None
     return target
 
 
@@ -238,15 +255,15 @@ def describe(path: Path) -> dict[str, Any]:
         "dtype": ", ".join(sorted(dtypes)),
         "size_gb": size_bytes / 1e9,
         "files": len(files),
-        "beside": ", ".join(others),
+        "beside": others,
     }
 
 
 def description_text(described: dict[str, Any]) -> str:
     """Return a description as a line."""
     line = "{path}: {parameters:,} parameters, {dtype}, {size_gb:.3f} GB in {files} file{s}"
-    others = "; other files: {beside}" if described["beside"] else ""
-    return (line + others).format(**described, s="s" * (described["files"] > 1))
+    others = f"; other files: {', '.join(described['beside'])}" if described["beside"] else ""
+    return line.format(**described, s="s" * (described["files"] > 1)) + others
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,6 +274,11 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             "use --dtype bfloat16 or float32"
         )
     return converted
+
+
+def _reason(error: Exception) -> str:
+    """Return the error without the temporary file's name."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 @contextmanager
@@ -280,7 +302,7 @@ def _new_folder(source: Path, out: Path, force: bool) -> Iterator[Path]:
         os.rename(partial, final)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {out} ({error}): use another folder") from None
+        raise CheckpointError(f"cannot write {out} ({_reason(error)}): use another folder") from None
     finally:
         if old.exists() and not final.exists():  # not renamed
             os.rename(old, final)

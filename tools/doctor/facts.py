@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.parallel.compile.setup import cache_folder
+from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.memory_breakdown import GIB

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.compile.setup import use_cache_folder
+from meshwright.parallel.compile.apply import use_cache_folder
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.tools.workers import run_workers
 from meshwright.train.calibration.measure import measure_here, read_kept

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.parallel.compile.setup import cache_folder
+from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware, read_hardware
 from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_value

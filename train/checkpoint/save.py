@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import one_line
-from meshwright.train.checkpoint.commit import abandon, begin_save, commit, delete_others, write_synced
+from meshwright.train.checkpoint.commit import (
+    abandon,
+    begin_save,
+    commit,
+    delete_others,
+    step_name,
+    write_synced,
+)
 from meshwright.train.checkpoint.manifest import (
     CheckpointManifest,
     SavedFile,
@@ -285,8 +292,12 @@ class CheckpointSaver:
         try:
             file = write_shard_file(partial / name, job.shards)
         except OSError as error:
-            raise SaveError(f"{partial / name} cannot be written ({error.strerror})") from None
+            raise SaveError(f"{self._named(job) / name} cannot be written ({error.strerror})") from None
         return name, file, {key: tensor for key, tensor in job.tensors.items() if key.startswith("random.")}
+
+    def _named(self, job: _Job) -> Path:
+        """Return the name that a message gives the checkpoint; its partial folder is gone by then."""
+        return self._folder / step_name(job.position.step)
 
     def _commit(self, partial: Path, job: _Job, parts: Sequence[_Part]) -> Path:
         if job.trial:
@@ -301,7 +312,7 @@ class CheckpointSaver:
                 write_synced(partial / name, text)
                 files[name] = hash_file(partial / name)
         except OSError as error:
-            raise SaveError(f"{partial} cannot be written ({error.strerror})") from None
+            raise SaveError(f"{self._named(job)} cannot be written ({error.strerror})") from None
         manifest = CheckpointManifest(job.position, files, tensors, mesh=dict(degrees(self._mesh)))
         path = commit(partial, manifest)
         delete_others(self._folder, self._config.keep, self._config.keep_every)

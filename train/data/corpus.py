@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.parallel.compile.setup import user_cache
+from meshwright.parallel.compile.apply import user_cache
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.context_parallel import token_positions
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.sharded_model import token_positions
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.resume import Start
 from meshwright.train.config import Config

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.sharded_model import ShardedModel
@@ -134,6 +133,8 @@ class _Watch:
 def _eager(model: nn.Module) -> Iterator[None]:
     """Disable compilation within this context. The modules that were compiled recompute their activations
     instead, because these might not fit into memory."""
+    from meshwright.parallel.activation_checkpoint import recompute  # late: few runs need it
+
     compiled = {
         module: call for module in model.modules() if (call := module._compiled_call_impl) is not None
     }

@@ -174,10 +174,11 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
     console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
     parameters = source_of(job.model).parameters
     assert planned.peak_bytes is not None, "check_memory comes first"
-    peak_gib = f"{planned.peak_bytes / GIB:.2f} GiB"
-    bound = f"at most {peak_gib} of tensors per process (a bound: memory is ample)"
-    memory = bound if planned.bounded else f"about {peak_gib} per process for training"
-    console.print(f"model: {parameters:,} parameters; {memory}")
+    console.print(f"model: {parameters:,} parameters")
+    # rows of a CPU have the peak of the process, which is several times this for a small model
+    amount = "at most" if planned.bounded else "about"
+    bound = " (a bound: there is ample)" if planned.bounded else ""
+    console.print(f"memory: {amount} {planned.peak_bytes / GIB:.2f} GiB of tensors per process{bound}")
     if job.parallel.strategy:
         console.print(describe_strategy(job.parallel.strategy, plan.mesh))
     console.print(plan_to_table(plan))

@@ -3,7 +3,7 @@
 import dataclasses
 from functools import cache, partial
 
-from meshwright.parallel.compile.setup import cache_folder
+from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.float8 import check_float8
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan
@@ -64,6 +63,8 @@ def check_device_support(job: TrainingJob, plan: Plan, device: torch.device) -> 
     """Raise PlanError for an attention kernel or float8 products that this device does not support."""
     check_attention(job, plan, device.type)
     if plan.float8.linears:
+        from meshwright.parallel.float8 import check_float8  # late: few plans need torchao
+
         check_float8(plan.float8, device)
 
 

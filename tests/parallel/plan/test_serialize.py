@@ -50,14 +50,15 @@ def test_like_neighbors_are_one_entry_and_read_back(tmp_path: Path) -> None:
 
 def test_the_table_has_a_row_per_group_and_the_batch_in_words() -> None:
     table = plan_to_table(make(n_layers=32, dp_replicate=2, activation_checkpoint="full"))
-    mesh, batch, kernels, head, *rows = table.splitlines()
+    mesh, batch, kernels, shared, head, *rows = table.splitlines()
     check_facts(mesh, "dp_replicate 2 x dp_shard 4 x tp 1 ... 8 processes")
     check_facts(batch, "64 sequences ... micro batch 2 x data parallel 8 x accumulation 4")
     check_facts(kernels, "attention cpu ... all tokens ... stored in float32")
-    assert head.split()[:2] == ["unit", "dtype"]
+    assert shared == "all units: dtype float32, reduce float32, prefetch fwd/bwd 1/1"
+    assert head.split() == ["unit", "reshard", "activation", "checkpoint", "compiled"]
     assert [row.split()[0] for row in rows] == ["embed", "layers.[0-31]", "head"]
-    assert rows[1].split() == ["layers.[0-31]", "float32", "float32", "true", "1/1", "full", "inductor"]
-    assert rows[2].split()[3:] == ["false", "1/1", "none", "inductor"]
+    assert rows[1].split() == ["layers.[0-31]", "true", "full", "inductor"]
+    assert rows[2].split() == ["head", "false", "none", "inductor"]
 
 
 LISTS = {"forward_prefetch": ("layers.1", "layers.2"), "backward_prefetch": ()}

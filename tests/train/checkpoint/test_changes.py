@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope_scaling import RopeScaling
+from meshwright.models.rope import RopeScaling
 from meshwright.train.checkpoint import changes as changes_module
 from meshwright.train.checkpoint.resume import Start, compare_configs
 from meshwright.train.config import Config, FactoryConfig

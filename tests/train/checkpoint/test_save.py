@@ -46,8 +46,8 @@ def trainer(group: None) -> Trainer:
 @pytest.mark.parametrize(
     ("stage", "texts", "limit_bytes"),
     [
-        ("rank-00000.safetensors", TEXTS, 100_000),
-        ("partial", LARGE, 1_500_000),
+        ("/step-00000002/rank-00000.safetensors cannot be written", TEXTS, 100_000),
+        ("/step-00000002 cannot be written", LARGE, 1_500_000),
         ("step-00000002 cannot be committed", TEXTS, 1000),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(trainer: Trainer, t
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("disk full", "rank-00001.safetensors cannot be written (File too large)"),
+        ("disk full", "/step-00000002/rank-00001.safetensors cannot be written (File too large)"),
         ("NaN", "model.weight is not finite on rank 1"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.compile.setup import use_cache_folder
+from meshwright.parallel.compile.apply import use_cache_folder
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.planner.workload import ModuleWorkload

@@ -52,7 +52,7 @@ def measure_allowed(
     shape = AttentionShape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
     products = step_products(model, sequences * seq_len)
     settings = {"products": list(products), "attention": dataclasses.astuple(shape), "dtype": dtype}
-    ranks = run_workers("benchmarks.cpu_limits:measure_rates", processes, threads, "cpu", settings)
+    ranks = run_workers("benchmarks.support.cpu_limits:measure_rates", processes, threads, "cpu", settings)
     product_s = [sum(times) / processes for times in zip(*(rank["products"] for rank in ranks), strict=True)]
     return add_up(products, product_s, sum(rank["attention_s"] for rank in ranks) / processes, model.n_layers)
 

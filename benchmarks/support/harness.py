@@ -110,7 +110,7 @@ def make_parser(measurement: Measurement) -> argparse.ArgumentParser:
     return parser
 
 
-RECORDS = Path(__file__).parent / "records"
+RECORDS = Path(__file__).parents[1] / "records"
 _HOME = re.compile(r"""/(?:home|Users)/[^\s'"/,;:=]+""")  # the last component is a user's name
 # An absolute path or a path below a home folder, of which the last component is kept. `tok/s`, `./x`, `../x`
 # and `$HOME/x` do not match.
