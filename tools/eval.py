@@ -43,7 +43,7 @@ from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.model.build import build_model
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 
 PROG = "tools.eval"
@@ -143,7 +143,7 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     plan = plan_on_device(config.job, ranks, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, ranks.local_world_size)
-    source = source_of(config.model)
+    source = model_of(config.model)
     source.check(config.job)
     check_data(config.data, source.vocab_size)
     warnings = start_process(config.run, ranks, device)
@@ -237,7 +237,7 @@ def score_model(
     all get the same scores."""
     config = target.config
     sequences = make_sequence_shape(
-        config.data, corpus.tokenizer, config.train.seq_len, source_of(config.model).vocab_size
+        config.data, corpus.tokenizer, config.train.seq_len, model_of(config.model).vocab_size
     )
     timeout = group_timeout(config.run)
     mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
@@ -246,7 +246,7 @@ def score_model(
     shape = make_batch_shape(plan, mesh)
     with torch.no_grad():  # save no activations
         group = data_parallel_group(mesh, timeout)
-        loss_of = source_of(config.model).loss(plan, 0.0)
+        loss_of = model_of(config.model).loss(plan, 0.0)
         return score_sets(model, sets, sequences, shape, limit, device, group, loss_of)
 
 

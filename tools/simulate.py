@@ -36,7 +36,7 @@ from meshwright.train.data.batch import Batch
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.build import shard_model
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
     """Simulate one optimizer step of `rank` of the job under `plan`."""
-    source = source_of(job.model)
+    source = model_of(job.model)
     loss_of, sharded = source.loss(eager_plan(plan), job.z_loss), list[ShardedModel]()
 
     def build(plan: Plan, mesh: Any) -> Any:

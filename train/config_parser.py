@@ -131,15 +131,14 @@ def parse_config(arguments: Sequence[str], prog: str = "train.main", from_user: 
     named = [
         each for each in factories if each == COMMAND_LINE or not (Path(each).parent / MANIFEST).exists()
     ]
-    if from_user and named and isinstance(config.model, FactoryConfig):
+    if from_user and named:
         name_factory(config.model.factory)
     return config
 
 
 def _folder(files: Sequence[Path], config: Config) -> str:
     """The default of run.dir, by the config's name, or without a config that of the factory's module."""
-    model = config.model
-    module = model.factory.partition(":")[0] if isinstance(model, FactoryConfig) else "llama"
+    module = config.model.factory.partition(":")[0]
     return f"runs/{files[-1].stem if files else module.rpartition('.')[2]}"
 
 

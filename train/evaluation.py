@@ -18,7 +18,7 @@ from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import count_targets
 
 

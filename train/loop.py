@@ -15,7 +15,7 @@ from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.metrics.reporting import Reporting
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step

@@ -44,7 +44,7 @@ from meshwright.train.loop import train_loop
 from meshwright.train.metrics.reporting import build_reporting
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.model.build import build_model
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.optim.optimizer import build_optimizer, describe_short_run
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.state import files_beside, restore
@@ -79,7 +79,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
     console = Console(ranks.is_main)
     with supervised(config.run, ranks, console) as supervision:
         # user errors are found before anything is created
-        source, saves = source_of(config.model), config.checkpoint
+        source, saves = model_of(config.model), config.checkpoint
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, source.vocab_size)

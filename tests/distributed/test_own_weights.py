@@ -14,7 +14,7 @@ from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.errors import CheckpointError, ConfigError
 from meshwright.train.model.build import build_model
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from tests.support.checkpoint_saves import save
@@ -68,7 +68,7 @@ def round_trip(cases: dict[str, tuple[list[str], Path, Path]]) -> None:
         weights = find_weights(str(folder), config.model, None)
         assert weights is not None
         load_weights(weights, model)
-        texts = {"config.yaml": config_to_yaml(config), **source_of(config.model).texts()}
+        texts = {"config.yaml": config_to_yaml(config), **model_of(config.model).texts()}
         optimizer = build_optimizer(model, config.optim, seed=0)
         assert not save(CheckpointSaver(config.checkpoint, out, model, optimizer, mesh, texts), 1).error
 

@@ -39,7 +39,7 @@ from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.model.build import build_model
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
@@ -189,7 +189,7 @@ def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
     for step in range(1, WARM_UP_STEPS + (rounds + 1) * STEPS_BETWEEN + 1):
         saving = step % STEPS_BETWEEN == 0
         start_s = time.perf_counter()
-        train_step(rank.sharded, rank.optimizer, [batch], 1.0, loss_of_llama)
+        train_step(rank.sharded, rank.optimizer, [batch], 1.0, loss_of_forward)
         if saving:
             saver.save(rank.position(step))
         took_s = time.perf_counter() - start_s

@@ -45,7 +45,7 @@ from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.process_group import use_expandable_segments
 from meshwright.train.model.build import build_model
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import check_device_support
 from meshwright.train.step import train_step
@@ -78,7 +78,7 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     report("building the model")
     sharded = build_model(config.model, config.train, plan, mesh, config.run.seed)
     optimizer = build_optimizer(sharded.model, config.optim, config.train.steps)
-    loss_of = source_of(config.model).loss(plan, config.train.z_loss)
+    loss_of = model_of(config.model).loss(plan, config.train.z_loss)
 
     def step(batch: Batch) -> None:
         micro_batches = [batch] * plan.accumulation

@@ -25,7 +25,7 @@ from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import StepResult, count_targets
 
 

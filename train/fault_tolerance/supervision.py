@@ -28,7 +28,7 @@ from meshwright.train.fault_tolerance.run_status import FailedStarts, RunStatus,
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Section, Watchdog
 from meshwright.train.memory import GarbageCollector, return_free_memory
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import StepResult
 
 NAMED_S = 1.0  # from a failed collective until the connections report which rank has ended

@@ -13,7 +13,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainConfig, TrainingJob
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 
 
 def build_model(
@@ -31,7 +31,7 @@ def build_model(
     ConfigError if a pattern of `train.freeze` matches no parameter, or if all parameters are frozen.
     """
     sharded = shard_model(config, plan, mesh, train.freeze, train.z_loss, group_timeout)
-    source_of(config).initialise(sharded, seed)
+    model_of(config).initialise(sharded, seed)
     torch.cuda.empty_cache()  # the memory of the full tensors returns to the GPU; does nothing without one
     return sharded
 
@@ -47,7 +47,7 @@ def shard_model(
     """First half of `build_model`: return a model on the meta device with the plan applied. `frozen`:
     patterns of `train.freeze`; `z_loss`: as `train.z_loss`."""
     torch.set_float32_matmul_precision(plan.compile.float32_matmul_precision)
-    model = source_of(config).new(z_loss)
+    model = model_of(config).new(z_loss)
     for parameter in model.parameters():  # not the buffers: position tables stay float32
         parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
     freeze(model, frozen)
@@ -87,11 +87,11 @@ def training_flops(job: TrainingJob) -> tuple[float, float]:
     `document_mask` scores do not count, so that both are lower bounds: how many are computed depends on the
     documents.
     """
-    source = source_of(job.model)
-    products, scores = source.forward_flops(job.seq_len)
+    trained_model = model_of(job.model)
+    products, scores = trained_model.forward_flops(job.seq_len)
     weights = inputs = attention = 1.0  # the parts of the backward that are computed
     if job.freeze:
-        model, blocks = source.new(), tuple(f"{name}." for name in source.units.checkpointed)
+        model, blocks = trained_model.new(), tuple(f"{name}." for name in trained_model.units.checkpointed)
         freeze(model, job.freeze)
         sizes, reached = list[tuple[int, ...]](), False
         for name, module in model.named_modules():

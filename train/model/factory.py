@@ -1,4 +1,5 @@
-"""Calls the function that `model.factory` names, which returns a model of yours."""
+"""Calls the function that a model config names, which returns the model: our Llama's class, or a function of
+yours that `model.factory` names."""
 
 import importlib
 import inspect
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.model.describe import Example
-from meshwright.train.config import FactoryConfig
+from meshwright.train.config import ModelConfig
 from meshwright.train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class OwnModel:
     loss: "Loss | None" = None
 
 
-def call_factory(config: FactoryConfig, device: str | None = "meta") -> OwnModel:
+def call_factory(config: ModelConfig, device: str | None = "meta") -> OwnModel:
     """Call the factory, by default with new tensors on the meta device, which takes no memory; None: where
     the function puts them.
 
@@ -49,7 +51,7 @@ def call_factory(config: FactoryConfig, device: str | None = "meta") -> OwnModel
     function, it refuses its arguments, or returns something else.
     """
     named = f"model.factory={config.factory}"
-    if config.factory not in _named:
+    if config.factory not in {LlamaConfig.factory, *_named}:
         raise ConfigError(
             f"the model is built by {config.factory}, which only a checkpoint names, and reading a "
             f"checkpoint runs no code: if you trust it, add --{named}"

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.train.metrics.collector import GradientNorms, Metrics
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.metrics import make_metrics
@@ -33,7 +33,7 @@ PLANS = {
 
 def step_of(run: Sharded) -> StepResult:
     batches = random_batches(run)
-    return train_step(run.sharded, run.optimizer, batches, 0.01, loss_of_llama)
+    return train_step(run.sharded, run.optimizer, batches, 0.01, loss_of_forward)
 
 
 def take_steps(plans: list[list[str]]) -> list[dict[str, Any]]:
