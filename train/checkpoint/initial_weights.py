@@ -123,7 +123,7 @@ def _check_dtypes(folder: HfWeights, names: Iterable[str]) -> None:
 
 def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return each parameter's shape by fqn, a tied weight once. Allocates nothing."""
-    built = model_of(model).new()
+    built = model_of(model).module
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
@@ -138,7 +138,7 @@ def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
 def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
     """Return the weights of a model that a factory builds, which has the folder's names, but for a prefix
     that one of them may lack, and a tied weight, which may be there under any of its names."""
-    built = model_of(model).new()
+    built = model_of(model).module
     way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
     grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
     names_of: dict[nn.Parameter, list[str]] = {}

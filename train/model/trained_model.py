@@ -213,7 +213,8 @@ class TrainedModel:
         model publishes it, or by its modules' own initialisers."""
         if of_model := getattr(sharded.model, "initialise", None):
             allocate(sharded)
-            of_model(seed, copy_shard)
+            with torch.no_grad():
+                of_model(seed, copy_shard)
         else:
             materialize(sharded, seed)
 

@@ -60,12 +60,8 @@ def model_workload(
         in_block = name in units.checkpointed
         equal = kinds[name], unit_of[name].settings, fixed, in_block
         if equal not in traced:
-            case = dataclasses.replace(
-                _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len),
-                frozen=fixed,
-                document_mask=document_mask and in_block,
-                float8=plan.float8.linears if in_block else (),
-            )
+            masked = document_mask and in_block
+            case = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
             traced[equal] = _trace(case, folder)
         modules[name] = traced[equal]
     if parameters := count_float8(plan, units.linears):
@@ -95,7 +91,15 @@ def _shared_weights(model: ModelConfig) -> dict[str, frozenset[int]]:
     return {name: shared for name, shared in places.items() if shared}
 
 
-def _make_case(model: TrainedModel, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> TraceCase:
+def _make_case(
+    model: TrainedModel,
+    plan: Plan,
+    unit: UnitPlan,
+    module: str,
+    seq_len: int,
+    frozen: tuple[str, ...],
+    document_mask: bool,
+) -> TraceCase:
     return TraceCase(
         model=model.config.of_one_block,
         code=code_of_config(model.config.of_one_block),
@@ -115,9 +119,9 @@ def _make_case(model: TrainedModel, plan: Plan, unit: UnitPlan, module: str, seq
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same activations
         loss_chunk_tokens=plan.loss_chunk_tokens,
         fused_projections=plan.fused_projections,
-        frozen=(),
-        document_mask=False,
-        float8=(),
+        frozen=frozen,
+        document_mask=document_mask,
+        float8=plan.float8.linears if module in model.units.checkpointed else (),
         cp=plan.mesh.cp,
         context=plan.context,
     )

@@ -128,13 +128,12 @@ def _build(
         call = call.split(1, case.tp)
     args, kwargs, held = make_arguments(call, dtype)
     tables = () if case.document_mask else tuple(held)  # with a mask they are those of these sequences
-    if not f"{model.logits[1]}.".startswith(f"{case.module}."):
-        return TracedModule(twin, args, kwargs, tables)
     targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
-    if model.computes_loss:
-        return TracedModule(twin, (args[0], targets), {}, tables)
-    if model.gives_logits:
-        return TracedModule(_WithLoss(twin), (targets, *args), kwargs, tables)
+    if f"{model.logits[1]}.".startswith(f"{case.module}."):
+        if model.computes_loss:
+            return TracedModule(twin, (args[0], targets), tables=tables)
+        if model.gives_logits:
+            return TracedModule(_WithLoss(twin), (targets, *args), kwargs, tables)
     return TracedModule(twin, args, kwargs, tables)
 
 
