@@ -9,8 +9,8 @@ feed_forward(norm(x)).
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -86,6 +86,10 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
+    # a Llama is built as every model is, by a factory
+    factory: ClassVar[str] = f"{__name__}:Llama"
+    blocks: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
@@ -108,6 +112,17 @@ class LlamaConfig:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.dim // self.n_heads
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments of the factory."""
+        return {"config": self}
+
+    @property
+    def of_one_block(self) -> "LlamaConfig":
+        """The shape whose modules compute what those of all lengths do: all blocks are alike, and position
+        tables are arguments of them."""
+        return replace(self, n_layers=1, rope_scaling=None)
 
 
 class Attention(nn.Module):
@@ -187,10 +202,11 @@ class Llama(nn.Module):
     cross documents, and positions count from the start of the document. With positions[t] the tokens and
     targets, [B, t], are those at these positions of longer sequences; first has all positions.
 
-    Can be built on any device, including meta; call `init_weights` before the first forward.
+    Can be built on any device, including meta; call `initialise` before the first forward.
     """
 
     frequencies: Tensor
+    logits_and_loss = ("head.output", "head.loss")
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -228,6 +244,48 @@ class Llama(nn.Module):
             block.attention.inner.kernel = attention  # type: ignore[union-attr]
             block.attention.fused = block.feed_forward.fused = fused_projections  # type: ignore[union-attr]
         self.head.loss.chunk_tokens = loss_chunk_tokens
+
+    def set_z_loss(self, z_loss: float) -> None:
+        """Set the weight of the squared log-partition of the logits in the loss."""
+        self.head.loss.z_loss = z_loss
+
+    def forward_flops(self, seq_len: int) -> tuple[float, float]:
+        """Return the operations of a forward per token: 2 N of products with weights, where N is their number
+        (a tied output head counts, an embedding does not), and 2 L D S of attention for L layers, D channels
+        and S tokens, half of the full square: scores above the diagonal are masked. With a backward of twice
+        as many they are those of PaLM, appendix B: 6 N + 12 L D S in full."""
+        weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
+        return 2.0 * weights, 2.0 * self.config.n_layers * self.config.dim * seq_len
+
+    def table_bytes(self, tokens: int) -> int:
+        """Return the bytes of models.rope's tables: cosines and sines of half of a head's channels."""
+        return tokens * self.config.head_dim * torch.float32.itemsize
+
+    @torch.no_grad()
+    def initialise(self, seed: int, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Initialize parameters and RoPE's frequencies in place, with the same values on any mesh.
+
+        Normal with standard deviation 0.02; projections into the residual stream are scaled by 1/sqrt(2
+        n_layers) (GPT-2); norms are one. Each parameter has its own generator, seeded by (seed, fqn), so its
+        values depend neither on other parameters nor on sharding (they do depend on the device type).
+        `copy(parameter, value)` copies a full tensor into a parameter, which may be a shard of it.
+        """
+        config = self.config
+        if config.tie_embeddings:
+            # `to_empty` has allocated a separate tensor for each
+            self.head.output.weight = self.tok_embeddings.weight
+        residual_std = INIT_STD / (2 * config.n_layers) ** 0.5
+        for fqn, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                value = torch.ones(parameter.shape, device=parameter.device)
+            else:
+                is_residual = fqn.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+                of_parameter = zlib.crc32(f"{seed}:{fqn}".encode())
+                generator = torch.Generator(parameter.device).manual_seed(of_parameter)
+                value = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+                value = value * (residual_std if is_residual else INIT_STD)
+            copy(parameter, value)
+        self.frequencies.copy_(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
 
     def forward(
         self,
@@ -286,30 +344,3 @@ def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:
     if config.tie_embeddings:
         return [*blocks, ("tok_embeddings", "head")]
     return [("tok_embeddings",), *blocks, ("head",)]
-
-
-@torch.no_grad()
-def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-    """Initialize parameters and RoPE's frequencies in place, with the same values on any mesh.
-
-    Normal with standard deviation 0.02; projections into the residual stream are scaled by 1/sqrt(2 n_layers)
-    (GPT-2); norms are one. Each parameter has its own generator, seeded by (seed, fqn), so its values depend
-    neither on other parameters nor on sharding (they do depend on the device type). `copy(parameter, value)`
-    copies a full tensor into a parameter, which may be a shard of it.
-    """
-    if model.config.tie_embeddings:
-        # `to_empty` has allocated a separate tensor for each
-        model.head.output.weight = model.tok_embeddings.weight
-    residual_std = INIT_STD / (2 * model.config.n_layers) ** 0.5
-    for fqn, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            value = torch.ones(parameter.shape, device=parameter.device)
-        else:
-            std = (
-                residual_std if fqn.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else INIT_STD
-            )
-            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
-            value = torch.randn(parameter.shape, generator=generator, device=parameter.device) * std
-        copy(parameter, value)
-    config = model.config
-    model.frequencies.copy_(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))

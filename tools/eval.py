@@ -42,7 +42,7 @@ from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.model.build import shard_model
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 
 PROG = "tools.eval"
@@ -142,7 +142,7 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     plan = plan_on_device(config.job, ranks, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, ranks.local_world_size)
-    source = source_of(config.model)
+    source = model_of(config.model)
     source.check(config.job)
     check_data(config.data, source.vocab_size)
     warnings = start_process(config.run, ranks, device)
@@ -236,11 +236,11 @@ def score_model(
     all get the same scores."""
     config = target.config
     sequences = make_sequence_shape(
-        config.data, corpus.tokenizer, config.train.seq_len, source_of(config.model).vocab_size
+        config.data, corpus.tokenizer, config.train.seq_len, model_of(config.model).vocab_size
     )
     timeout = group_timeout(config.run)
     mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
-    source, sharded = source_of(config.model), shard_model(config.job, plan, mesh, timeout)
+    source, sharded = model_of(config.model), shard_model(config.job, plan, mesh, timeout)
     source.initialise(sharded, config.run.seed)
     model = sharded.model
     load_weights(target.weights, model)

@@ -38,7 +38,7 @@ from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.build import shard_model
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.training import Training, fill_training
 
@@ -121,7 +121,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
             [shape.own_tokens(Batch(tokens.clone(), tokens.clone(), first)) for _ in range(plan.accumulation)]
         )
 
-    return simulate(plan, TrainingCode(shard, fill, step, source_of(job.model).logits), rank)
+    return simulate(plan, TrainingCode(shard, fill, step, model_of(job.model).logits), rank)
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:

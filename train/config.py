@@ -354,6 +354,16 @@ class FactoryConfig:
     def __hash__(self) -> int:
         return hash(repr(self))
 
+    @property
+    def max_seq_len(self) -> int | None:
+        """The model's, which only the model itself knows."""
+        return None
+
+    @property
+    def of_one_block(self) -> "FactoryConfig":
+        """The model as it is, whose blocks may differ."""
+        return self
+
     def __post_init__(self) -> None:
         check_name("model.factory", self.factory)
 
@@ -428,7 +438,7 @@ class Config:
                 "train.epochs needs to know how many sequences there are, which data.factory does not say: "
                 "use train.steps"
             )
-        if isinstance(self.model, LlamaConfig) and self.train.seq_len > self.model.max_seq_len:
+        if self.model.max_seq_len and self.train.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} must not exceed "
                 f"model.max_seq_len={self.model.max_seq_len}: reduce the first or raise the second"

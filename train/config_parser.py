@@ -143,8 +143,7 @@ def _names_of_user(settings: Sequence[_Setting]) -> Iterator[str]:
 
 def _folder(files: Sequence[Path], config: Config) -> str:
     """The default of run.dir, by the config's name, or without a config that of the factory's module."""
-    model = config.model
-    module = model.factory.partition(":")[0] if isinstance(model, FactoryConfig) else "llama"
+    module = config.model.factory.partition(":")[0]
     return f"runs/{files[-1].stem if files else module.rpartition('.')[2]}"
 
 

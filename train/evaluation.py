@@ -16,7 +16,7 @@ from meshwright.parallel.sharded_model import evaluating, summed
 from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.training_data import BatchShape, to_device
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import count_targets
 
 

@@ -55,7 +55,7 @@ from meshwright.train.metrics.clock import StepClock
 from meshwright.train.metrics.collector import GradientNorms, Metrics, make_rates
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.metrics.writer import open_rows
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.optim.optimizer import learning_rate
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.profiling import profilers
@@ -94,7 +94,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
     console, saves, timeout = Console(ranks.is_main), config.checkpoint, group_timeout(config.run)
     with supervised(config.run, ranks, console) as supervision:
         # user errors are found before anything is created
-        yours, source = find_yours(config), source_of(config.model)
+        yours, source = find_yours(config), model_of(config.model)
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, source.vocab_size)

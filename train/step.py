@@ -13,7 +13,7 @@ from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.parallel.sharded_model import ShardedModel, summed
 from meshwright.train.data.sequences import Batch
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf
 
 
 @dataclass(frozen=True)

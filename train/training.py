@@ -13,8 +13,7 @@ from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config, OptimConfig, TrainingJob
 from meshwright.train.data.sequences import Batch
 from meshwright.train.model.build import shard_model
-from meshwright.train.model.choose import source_of
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf, model_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.step import StepResult, train_step
 
@@ -47,7 +46,7 @@ def build_training(
     frozen.
     """
     job, seed, grad_clip = config.job, config.run.seed, config.train.grad_clip
-    initialise = partial(source_of(job.model).initialise, seed=seed)
+    initialise = partial(model_of(job.model).initialise, seed=seed)
     sharded = shard_model(job, plan, mesh, group_timeout)
     return fill_training(sharded, job, config.optim, initialise, seed, grad_clip)
 
@@ -65,5 +64,5 @@ def fill_training(
     fill(sharded)
     torch.cuda.empty_cache()  # the memory of the full tensors returns to the GPU; does nothing without one
     optimizer = build_optimizer(sharded.model, optim, seed)
-    loss_of = source_of(job.model).loss(sharded.plan, job.z_loss)
+    loss_of = model_of(job.model).loss(sharded.plan, job.z_loss)
     return Training(sharded, optimizer, loss_of, grad_clip)

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from meshwright.models.llama import LlamaConfig
 from meshwright.train.errors import ConfigError
 
 KEYS = ("model.factory", "data.factory", "optim.schedule", "train.hooks")  # whose values are such names
-_allowed: set[str] = set()
+_allowed = {LlamaConfig.factory}  # and what the user's command names
 
 
 def allow(names: Iterable[str]) -> None:

@@ -55,6 +55,16 @@ class ModuleCall:
         args, kwargs = tree_map_only(TensorSpec, resize, (self.args, dict(self.kwargs)))
         return ModuleCall(args, kwargs)
 
+    def split(self, dim: int, parts: int) -> "ModuleCall":
+        """Return the call with one of so many parts, along a dim, of the tensors that have a gradient."""
+
+        def part(spec: TensorSpec) -> TensorSpec:
+            size = spec.shape[dim] // parts if spec.trained else spec.shape[dim]
+            return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+
+        args, kwargs = tree_map_only(TensorSpec, part, (self.args, dict(self.kwargs)))
+        return ModuleCall(args, kwargs)
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -149,14 +159,15 @@ def _shape(spec: TensorSpec) -> tuple[object, ...]:
 
 def alone_on_fakes(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of a module whose parameters are tensors of the current fake mode, in `dtype` as FSDP
-    gathers them; its buffers have their own."""
+    gathers them; its buffers, and tensors that are plain attributes, have their own."""
     made: dict[int, Any] = {}
     for parameter in module.parameters():
         kept = dtype if parameter.is_floating_point() else parameter.dtype
         value = torch.empty(parameter.shape, dtype=kept, device="cpu")
         made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-    for buffer in module.buffers():
-        made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
+    for tensor in (*module.buffers(), *plain):
+        made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.deepcopy(module, made)
 
 

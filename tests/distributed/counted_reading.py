@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.data.sequences import Batch
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 
@@ -74,7 +74,7 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
     shape = run.shape
     own = tokens.chunk(shape.data_parallel)[shape.data_rank]
     batch = Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous())
-    result = train_step(run.sharded, run.optimizer, [batch], 0.0, loss_of_llama)
+    result = train_step(run.sharded, run.optimizer, [batch], 0.0, loss_of_forward)
     return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": full}
 
 

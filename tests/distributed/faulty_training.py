@@ -17,7 +17,7 @@ from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.training_data import TrainLoader
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 from tests.support.steps import step_done
@@ -120,7 +120,7 @@ def train(case: Case) -> dict[str, Any]:
     )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
     loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
-    lines, repeated = list[str](), (run.sharded, order, shape, loss_of_llama)
+    lines, repeated = list[str](), (run.sharded, order, shape, loss_of_forward)
     guard = NonFiniteGuard(config.train.max_skipped_steps, *repeated, lines.append)
     now: Now = {"step": 0}
     FAULTS[fault](model, now)
@@ -134,7 +134,7 @@ def train(case: Case) -> dict[str, Any]:
             damaged = fault == "nan_parameter" and step == FAULTY_STEP  # the fault itself changes the weight
             before = bits(model, optimizer)
             batches, grad_clip = data.micro_batches, config.train.grad_clip
-            result = train_step(run.sharded, optimizer, batches, grad_clip, loss_of_llama)
+            result = train_step(run.sharded, optimizer, batches, grad_clip, loss_of_forward)
             after = bits(model, optimizer)
             changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) - (
                 damaged and faulty(now)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from meshwright.models.llama import Llama, init_weights
+from meshwright.models.llama import Llama
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import load_corpus
@@ -35,7 +35,7 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
     The last step's batch is padded unevenly. Forward and backward compute in `dtype`; weights are float32.
     """
     model = Llama(config.model)
-    init_weights(model, config.run.seed)
+    model.initialise(config.run.seed)
     for name, p in model.named_parameters():
         p.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.train.freeze))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.models.llama import Llama
 from meshwright.parallel.activation_offload import ActivationOffload
 from meshwright.train.evaluation import evaluate
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import random_batches, sharded_alone
@@ -43,12 +43,12 @@ def train(*arguments: str) -> dict[str, Any]:
         offload = getattr(run.model, "activation_offload", None)
         seen: dict[str, list[Any]] = {"losses": [], "norms": [], "sent": [], "held": []}
         for _ in range(STEPS):
-            result = train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)
+            result = train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_forward)
             seen["losses"].append(result.loss.item())
             seen["norms"].append(result.grad_norm.item())
             seen["sent"].append(offload.sent_bytes if offload else 0)
             seen["held"].append(offload.host_bytes if offload else 0)
-        evaluate(run.model, batches[:1], run.group, loss_of_llama)
+        evaluate(run.model, batches[:1], run.group, loss_of_forward)
         assert offload is None or offload.sent_bytes == seen["sent"][-1], "an evaluation offloads nothing"
         return {**seen, **measure(run.model, batches[0].tokens)}
 

@@ -30,7 +30,7 @@ from meshwright.train.checkpoint.shards import (
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.errors import CheckpointError
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches
@@ -73,7 +73,7 @@ def save(folder: Path, arguments: Sequence[str], asynchronous: bool) -> None:
     model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
 
     def step() -> None:
-        train_step(run.sharded, optimizer, batches, 1.0, loss_of_llama)
+        train_step(run.sharded, optimizer, batches, 1.0, loss_of_forward)
 
     step()
     tensors = training_tensors(model, optimizer)

@@ -12,7 +12,7 @@ from meshwright.parallel.simulate.collectives import StepRecorder, axes_of_group
 from meshwright.parallel.simulate.module_tracker import ModuleTracker
 from meshwright.tools.plan.check import check_run
 from meshwright.train.config_parser import parse_config
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
@@ -56,7 +56,7 @@ def step(arguments: Sequence[str]) -> dict[str, Any]:
     batches = random_batches(run)
     recorder = StepRecorder(ModuleTracker(run.model, run.plan), axes_of_groups(run.mesh, run.group), None)
     with recorder.position.following(), recorder:
-        train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)
+        train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_forward)
     state = [value for values in run.optimizer.state.values() for value in values.values()]
     return {
         "collectives": [dataclasses.asdict(collective) for collective in recorder.collectives],

@@ -15,7 +15,7 @@ from meshwright.train.config import CheckpointConfig
 from meshwright.train.console import Console
 from meshwright.train.data.sequences import Batch
 from meshwright.train.evaluation import evaluate
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.state import restore
 from meshwright.train.step import train_step
 from tests.support.checkpoint_saves import save
@@ -44,7 +44,7 @@ def masks_of_steps(start: Path | None, folder: Path | None) -> dict[str, Any]:
     lines, masks = list[str](), list[torch.Tensor]()
     begin = Start(start, verify_together(start, "full")) if start else Start()
     run = started(DROPPING, begin, lines)
-    loss_of, ids = source_of(run.config.model).loss(run.plan, 0.0), make_tokens(VOCABULARY, 2, 17)
+    loss_of, ids = model_of(run.config.model).loss(run.plan, 0.0), make_tokens(VOCABULARY, 2, 17)
     batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     run.model[2].register_forward_hook(lambda _m, _i, y: masks.append(y != 0) if y.requires_grad else None)
     figures: list[float] = []

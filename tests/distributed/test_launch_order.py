@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.step_time import Task
 from meshwright.train.config_parser import parse_config
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
@@ -56,9 +56,11 @@ def profiled_step(arguments: Sequence[str]) -> list[Event]:
     rank's trace."""
     run = build_sharded(arguments)
     batches = random_batches(run)[:1]
-    train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)  # FSDP2 initializes in the first step
+    train_step(
+        run.sharded, run.optimizer, batches, 1.0, loss_of_forward
+    )  # FSDP2 initializes in the first step
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_llama)
+        train_step(run.sharded, run.optimizer, batches, 1.0, loss_of_forward)
     return events_of(trace)
 
 

@@ -26,7 +26,7 @@ from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.training_data import TrainLoader
 from meshwright.train.evaluation import mean_loss, score_sets
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.step import train_step
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
@@ -76,13 +76,13 @@ def train_case(config: Config, steps: int) -> dict[str, Any]:
         if step == steps:
             batches = [replace(batch, targets=pad_unevenly(batch.tokens, batch.targets)) for batch in batches]
         batches = [shape.own_tokens(batch) for batch in batches]
-        result = train_step(run.sharded, optimizer, batches, config.train.grad_clip, loss_of_llama)
+        result = train_step(run.sharded, optimizer, batches, config.train.grad_clip, loss_of_forward)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         if step == EVALUATE_AFTER:
             limit = config.train.eval_sequences
             eval_loss = mean_loss(
-                score_sets(model, corpus.held_out, sequences, shape, limit, device, group, loss_of_llama)
+                score_sets(model, corpus.held_out, sequences, shape, limit, device, group, loss_of_forward)
             )
         graphs.append(count_compiled_graphs())
     loader.close()

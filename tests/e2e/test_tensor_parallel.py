@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.models.llama import Llama, init_weights
+from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint.convert import export_plain_names
 from meshwright.train.config_parser import load_config
 from tests.distributed.parity import LOSS, NORM
@@ -102,7 +102,7 @@ def test_a_split_runs_exported_weights_are_whole_and_what_they_were_made_as(data
     assert result.returncode == 0, result.stderr
     config = load_config(tmp_path / "run" / "config.yaml")
     model = Llama(config.model)
-    init_weights(model, config.run.seed)
+    model.initialise(config.run.seed)
     got = weights(tmp_path / "run", tmp_path / "out")
     assert got.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(got[name], p) for name, p in model.named_parameters())

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models.hf import config_from_hf, config_to_hf, for_every_version, hf_name, is_ignored
-from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.rope import RopeScaling
 from tests.support.hf_models import MAX_SEQ_LEN, ROPES, make_hf, make_tokens
 
@@ -53,7 +53,7 @@ LLAMA_31 = {  # config.json of meta-llama/Llama-3.1-8B, as transformers 4.43 wro
 def ours_of(hf: Any) -> Llama:
     """Return our model with the weights of `hf`, assigned by `hf_name`."""
     model = Llama(config_from_hf(hf.config.to_dict()))
-    init_weights(model, 0)
+    model.initialise(0)
     theirs = dict(hf.named_parameters())
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():

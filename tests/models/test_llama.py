@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, init_weights
+from meshwright.models.llama import INIT_STD, SHARDING, Llama, LlamaConfig
 from meshwright.models.rope import RopeScaling
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
@@ -19,7 +19,7 @@ SEQ_LEN = 100  # longer than a block of the CPU attention
 
 def build(config: LlamaConfig = CONFIG, seed: int = 0) -> Llama:
     model = Llama(config)
-    init_weights(model, seed)
+    model.initialise(seed)
     return model
 
 
@@ -47,7 +47,7 @@ def test_a_model_built_on_meta_gets_every_parameter_and_buffer_as_one_built_on_t
     with torch.no_grad():
         for tensor in (*late.parameters(), *late.buffers()):
             tensor.fill_(torch.nan)
-    init_weights(late, 3)
+    late.initialise(3)
     early = build(config, 3)
     for kind in ("named_parameters", "named_buffers"):
         ours, others = dict(getattr(late, kind)()), dict(getattr(early, kind)())

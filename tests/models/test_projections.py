@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload, eager_workload
 from tests.support.launch import EAGER, TINY
@@ -38,7 +38,7 @@ class Products(TorchDispatchMode):
 
 def make_model(fused: bool, attention: str = "cpu") -> Llama:
     model = Llama(CONFIG)
-    init_weights(model, 0)
+    model.initialise(0)
     model.choose_kernels(attention, 0, fused)
     return model
 

@@ -1,5 +1,6 @@
 """Models of others, as functions for `model.factory`, and the keys of train.main for them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,6 +91,41 @@ class Positioned(nn.Module):
             x = block(x)
         logits: Tensor = self.logits(x)
         return logits
+
+
+class Scores(nn.Linear):
+    """Logits, or with targets the loss."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, divisor: Tensor | float = 1.0) -> Tensor:
+        logits = super().forward(x)
+        if targets is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / divisor
+
+
+class Publishing(nn.Module):
+    """A model of one's own that computes its loss, and writes its initial values."""
+
+    logits_and_loss, config = ("scores", "scores"), SimpleNamespace(vocab_size=VOCABULARY, max_seq_len=48)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.scores = nn.Embedding(VOCABULARY, 16), Scores(16, VOCABULARY)
+        self.blocks = nn.ModuleList(Mixer(16) for _ in range(2))
+
+    def set_z_loss(self, z_loss: float) -> None: ...
+
+    def initialise(self, seed: int, copy: Any) -> None:
+        for parameter in self.parameters():
+            copy(parameter, torch.full(parameter.shape, 0.01 * seed))
+
+    def forward(
+        self, tokens: Tensor, targets: Any = None, first: Any = None, divisor: Any = 1.0, *_: Any
+    ) -> Any:
+        x = self.ids(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.scores(x, targets, 1.0 if divisor is None else divisor)
 
 
 def mixer(width: int = 32, n_layers: int = 2) -> nn.Module:

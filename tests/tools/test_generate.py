@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.tools.generate import (
     Sampling,
@@ -52,7 +52,7 @@ def model() -> Llama:
     model = Llama(
         LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64)
     )
-    init_weights(model, seed=0)
+    model.initialise(seed=0)
     return model.eval()
 
 
@@ -95,7 +95,7 @@ def test_a_separator_ends_the_text_and_ids_without_text_are_never_chosen() -> No
     model = Llama(
         LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64)
     )
-    init_weights(model, seed=0)
+    model.initialise(seed=0)
     # blocks add nothing and every input is ones, so the logits are the row sums of the output weight
     with torch.no_grad():
         model.layers[0].attention.wo.weight.zero_()

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.train.config import ProfileConfig
 from meshwright.train.data.sequences import Batch
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.profiling import ProfiledRun, StepProfiler
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
@@ -186,7 +186,7 @@ def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_
     done = step_done(1)
 
     def step(number: int) -> None:
-        train_step(run.sharded, run.optimizer, [Batch(tokens, tokens)], 1.0, loss_of_llama)
+        train_step(run.sharded, run.optimizer, [Batch(tokens, tokens)], 1.0, loss_of_forward)
 
     def profiled(number: int) -> None:
         off.before_step(number)

@@ -16,7 +16,7 @@ from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
 from meshwright.train.model.build import freeze
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
@@ -53,9 +53,9 @@ def test_the_profiler_sees_no_read_either_whether_a_step_is_skipped_or_not(train
     model, sharded, optimizer, _group = trainer
     spoil(model, math.nan if bad else 1.0)
     batches = make_batches(1)
-    train_step(sharded, optimizer, batches, 1.0, loss_of_llama)
+    train_step(sharded, optimizer, batches, 1.0, loss_of_forward)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        result = train_step(sharded, optimizer, batches, 1.0, loss_of_llama)
+        result = train_step(sharded, optimizer, batches, 1.0, loss_of_forward)
     events = profile.events()
     assert any(event.name == "aten::_fused_adamw_" for event in events), "the profiler must see the step"
     reads = [event for event in events if event.name.replace("::", ".") in (*READS, "aten.item")]
@@ -77,10 +77,10 @@ def spoil(model, factor: float) -> None:
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30], ids=["nan", "inf", "too large for its norm"])
 def test_a_step_that_is_not_finite_changes_no_bit_of_weights_moments_and_step_count(trainer, factor):
     model, sharded, optimizer, _group = trainer
-    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     spoil(model, factor)
     before = everything(model, optimizer)
-    result = train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+    result = train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     assert result.skipped.item() == 1
     assert not math.isfinite(result.grad_norm.item()), "the norm is reported unchanged"
     assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
@@ -100,7 +100,7 @@ def test_a_step_after_a_skipped_one_is_what_it_would_have_been_without(trainer):
             hook = model.head.loss.register_forward_hook(
                 lambda _m, _i, x, bad=batch is skipped: x * math.nan if bad else None
             )
-            assert train_step(sharded, optimizer, batch, 1.0, loss_of_llama).skipped.item() == (
+            assert train_step(sharded, optimizer, batch, 1.0, loss_of_forward).skipped.item() == (
                 batch is skipped
             )
             hook.remove()
@@ -119,9 +119,9 @@ def everything(model, optimizer) -> list[torch.Tensor]:
 
 def test_a_step_reduces_three_scalars_over_the_ranks_however_many_parameters_there_are(trainer):
     _model, sharded, optimizer, _group = trainer
-    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     with Count("c10d.allreduce_") as reductions:
-        train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+        train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     assert reductions.count == 3, "tokens of the global batch, gradient norm, loss"
 
 
@@ -134,7 +134,7 @@ def test_frozen_parameters_stay_and_have_no_gradient_nor_moments(trainer):
     before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == list(frozen)
     assert not optimizer.state.keys() & set(frozen.values())
-    train_step(run.sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+    train_step(run.sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     changed = [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), before[name])]
     assert set(changed) == before.keys() - frozen.keys()
 
@@ -160,7 +160,7 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
     model, _, _, group = trainer
     before = [p.full_tensor().clone() for p in model.parameters()]
     with Count(*READS) as reads:
-        total, tokens = evaluate(model, make_batches(3), group, loss_of_llama)
+        total, tokens = evaluate(model, make_batches(3), group, loss_of_forward)
     assert reads.count == 0
     assert tokens.item() == 3 * 2 * 32
     assert 5 < (total / tokens).item() < 7
@@ -173,10 +173,10 @@ def test_nothing_is_kept_for_a_backward_that_an_evaluation_does_not_make(trainer
     """Autograd stays on, only saved tensors are dropped. Training works as before afterwards."""
     model, _, _, group = trainer
     batches, losses = make_batches(1), []
-    plain = evaluate(model, batches, group, loss_of_llama)[0].item()
+    plain = evaluate(model, batches, group, loss_of_forward)[0].item()
     model.head.loss.z_loss = z_loss
     hook = model.register_forward_hook(lambda _model, _inputs, loss: losses.append(loss))
-    assert evaluate(model, batches, group, loss_of_llama)[0].item() == plain, "the z-loss does not count"
+    assert evaluate(model, batches, group, loss_of_forward)[0].item() == plain, "the z-loss does not count"
     hook.remove()
     assert losses[0].requires_grad
     loss = model(batches[0].tokens, batches[0].targets)
@@ -193,13 +193,13 @@ def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_
     model, sharded, optimizer, group = trainer
     batches = make_batches(2)
     batches[1] = Batch(batches[1].tokens, batches[1].targets.masked_fill(torch.arange(32) < 20, -100))
-    total, tokens = evaluate(model, batches, group, loss_of_llama)
+    total, tokens = evaluate(model, batches, group, loss_of_forward)
     (sum(model(b.tokens, b.targets) for b in batches) / tokens).backward()
     expected = [p.grad.full_tensor() for p in model.parameters()]
     optimizer.zero_grad()
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.full_tensor() for p in model.parameters()))
-    result = train_step(sharded, optimizer, batches, math.inf, loss_of_llama)
+    result = train_step(sharded, optimizer, batches, math.inf, loss_of_forward)
     assert tokens.item() == 2 * 32 + 2 * 12
     assert result.loss.item() == pytest.approx((total / tokens).item(), rel=1e-6)
     for grad, reference in zip(seen, expected, strict=True):
@@ -210,7 +210,7 @@ def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer
     model, sharded, optimizer, _group = trainer
     batch = make_batches(1)[0]
     empty = [Batch(batch.tokens, torch.full_like(batch.targets, -100))]
-    result = train_step(sharded, optimizer, empty, 1.0, loss_of_llama)
+    result = train_step(sharded, optimizer, empty, 1.0, loss_of_forward)
     assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
     assert all(p.full_tensor().isfinite().all() for p in model.parameters())
 
@@ -218,7 +218,7 @@ def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer
 def test_steps_leave_no_tensor_in_a_cycle(trainer):
     """A tensor in a cycle keeps its memory until the next garbage collection, train.gc_every_steps later."""
     _model, sharded, optimizer, _group = trainer
-    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     gc.collect()
     gc.disable()
     gc.freeze()  # excludes existing objects, such as tensors of other tests
@@ -226,7 +226,7 @@ def test_steps_leave_no_tensor_in_a_cycle(trainer):
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         for _ in range(3):
-            train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+            train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
         gc.collect()
         assert [type(item) for item in gc.garbage if isinstance(item, torch.Tensor)] == []
         cycle = [torch.zeros(1)]

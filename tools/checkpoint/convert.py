@@ -65,7 +65,7 @@ from meshwright.train.data.tokenizer import FILE
 from meshwright.train.data.tokenizer import FILES as TOKENIZER_FILES
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, replacing
-from meshwright.train.model.own import HF_CONFIG
+from meshwright.train.model.trained_model import HF_CONFIG
 
 # checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
 # size: the default is only at the end

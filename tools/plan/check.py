@@ -25,7 +25,7 @@ from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import TrainingJob
 from meshwright.train.model.build import freeze
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.predict import predict_memory, run_workload
 
 EXACT, ABOUT = 0.01, 0.08  # allowed relative differences: of collectives and EXACT_KINDS, and of the peak
@@ -112,7 +112,7 @@ def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
     Bytes are those of the unsharded tensor. The collectives of the loss and the gradient norm are left out,
     because they belong to no unit.
     """
-    model = source_of(job.model).new()  # with the shapes of one tp rank, on the meta device
+    model = model_of(job.model).new()  # with the shapes of one tp rank, on the meta device
     freeze(model, job.freeze)
     apply_as_single_tp_rank(model, plan.tensor, plan.mesh.tp)
     work = run_workload(job, plan)

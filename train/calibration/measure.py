@@ -25,8 +25,7 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all
 from meshwright.train.files import write_atomically
-from meshwright.train.model.choose import source_of
-from meshwright.train.model.source import AttentionHeads, ModelSource
+from meshwright.train.model.trained_model import AttentionHeads, TrainedModel, model_of
 from meshwright.train.planning.device_defaults import dtype_on_device
 
 HERE = "this machine"  # name of a kind that measured itself
@@ -83,16 +82,16 @@ def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> S
     and the largest micro batch, if the planner chooses them."""
     requested = job.parallel.param_dtype
     dtype = dtype_on_device(device) if requested == "auto" else requested
-    source = source_of(job.model)
-    block = max(source.units.modules[name] for name in source.units.checkpointed)
+    model = model_of(job.model)
+    block = max(model.units.modules[name] for name in model.units.checkpointed)
     sequences, degrees = _micro_batches(job, local_processes), _tp_degrees(job, local_processes)
     tokens = [n * job.seq_len for n in sequences]
-    products = {p for t in tokens for tp in degrees for p in _products(source, t, tp)}
+    products = {p for t in tokens for tp in degrees for p in _products(model, t, tp)}
     block_bytes = [block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
         products=sorted({_shortened(product) for product in products}),
-        attention=[_attention(source, sequences[-1], job.seq_len)],
-        memory=(min(tokens[-1], 4096), *_widths(source)),
+        attention=[_attention(model, sequences[-1], job.seq_len)],
+        memory=(min(tokens[-1], 4096), *_widths(model)),
         dtypes=(dtype,),
         collectives_bytes=tuple(sorted({*GIVEN_BYTES, *(min(size, 2**25) for size in block_bytes)})),
         unit_values=min(block, MOST_UNIT_VALUES),
@@ -111,24 +110,24 @@ def _micro_batches(job: TrainingJob, processes: int) -> list[int]:
 def _tp_degrees(job: TrainingJob, processes: int) -> list[int]:
     if isinstance(job.parallel.tp, int):
         return [job.parallel.tp]
-    sizes = [size for part in source_of(job.model).units.tp_divides.values() for size in part.values()]
+    sizes = [size for part in model_of(job.model).units.tp_divides.values() for size in part.values()]
     return [1, 2] if processes % 2 == 0 and sizes and not any(size % 2 for size in sizes) else [1]
 
 
-def _products(source: ModelSource, tokens: int, tp: int) -> Iterator[Products]:
+def _products(model: TrainedModel, tokens: int, tp: int) -> Iterator[Products]:
     """Yield the linear layers of a block, and the head: tokens, inputs, outputs. Those that make the model's
     width from another are split over their inputs, the others over their outputs."""
-    dim, _ = _widths(source)
-    for inputs, outputs in source.linears:
+    dim, _ = _widths(model)
+    for inputs, outputs in model.linears:
         if inputs == dim:
             yield tokens, inputs, max(1, outputs // tp)
         else:
             yield tokens, max(1, inputs // tp), outputs
 
 
-def _widths(source: ModelSource) -> tuple[int, int]:
+def _widths(model: TrainedModel) -> tuple[int, int]:
     """Return the width of the model, which most of its linear layers read, and that of its feed-forward."""
-    inputs = [inputs for inputs, _ in source.linears]
+    inputs = [inputs for inputs, _ in model.linears]
     dim = max(inputs, key=inputs.count)
     return dim, max((each for each in inputs if each != dim), default=dim)
 
@@ -139,12 +138,12 @@ def _shortened(product: Products) -> Products:
     return min(tokens, max(1, int(MOST_FLOPS / (2 * inputs * outputs)))), inputs, outputs
 
 
-def _attention(source: ModelSource, sequences: int, seq_len: int) -> AttentionShape:
+def _attention(model: TrainedModel, sequences: int, seq_len: int) -> AttentionShape:
     """Return the model's attention, with fewer sequences and then shorter ones if it would take too long. One
     that is not known has heads of 64 channels."""
-    heads = source.attention
+    heads = model.attention
     if heads is None:
-        count = max(1, _widths(source)[0] // 64)
+        count = max(1, _widths(model)[0] // 64)
         heads = AttentionHeads(count, count, 64)
 
     def flops(batch: int, length: int) -> float:

@@ -27,7 +27,7 @@ from meshwright.train.config_parser import load_config
 from meshwright.train.distributed.ranks import on_all_ranks
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 
 INIT_FROM = "checkpoint.init_from"
 PREFIX = "model."  # of the weights' names in our checkpoints
@@ -103,7 +103,7 @@ def _check_dtypes(folder: HfWeights, names: Iterable[str]) -> None:
 
 def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return each parameter's shape by fqn, a tied weight once. Allocates nothing."""
-    built = source_of(model).new()
+    built = model_of(model).module
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
@@ -118,7 +118,7 @@ def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
 def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
     """Return the weights of a model that a factory builds, which has the folder's names, but for a prefix
     that one of them may lack, and a tied weight, which may be there under any of its names."""
-    built = source_of(model).new()
+    built = model_of(model).module
     way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
     grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
     names_of: dict[nn.Parameter, list[str]] = {}

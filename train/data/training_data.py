@@ -30,7 +30,7 @@ from meshwright.train.data.sequences import Batch, SequenceShape, at_positions, 
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.optim.optimizer import describe_short_run
 from meshwright.train.planning.run_plan import RunPlan
 
@@ -283,7 +283,7 @@ def load_training_data(
     plan, train = planned.plan, config.train
     corpus = load_on_all_ranks(config.data, ranks, start.checkpoint, print_)
     sequences = make_sequence_shape(
-        config.data, corpus.tokenizer, train.seq_len, source_of(config.model).vocab_size
+        config.data, corpus.tokenizer, train.seq_len, model_of(config.model).vocab_size
     )
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if train.eval_every:

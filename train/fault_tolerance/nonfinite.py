@@ -27,7 +27,7 @@ from meshwright.train.data.training_data import BatchShape
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.hooks import Hook, StepDone
-from meshwright.train.model.source import LossOf
+from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import count_targets
 
 

@@ -21,7 +21,7 @@ from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.device_defaults import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
 
@@ -93,7 +93,7 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: range) -> R
 
 def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: range) -> dict[str, str]:
     """Return one line each on model, data, training, hardware and software, by label."""
-    model, mesh, tokens = source_of(job.model), plan.mesh, plan.global_batch_size * job.seq_len
+    model, mesh, tokens = model_of(job.model), plan.mesh, plan.global_batch_size * job.seq_len
     python, axes = platform.python_version(), " x ".join(f"{a} {getattr(mesh, a)}" for a in mesh.axes)
     return {
         "Model": f"{model.parameters:,} parameters in {len(model.units.checkpointed)} layers",
@@ -172,7 +172,7 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
         "threads each"
     )
     console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
-    parameters = source_of(job.model).parameters
+    parameters = model_of(job.model).parameters
     assert planned.peak_bytes is not None, "check_memory comes first"
     console.print(f"model: {parameters:,} parameters")
     # rows of a CPU have the peak of the process, which is several times this for a small model

@@ -13,7 +13,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 
 
 def shard_model(
@@ -22,7 +22,7 @@ def shard_model(
     """Return the model on the meta device with the plan applied. `group_timeout`: as in apply_fsdp. Raises
     ConfigError if a pattern of `freeze` matches no parameter, or if all parameters are frozen."""
     torch.set_float32_matmul_precision(plan.compile.float32_matmul_precision)
-    model = source_of(job.model).new(job.z_loss)
+    model = model_of(job.model).new(job.z_loss)
     for parameter in model.parameters():  # not the buffers: position tables stay float32
         parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
     freeze(model, job.freeze)
@@ -62,11 +62,11 @@ def training_flops(job: TrainingJob) -> tuple[float, float]:
     `document_mask` scores do not count, so that both are lower bounds: how many are computed depends on the
     documents.
     """
-    source = source_of(job.model)
-    products, scores = source.forward_flops(job.seq_len)
+    trained_model = model_of(job.model)
+    products, scores = trained_model.forward_flops(job.seq_len)
     weights = inputs = attention = 1.0  # the parts of the backward that are computed
     if job.freeze:
-        model, blocks = source.new(), tuple(f"{name}." for name in source.units.checkpointed)
+        model, blocks = trained_model.new(), tuple(f"{name}." for name in trained_model.units.checkpointed)
         freeze(model, job.freeze)
         sizes, reached = list[tuple[int, ...]](), False
         for name, module in model.named_modules():

@@ -1,4 +1,5 @@
-"""Calls the function that `model.factory` names, which returns a model of yours."""
+"""Calls the function that a model config names, which returns the model: our Llama's class, or a function of
+yours that `model.factory` names."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from torch import nn
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.model.describe import Example
-from meshwright.train.config import FactoryConfig
+from meshwright.train.config import ModelConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.user_code import find
 
@@ -33,7 +34,7 @@ class OwnModel:
     loss: "Loss | None" = None
 
 
-def call_factory(config: FactoryConfig, device: str | None = "meta") -> OwnModel:
+def call_factory(config: ModelConfig, device: str | None = "meta") -> OwnModel:
     """Call the factory, by default with new tensors on the meta device, which takes no memory; None: where
     the function puts them.
 

@@ -10,7 +10,7 @@ from meshwright.models.attention import DOCUMENT_MASK_KERNELS, HALF_PRECISION_KE
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import TrainingJob
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 
 if TYPE_CHECKING:
     from meshwright.parallel.planner.hardware import Hardware
@@ -44,7 +44,7 @@ def attention_on_device(job: TrainingJob, device: torch.device, device_name: str
 def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:
     """Raise PlanError if the plan's attention kernel does not support the job on "cpu" or "cuda"."""
     kernel, document_mask = plan.attention, job.document_mask
-    model = source_of(job.model).units
+    model = model_of(job.model).units
     if not model.attention_kernels:  # the model's own business
         return
     dtypes = {unit.param_dtype for unit in plan.units if not model.checkpointed.isdisjoint(unit.modules)}

@@ -18,7 +18,7 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.predict import plan_for, predict_needs, search_leanest
 
 MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
@@ -152,11 +152,11 @@ def _largest_shipped(job: TrainingJob, machines: Machines) -> Iterator[Suggestio
         return
     shipped = {path.name: load_config(path).job for path in list_configs()}
     sizes = {
-        name: source_of(candidate.model).parameters
+        name: model_of(candidate.model).parameters
         for name, candidate in shipped.items()
         if isinstance(candidate.model, LlamaConfig)
     }
-    smaller = [name for name, size in sizes.items() if size < source_of(job.model).parameters]
+    smaller = [name for name, size in sizes.items() if size < model_of(job.model).parameters]
     for name in sorted(smaller, key=lambda name: sizes[name], reverse=True):
         opened, candidate = _on_any_number(shipped[name])
         for keys in _recomputing(candidate):
@@ -201,7 +201,7 @@ def _needed_bytes(job: TrainingJob, machines: Machines, seq_len: int | None = No
 def _may_fit(job: TrainingJob, machines: Machines) -> bool:
     """Whether parameters and both moments alone fit: a quick test without tracing the model."""
     bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
-    held = bytes_each * source_of(job.model).parameters / machines.processes
+    held = bytes_each * model_of(job.model).parameters / machines.processes
     host = HostMemory(state=int(held)) if job.parallel.cpu_offload else HostMemory()
     return bool(job.freeze) or machines.fits(0 if job.parallel.cpu_offload else int(held), host)
 

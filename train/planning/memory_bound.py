@@ -5,10 +5,10 @@ below is more than a step has at a time; tests compare the sum with the predicti
 """
 
 from meshwright.models.llama import LlamaConfig
-from meshwright.models.size import count_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan, sums_whole_gradients
 from meshwright.train.config import TrainingJob
+from meshwright.train.model.trained_model import model_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OF_PROCESS_BYTES = 2 * GIB  # what a process takes beside its tensors: at most 0.6 GiB in configs/hardware
@@ -31,9 +31,9 @@ def is_ample(bound_bytes: int, available_bytes: int) -> bool:
 def _state_bytes(job: TrainingJob, plan: Plan, model: LlamaConfig) -> int:
     """Return the bytes of parameters, gradients, moments and FSDP2's buffers, as if nothing but FSDP divided
     the parameters, and all units were gathered and reduced at once."""
-    count, units = count_parameters(model), plan.units
+    count, units = model_of(model).parameters, plan.units
     rows = 5 * model.dim + model.ffn_dim + 2  # one of each weight of a block: shards are padded by less
-    values = count.total // plan.mesh.shards + (model.n_layers + 1) * rows
+    values = count // plan.mesh.shards + (model.n_layers + 1) * rows
     stored = DTYPE_BYTES[plan.storage_dtype]
     gathered = max(DTYPE_BYTES[unit.param_dtype] for unit in units)
     reduced = max(DTYPE_BYTES[unit.reduce_dtype] for unit in units)
@@ -43,7 +43,7 @@ def _state_bytes(job: TrainingJob, plan: Plan, model: LlamaConfig) -> int:
     # a tied weight has two gradients, and then their sum
     tied = 2 * model.vocab_size * model.dim if model.tie_embeddings else 0
     of_units = 3 * gathered + (1 + whole) * reduced
-    return values * of_shard + count.total * of_units + tied * max(gathered, reduced)
+    return values * of_shard + count * of_units + tied * max(gathered, reduced)
 
 
 def _activation_bytes(job: TrainingJob, plan: Plan, model: LlamaConfig) -> int:

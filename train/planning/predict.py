@@ -20,7 +20,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.model.build import freeze, training_flops
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.resolve import make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
@@ -97,13 +97,13 @@ def predict_needs(
 
 def search_plans(job: TrainingJob, machines: Machines) -> SearchResult:
     """Search all legal plans of the job. Raises PlanError if there are none."""
-    units, shape = source_of(job.model).units, _shape_on(job, machines)
+    units, shape = model_of(job.model).units, _shape_on(job, machines)
     return search(job.parallel, units, shape, machines, partial(run_workload, job))
 
 
 def search_leanest(job: TrainingJob, machines: Machines, seq_len: int) -> SearchResult:
     """Search the plans that need the least memory, with sequences of `seq_len` tokens."""
-    units = source_of(job.model).units
+    units = model_of(job.model).units
     parallel, shape = least_memory(job.parallel, _shape_on(job, machines), len(units.checkpointed))
     shape = dataclasses.replace(shape, seq_len=seq_len)
     return search(parallel, units, shape, machines, lambda plan: run_workload(job, plan).shortened(seq_len))
@@ -112,7 +112,7 @@ def search_leanest(job: TrainingJob, machines: Machines, seq_len: int) -> Search
 def check_legal_plans(job: TrainingJob, machines: Machines) -> None:
     """Raise PlanError if the job has no legal plan. Takes no measurements: of the machines only the numbers,
     the kernels and the dtypes count."""
-    check_legal(job.parallel, source_of(job.model).units, _shape_on(job, machines))
+    check_legal(job.parallel, model_of(job.model).units, _shape_on(job, machines))
 
 
 def _shape_on(job: TrainingJob, machines: Machines) -> RunShape:
@@ -152,11 +152,11 @@ def _frozen_and_trained(
     """Return the names of the parameters that `train.freeze` matches, and each module's trained share."""
     if not patterns:
         return frozenset(), {}
-    built = source_of(model).new()
+    built = model_of(model).new()
     freeze(built, patterns)
     counts = {
         name: [(p.numel(), p.requires_grad) for p in built.get_submodule(name).parameters()]
-        for name in source_of(model).units.modules
+        for name in model_of(model).units.modules
     }
     shares = {
         name: sum(n for n, trained in count if trained) / sum(n for n, _ in count)

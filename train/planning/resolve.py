@@ -13,7 +13,7 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import plan_file_mistakes
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.device_defaults import attention_on_device, check_attention, dtype_on_device
 
 
@@ -83,7 +83,7 @@ def plan_run(
 
     Raises PlanError that lists all mistakes, one line each.
     """
-    model = source_of(job.model).units
+    model = model_of(job.model).units
     if job.parallel.plan == "auto":
         raise PlanError(
             "parallel.plan=auto works only in train.main and tools.plan: run tools.plan with --save FILE, "

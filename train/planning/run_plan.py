@@ -16,7 +16,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.process_group import choose_device, init_distributed
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
 from meshwright.train.memory import device_memory_bytes, free_host_bytes
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.memory_bound import is_ample, memory_bound
 from meshwright.train.planning.resolve import plan_on_device
 
@@ -52,7 +52,7 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
     Only `parallel.plan=auto` initializes the process group. Raises PlanError, and ConfigError for a model
     that cannot be trained here.
     """
-    source_of(config.model).check(config.job)
+    model_of(config.model).check(config.job)
     device, device_name = choose_device(config.run, ranks)
     if config.parallel.plan == "auto":
         from meshwright.train.planning.auto import choose_for_run  # late, as the planner is a large import

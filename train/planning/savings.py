@@ -13,7 +13,7 @@ from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.train.config import TrainingJob
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.fit import as_options
 from meshwright.train.planning.predict import predict, predict_memory, run_workload
 
@@ -46,7 +46,7 @@ def suggest_savings(job: TrainingJob, plan: Plan, machines: Machines) -> list[Sa
 
     Data, model and global batch stay the same.
     """
-    model, world_size = source_of(job.model).units, plan.mesh.world_size
+    model, world_size = model_of(job.model).units, plan.mesh.world_size
     peak_bytes, step_s, _ = _estimate(job, plan, machines)
     savings = []
     for keys, changed in _changes(job, plan, model):

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,8 @@ from meshwright.parallel.planner.tracing.trace import (
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.config import ModelConfig
 from meshwright.train.files import write_atomically
-from meshwright.train.model.choose import source_of
-from meshwright.train.model.own import OwnSource
-from meshwright.train.model.source import ModelSource
-from meshwright.train.planning.trace_case import TraceCase
-from meshwright.train.planning.trace_llama import llama_module
-from meshwright.train.planning.trace_own import own_tracer
+from meshwright.train.model.trained_model import TrainedModel, model_of
+from meshwright.train.planning.trace_module import TraceCase, code_of_config, kinds_of, module_builder
 
 
 def model_workload(
@@ -55,8 +51,8 @@ def model_workload(
 
     Modules of one kind with the same settings are traced once.
     """
-    source = source_of(model)
-    kinds, units = source.kinds(seq_len), source.units
+    trained_model = model_of(model)
+    kinds, units = kinds_of(model, seq_len), trained_model.units
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, traced = dict[str, ModuleWorkload](), dict[Any, ModuleWorkload]()
     for name in plan.modules:
@@ -64,13 +60,9 @@ def model_workload(
         in_block = name in units.checkpointed
         equal = kinds[name], unit_of[name].settings, fixed, in_block
         if equal not in traced:
-            case = dataclasses.replace(
-                _make_case(source, plan, unit_of[name], kinds[name], seq_len),
-                frozen=fixed,
-                document_mask=document_mask and in_block,
-                float8=plan.float8.linears if in_block else (),
-            )
-            traced[equal] = _trace(model, case, folder)
+            masked = document_mask and in_block
+            case = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
+            traced[equal] = _trace(case, folder)
         modules[name] = traced[equal]
     if parameters := count_float8(plan, units.linears):
         blocks = {id(work): work for name, work in modules.items() if name in units.checkpointed}
@@ -81,7 +73,7 @@ def model_workload(
         weights = tuple(w for i, w in enumerate(work.weights) if i not in shared)
         parameters = sum(rows * values for rows, values in weights)
         modules[name] = dataclasses.replace(work, parameters=parameters, weights=weights)
-    tables = source.tables(seq_len // plan.mesh.cp)
+    tables = trained_model.tables(seq_len // plan.mesh.cp)
     return ModelWorkload(modules, {}, seq_len, plan.modules[-1], tables)
 
 
@@ -89,20 +81,28 @@ def model_workload(
 def _shared_weights(model: ModelConfig) -> dict[str, frozenset[int]]:
     """Return the places of the parameters that a later module shares, by module: they count there, where
     their gradient begins."""
-    source = source_of(model)
-    built, last = source.new(), dict[nn.Parameter, str]()
-    for name in source.units.modules:
+    built, modules, last = model_of(model).module, model_of(model).units.modules, dict[nn.Parameter, str]()
+    for name in modules:
         last |= dict.fromkeys(built.get_submodule(name).parameters(), name)
     places = {
         name: frozenset(i for i, p in enumerate(built.get_submodule(name).parameters()) if last[p] != name)
-        for name in source.units.modules
+        for name in modules
     }
     return {name: shared for name, shared in places.items() if shared}
 
 
-def _make_case(source: ModelSource, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> TraceCase:
+def _make_case(
+    model: TrainedModel,
+    plan: Plan,
+    unit: UnitPlan,
+    module: str,
+    seq_len: int,
+    frozen: tuple[str, ...],
+    document_mask: bool,
+) -> TraceCase:
     return TraceCase(
-        model=source.trace_key,
+        model=model.config.of_one_block,
+        code=code_of_config(model.config.of_one_block),
         module=module,
         sequences=min(plan.micro_batch_size, MOST_TRACED_SEQUENCES),
         seq_len=seq_len,
@@ -110,7 +110,7 @@ def _make_case(source: ModelSource, plan: Plan, unit: UnitPlan, module: str, seq
         sequence_parallel=plan.tensor.sequence_parallel,
         styles=tuple(plan.tensor.styles.items()),
         dtype=unit.param_dtype,
-        compiled=source.compiled(module, plan, unit.compiled),
+        compiled=_is_compiled(model, module, plan, unit),
         activation_checkpoint="none"
         if unit.activation_checkpoint == "offload"
         else unit.activation_checkpoint,
@@ -119,37 +119,45 @@ def _make_case(source: ModelSource, plan: Plan, unit: UnitPlan, module: str, seq
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same activations
         loss_chunk_tokens=plan.loss_chunk_tokens,
         fused_projections=plan.fused_projections,
-        frozen=(),
-        document_mask=False,
-        float8=(),
+        frozen=frozen,
+        document_mask=document_mask,
+        float8=plan.float8.linears if module in model.units.checkpointed else (),
         cp=plan.mesh.cp,
         context=plan.context,
     )
 
 
+def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -> bool:
+    """Whether a module is traced as compiled: those that can be, and the loss with the product before it."""
+    with_loss = plan.compile.enabled and module == model.logits[0] and model.gives_logits
+    return ((unit.compiled and module in model.units.compiled) or with_loss) and (
+        plan.compile.backend != "eager"
+    )
+
+
 @cache
-def _trace(model: ModelConfig, case: TraceCase, folder: Path | None) -> ModuleWorkload:
+def _trace(case: TraceCase, folder: Path | None) -> ModuleWorkload:
     def trace() -> ModuleWorkload:
-        return _trace_compiled(model, case) if case.compiled else eager_workload(_recomputed(model, case))
+        return _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case))
 
     return remember(folder, case, trace) if folder else trace()
 
 
-def _trace_compiled(model: ModelConfig, case: TraceCase) -> ModuleWorkload:
+def _trace_compiled(case: TraceCase) -> ModuleWorkload:
     """Return the workload of a compiled module. Cases that differ in activation checkpointing share one
     captured graph, unless it decomposes an operator whose results are to be saved."""
     joint = _capture(
-        model, dataclasses.replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
+        dataclasses.replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
     )
     saved_ops = _saved_ops(case)
     if joint.decomposes(saved_ops or ()):
-        joint, saved_ops = _capture(model, dataclasses.replace(case, activation_budget=1.0)), None
+        joint, saved_ops = _capture(dataclasses.replace(case, activation_budget=1.0)), None
     return compiled_workload(joint, saved_ops, case.activation_budget)
 
 
 @cache
-def _capture(model: ModelConfig, case: TraceCase) -> JointGraph:
-    return capture_joint(_recomputed(model, case), case.sequences)
+def _capture(case: TraceCase) -> JointGraph:
+    return capture_joint(_recomputed(case), case.sequences)
 
 
 def _saved_ops(case: TraceCase) -> tuple[str, ...] | None:
@@ -161,13 +169,12 @@ def _saved_ops(case: TraceCase) -> tuple[str, ...] | None:
     )
 
 
-def _recomputed(model: ModelConfig, case: TraceCase) -> Callable[[int], TracedModule]:
+def _recomputed(case: TraceCase) -> Callable[[int], TracedModule]:
     """Return the function that builds the module of a case, with its activation checkpointing."""
-    source = source_of(model)
-    trace = own_tracer(source, case) if isinstance(source, OwnSource) else partial(llama_module, case)
+    build_module = module_builder(case)
 
     def build(sequences: int) -> TracedModule:
-        subject = trace(sequences)
+        subject = build_module(sequences)
         if (saved_ops := _saved_ops(case)) is not None:
             recompute(subject.module, saved_ops)
         return subject

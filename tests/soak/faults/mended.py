@@ -7,8 +7,8 @@ MENDED = (
     Fault(
         "tied-weight-in-two",
         "tied embeddings become two weights when the model is filled",
-        "model.head.output.weight = model.tok_embeddings.weight",
-        "pass",
+        "separate tensor for each\n            self.head.output.weight = self.tok_embeddings.weight",
+        "separate tensor for each\n            pass",
         tests=("tests/models/test_llama.py",),
     ),
     Fault(

@@ -96,7 +96,7 @@ def test_a_shorter_context_is_the_same_model_and_another_argument_of_a_factory_i
     texts = {
         "hf_config.json": '{"rope_theta": 2.0, "use_cache": true}'
     }  # the folder of the factory was changed
-    monkeypatch.setattr(changes_module, "source_of", lambda model: SimpleNamespace(texts=lambda: texts))
+    monkeypatch.setattr(changes_module, "model_of", lambda model: SimpleNamespace(texts=lambda: texts))
     (tmp_path / "hf_config.json").write_text('{"rope_theta": 1.0, "use_cache": false}')
     with pytest.raises(ConfigError, match=r"another model: rope_theta=2.0 \(saved: 1.0\)\. Use"):
         compare(FactoryConfig(factory), FactoryConfig(factory))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.data.sample_order import CYCLE, SampleOrder, count_draws, draw, shares
 from meshwright.train.data.sequences import Batch, SequenceShape, count_sequences, read_batch
@@ -17,7 +17,7 @@ from meshwright.train.data.token_store import Source, TokenStream
 from meshwright.train.data.training_data import BatchShape
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import score_sets
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from tests.support import stores
 
 BOS, EOS = 1, 2
@@ -107,7 +107,7 @@ def model() -> Llama:
     model = Llama(
         LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=100, max_seq_len=128)
     )
-    init_weights(model, seed=0)
+    model.initialise(seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "layers" in name and parameter.dim() > 1:
@@ -219,7 +219,7 @@ def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, pred
     split, one_rank = split_of(DOCUMENTS), BatchShape(2, 1, 0, 1)
     shape = SequenceShape(6 if packing else 30, packing, masked, start_id, 100)
     monkeypatch.setattr("meshwright.parallel.sharded_model.dist.all_reduce", lambda value, group: None)
-    of_set = (OneBitOff(), {"set": split}, shape, one_rank, 0, torch.device("cpu"), None, loss_of_llama)
+    of_set = (OneBitOff(), {"set": split}, shape, one_rank, 0, torch.device("cpu"), None, loss_of_forward)
     score = score_sets(*of_set)["set"]
     assert score.tokens == predicted
     assert score.bits_per_byte == pytest.approx(predicted / split.text_bytes)

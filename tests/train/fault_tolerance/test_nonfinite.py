@@ -29,7 +29,7 @@ from meshwright.train.fault_tolerance.nonfinite import (
     first_bad_value,
 )
 from meshwright.train.metrics.clock import StepClock
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
@@ -69,7 +69,7 @@ def make_batches(count: int) -> list[Batch]:
 
 def open_guard(sharded: Any, max_skipped: int, lines: list[str] | None = None) -> NonFiniteGuard:
     """A guard that prints into `lines`."""
-    repeated = sharded, Order(), BatchShape(2, 2, 0, 1), loss_of_llama
+    repeated = sharded, Order(), BatchShape(2, 2, 0, 1), loss_of_forward
     return NonFiniteGuard(max_skipped, *repeated, [].append if lines is None else lines.append)  # type: ignore[arg-type]
 
 
@@ -127,13 +127,13 @@ def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
 def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_left_as_it_was(compiled):
     model, sharded, optimizer, _ = compiled
     batches = make_batches(2)
-    train_step(sharded, optimizer, batches, 1.0, loss_of_llama)
+    train_step(sharded, optimizer, batches, 1.0, loss_of_forward)
     calls = [module._compiled_call_impl for module in model.modules()]
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}
-    assert first_bad_value(sharded, batches, loss_of_llama) is None
+    assert first_bad_value(sharded, batches, loss_of_forward) is None
     with torch.no_grad():
         model.layers[1].feed_forward.w1.weight.to_local()[3, 4] = math.inf
-    found = first_bad_value(sharded, batches, loss_of_llama)
+    found = first_bad_value(sharded, batches, loss_of_forward)
     assert found is not None
     assert (found.what, found.micro_batch) == ("the output of layers.1.feed_forward.w1", 0)
     assert [module._compiled_call_impl for module in model.modules()] == calls
@@ -151,7 +151,7 @@ def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_name
     calls = itertools.count()
     model.layers[0].ffn_norm.register_forward_hook(lambda _m, _i, x: x * math.nan if next(calls) % 2 else x)
     guard, batches = open_guard(sharded, 0), make_batches(2)
-    result = train_step(sharded, optimizer, batches, 1.0, loss_of_llama)
+    result = train_step(sharded, optimizer, batches, 1.0, loss_of_forward)
     with pytest.raises(NonFiniteError) as error:
         guard.after_step(step_done(1, result, StepData(batches, 0, 0.0), first_sample=40))
     finding = (

@@ -14,8 +14,8 @@ from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.config_parser import config_to_yaml, load_config, parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.model import factory
-from meshwright.train.model.choose import source_of
 from meshwright.train.model.factory import call_factory
+from meshwright.train.model.trained_model import TrainedModel
 from tests.support.tables import try_each
 
 CAUSAL_LM = "meshwright.models.from_transformers:causal_lm"
@@ -104,11 +104,11 @@ def test_what_a_checkpoint_names_is_not_even_imported(
     (checkpoint / MANIFEST).write_text("{}")
     for read in (load_config(file).model, model_of(f"--config={file}")):
         with pytest.raises(ConfigError, match=r"add --model\.factory=evil:build"):
-            source_of(read)
+            TrainedModel(read)
     assert not mark.exists()
     (checkpoint / MANIFEST).unlink()  # a config file of the user's
     with pytest.raises(ConfigError, match="must return a model"):
-        source_of(model_of(f"--config={file}"))
+        TrainedModel(model_of(f"--config={file}"))
     assert mark.exists()
 
 

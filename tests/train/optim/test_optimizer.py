@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.train.config import OptimConfig
 from meshwright.train.optim.optimizer import (
     build_optimizer,
@@ -107,7 +107,7 @@ def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> N
     """Compared with a plain AdamW that creates its moments at its first step."""
     ours, plain = Llama(MODEL), Llama(MODEL)
     for model in (ours, plain):
-        init_weights(model, 0)
+        model.initialise(0)
     optimizer = build_optimizer(ours, CONFIG)
     assert {len(state) for state in optimizer.state.values()} == {3}
     assert all(not value.any() for state in optimizer.state.values() for value in state.values())

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.train.checkpoint.manifest import SavedTensor
 from meshwright.train.checkpoint.reader import refuse_different
 from meshwright.train.config import OptimConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import CheckpointError
-from meshwright.train.model.llama import loss_of_llama
+from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.optim.adamw_kernel import (
     AdamWStep,
     Slice,
@@ -239,7 +239,7 @@ MODEL = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, voc
 
 def small_model(dtype: torch.dtype = BF16) -> Llama:
     model = Llama(MODEL)
-    init_weights(model, 0)
+    model.initialise(0)
     for p in model.parameters():
         p.data = p.data.to(dtype)
         p.grad = torch.full_like(p, 0.01)
@@ -351,7 +351,7 @@ def trainer():
 
 def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> None:
     plain = Llama(parse_config(TINY).model)
-    init_weights(plain, parse_config(TINY).run.seed)
+    plain.initialise(parse_config(TINY).run.seed)
     stored = dict(trainer[0].named_parameters())
     for name, value in plain.named_parameters():
         assert torch.equal(stored[name].full_tensor(), value.to(BF16)), name
@@ -361,16 +361,16 @@ def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> 
 
 def test_a_step_reads_nothing_back_and_a_skipped_one_changes_no_bit(trainer) -> None:
     model, sharded, optimizer, _ = trainer
-    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama)
+    train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     before = bits(model, optimizer)
     with Count(*READS) as reads:
-        result = train_step(sharded, optimizer, make_batches(2), 0.01, loss_of_llama)
+        result = train_step(sharded, optimizer, make_batches(2), 0.01, loss_of_forward)
         assert reads.count == 0
     assert result.skipped.item() == 0
     after = bits(model, optimizer)
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * math.nan)
-    assert train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_llama).skipped.item() == 1
+    assert train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward).skipped.item() == 1
     assert all(torch.equal(a, b) for a, b in zip(after, bits(model, optimizer), strict=True))
 
 

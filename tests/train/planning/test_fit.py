@@ -2,7 +2,6 @@
 
 import pytest
 
-from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import load_hardware
@@ -10,6 +9,7 @@ from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning import fit
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.fit import Suggestion, check_fits, fewest_processes, suggest_fits, with_keys
@@ -85,7 +85,7 @@ def test_every_change_really_fits(machines: Machines, keys: list[str]) -> None:
         assert machines.fits(needed, host), change.describe()
         assert (needed > memory.peak_bytes) == bool(machines.hardware)
         if change.config:
-            assert count_parameters(changed_job.model).total < count_parameters(job.model).total
+            assert model_of(changed_job.model).parameters < model_of(job.model).parameters
 
 
 def test_keys_that_a_change_takes_back_are_named() -> None:

@@ -27,7 +27,7 @@ from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
-from meshwright.train.model.choose import source_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.memory_bound import is_ample, memory_bound
 from meshwright.train.planning.predict import predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
@@ -144,7 +144,7 @@ def check_plan(config: Config, plan: Plan, processes: int, folder: Path) -> None
     )
     (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
     assert repr(load_plan(folder / "plan.yaml")) == repr(plan), "repr, because True == 1"
-    assert validate(plan, source_of(config.model).units, processes, config.train.seq_len) == []
+    assert validate(plan, model_of(config.model).units, processes, config.train.seq_len) == []
     assert [
         module for module in plan.modules if sum(module in unit.modules for unit in plan.units) != 1
     ] == []
@@ -170,7 +170,7 @@ def check_step_memory(memory: StepMemory) -> None:
 def invented_workload(config: Config, plan: Plan) -> ModelWorkload:
     """A workload of the model's modules with invented numbers, because a trace takes seconds per model."""
     phase = Phase((), (Linear(0, 300), Linear(100, 200)))
-    counts = source_of(config.model).units.modules
+    counts = model_of(config.model).units.modules
     modules = {
         name: ModuleWorkload(counts[name], phase, phase, Linear(0, 150), Linear(0, 50))
         for name in plan.modules

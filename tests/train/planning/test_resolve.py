@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from meshwright.models.llama import Llama
-from meshwright.models.size import count_parameters
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER
@@ -47,7 +47,7 @@ def test_every_module_of_a_plan_is_one_of_the_model_and_every_parameter_is_in_on
 def test_predicted_shards_are_those_of_all_parameters_counted_once() -> None:
     for config in (config_of(*EAGER), config_of("--model.tie_embeddings=true", *EAGER)):
         memory = predict_memory(config.job, plan_run(config.job, 8)).memory
-        assert memory.params == count_parameters(config.model).total * 4 / 8
+        assert memory.params == model_of(config.model).parameters * 4 / 8
 
 
 AGREEING = [
@@ -185,7 +185,7 @@ def test_frozen_parameters_need_no_gradients_and_no_moments() -> None:
     config = config_of(*EAGER, "--train.freeze=[layers.*, tok_embeddings.*]")
     plan = plan_run(config.job, 8)
     free, frozen = predict_memory(config_of(*EAGER).job, plan).memory, predict_memory(config.job, plan).memory
-    head = count_parameters(config.model).head
+    head = model_of(config.model).units.modules["head"]
     assert frozen.params == free.params
     assert frozen.grads == -(-head // 8) * 4
     assert frozen.optimizer == 2 * frozen.grads

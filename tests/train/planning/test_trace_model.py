@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.models.cost import matmul_parameters
-from meshwright.models.size import count_parameters
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.planner.tracing.trace import capture_joint
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.config_parser import parse_config
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning import trace_model
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
@@ -88,7 +87,7 @@ def test_flops_are_those_of_the_formulas(keys: tuple[str, ...]) -> None:
             assert operation.flops.fixed == 0
             if operation.kind in flops:
                 flops[operation.kind] += operation.flops.per_sequence
-    assert flops["matmul"] == 64 * 6 * matmul_parameters(config.model)
+    assert flops["matmul"] == 64 * 3 * model_of(config.model).forward_flops(64)[0]
     assert flops["attention"] == 64 * 12 * config.model.n_layers * config.model.dim * 64 / 2 * 7 / 6
 
 
@@ -109,7 +108,8 @@ def test_recomputing_does_a_forward_more() -> None:
 @pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
 def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
     full, split = (block_8b(*keys, f"--parallel.tp={tp}") for tp in (1, 4))
-    block, norms = count_parameters(parse_config(["--config=llama_8b.yaml"]).model).block, 2 * 4096
+    modules = model_of(parse_config(["--config=llama_8b.yaml"]).model).units.modules
+    block, norms = modules["layers.0"], 2 * 4096
     assert (full.parameters, split.parameters) == (block, (block - norms) // 4 + norms)
     for phase in ("forward", "backward"):
         flops = [
@@ -135,12 +135,8 @@ def test_modules_come_in_the_plans_order_and_blocks_share_their_work() -> None:
     assert tuple(work.modules) == plan_run(config.job, 1, 8).modules
     assert work.modules["layers.0"] is work.modules["layers.2"]
     assert (work.logits, work.seq_len, work.tables) == ("head", 64, 64 * 8 * 4)
-    counts = count_parameters(config.model)
-    assert [work.modules[name].parameters for name in ("tok_embeddings", "layers.0", "head")] == [
-        counts.embedding,
-        counts.block,
-        counts.head,
-    ]
+    counts = model_of(config.model).units.modules
+    assert {name: module.parameters for name, module in work.modules.items()} == counts
 
 
 @pytest.mark.sampled(3, day=1)

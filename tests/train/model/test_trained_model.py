@@ -2,23 +2,28 @@
 be trained by train.main is refused in words."""
 
 import importlib
+import math
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.planner.workload import ModelWorkload
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
+from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.choose import source_of
-from meshwright.train.model.own import code_of
+from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import model_workload
-from tests.support.factories import RUN, causal_lm
+from meshwright.train.planning.trace_module import code_of, kinds_of
+from tests.support.factories import RUN, VOCABULARY, causal_lm
+from tests.support.launch import EAGER
+from tests.support.sharded import sharded_alone
 from tests.support.tables import try_each
 
 OURS = [
@@ -35,13 +40,15 @@ def workload(*keys: str) -> ModelWorkload:
 
 
 def test_transformers_llama_has_the_figures_of_ours() -> None:
-    ours, theirs = (source_of(parse_config(keys).model) for keys in (OURS, causal_lm("llama")))
+    ours, theirs = (model_of(parse_config(keys).model) for keys in (OURS, causal_lm("llama")))
     assert theirs.parameters == ours.parameters
+    tied = model_of(parse_config([*OURS, "--model.tie_embeddings=true"]).model)
+    assert tied.parameters == ours.parameters - 264 * 32
     assert (theirs.vocab_size, theirs.max_seq_len) == (ours.vocab_size, ours.max_seq_len) == (264, 64)
     assert theirs.attention == ours.attention
     assert {*theirs.linears} == {*ours.linears}
     assert theirs.forward_flops(32) == pytest.approx(ours.forward_flops(32), rel=1e-3)
-    kinds = theirs.kinds(32)
+    kinds = kinds_of(theirs.config, 32)
     assert [kinds[name] for name in theirs.units.modules if "layers" in name] == ["model.layers.0"] * 2
 
 
@@ -62,6 +69,19 @@ def test_its_blocks_multiply_and_keep_as_much_as_ours(compiled: str) -> None:
         assert other == pytest.approx(own, rel=0.01), phase
 
 
+def test_what_a_model_publishes_counts() -> None:
+    """Its initial values, its loss, its sizes: of equal logits the loss is that of a guess."""
+    keys = [*RUN, f"{SUPPORT}:Publishing", *EAGER, "--run.seed=3"]
+    with sharded_alone(keys) as run:
+        assert all((parameter == torch.tensor(0.03)).all() for parameter in run.model.parameters())
+        ids, model = torch.arange(64).view(2, 32), model_of(run.config.model)
+        loss = model.loss(run.plan, 0.0)(run.model, Batch(ids, ids), torch.tensor(64.0))
+        assert loss.item() == pytest.approx(math.log(VOCABULARY))
+    assert (model.vocab_size, model.max_seq_len) == (VOCABULARY, 48)
+    traced = workload(*keys).modules["scores"].forward.operations
+    assert "_log_softmax" in [operation.name for operation in traced]
+
+
 def test_blocks_of_two_kinds_are_traced_twice() -> None:
     keys = causal_lm(
         "gemma3_text",
@@ -69,7 +89,7 @@ def test_blocks_of_two_kinds_are_traced_twice() -> None:
         layer_types="[sliding_attention,full_attention,sliding_attention,full_attention]",
         sliding_window=8,
     )
-    kinds = source_of(parse_config(keys).model).kinds(32)
+    kinds = kinds_of(parse_config(keys).model, 32)
     assert [kinds[f"model.layers.{i}"] for i in range(4)] == ["model.layers.0", "model.layers.1"] * 2
 
 
@@ -85,11 +105,16 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 ]
 
 
+def start(config: Config) -> None:
+    model_of(config.model).check(config.job)
+    plan_run(config.job, 2)
+
+
 def test_a_model_that_train_main_cannot_train_is_refused_in_words() -> None:
     def check(keys: list[str], facts: list[str]) -> None:
         config: Config = parse_config([*RUN, *keys])
         with pytest.raises((ConfigError, PlanError)) as refused:
-            source_of(config.model).check(config.job)
+            start(config)
         assert [fact for fact in facts if fact not in str(refused.value)] == [], refused.value
 
     try_each(REFUSED, check)

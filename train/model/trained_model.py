@@ -1,0 +1,277 @@
+"""A model as train/ and tools/ use it: our Llama, or one of yours.
+
+What a model does not publish is observed in a forward of its example on fake tensors, which computes nothing.
+Any model may publish, beside what `parallel.shardable` names:
+
+- `config`, with some of the attributes of POSITIONS, HEADS, KV_HEADS and WIDTH;
+- `initialise(seed, copy)`: writes all values, those of a parameter by `copy(parameter, value)`, because a
+  rank may hold a shard of it;
+- `forward_flops(seq_len)`: as `TrainedModel.forward_flops`, without the seconds that observing it takes;
+- `table_bytes(tokens)`: the bytes of position tables that a forward computes for all blocks;
+- `logits_and_loss`, the names of the modules that compute the logits and the loss, and `set_z_loss(z_loss)`:
+  its forward takes (tokens, targets, first, divisor, positions), of a `Batch`, and returns the loss itself,
+  in float32, summed over the targets and divided by `divisor`; `config.vocab_size` is its number of ids.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshwright.models.loss import LogitsLoss
+from meshwright.parallel.compile.apply import compile_module
+from meshwright.parallel.fsdp import copy_shard
+from meshwright.parallel.model.attention_cores import position_argument
+from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
+from meshwright.parallel.model.inputs import tokens_of, with_sizes
+from meshwright.parallel.model.materialize import allocate, materialize
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.train.config import ModelConfig, TrainingJob
+from meshwright.train.data.sequences import Batch
+from meshwright.train.errors import ConfigError
+from meshwright.train.model.factory import call_factory
+
+HF_CONFIG = "hf_config.json"  # in a checkpoint: what transformers needs to build the model
+EXAMPLE_TOKENS = 16
+# attributes of a model's `config`: of transformers, and of our Llama
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+HEADS = ("num_attention_heads", "n_heads")
+KV_HEADS = ("num_key_value_heads", "n_kv_heads")
+WIDTH = ("hidden_size", "dim")
+
+# model, micro batch, divisor (None: 1) -> the loss in nats, summed over tokens and divided
+LossOf = Callable[[nn.Module, Batch, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The attention of a block: query heads, key and value heads, and channels of a head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@cache
+def model_of(config: ModelConfig) -> "TrainedModel":
+    """Return the model of a config. Raises ConfigError if it cannot be built, and, when its units are asked
+    for, PlanError if it cannot be described."""
+    return TrainedModel(config)
+
+
+class TrainedModel:
+    """The model that the factory of a config returns, on the meta device: its description, its figures, and
+    how it is built, filled and trained. `example`: arguments of its forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        made = call_factory(config)
+        self.module = made.module
+        ids = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64, device="meta")
+        name = getattr(self.module, "main_input_name", None)  # of a transformers model
+        self.example: Example = made.example or ({name: ids} if name else (ids,))
+
+    @cached_property
+    def units(self) -> ModelUnits:
+        """What planning needs."""
+        blocks = self.config.blocks
+        return describe(
+            self.module, self.example, blocks=int(blocks) if blocks and blocks.isdigit() else blocks
+        )
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters; a tied weight counts once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        if self.computes_loss:
+            published: Any = self.module.config
+            return int(published.vocab_size)
+        return self.logits_shape()[-1]
+
+    @cache  # noqa: B019 (a model lives as long as the process)
+    def logits_shape(self) -> tuple[int, ...]:
+        """Return the shape of the logits of two samples. Raises ConfigError if the model gives none."""
+        results = run_on_fakes(self.module, with_sizes(self.example, 2, 0), torch.float32)
+        return tuple(logits_of(results, self.config.factory).shape)
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest sequence in tokens; None: any."""
+        return self._published(POSITIONS)
+
+    def _published(self, names: tuple[str, ...]) -> int | None:
+        """Return the first of these attributes of the model's config that is a number."""
+        config = getattr(self.module, "config", None)
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of each linear layer of a block, and of the head."""
+        block = next(name for name in self.units.modules if name in self.units.checkpointed)
+        parts = (*self.module.get_submodule(block).modules(), self.module.get_submodule(self.logits[0]))
+        found = [(m.in_features, m.out_features) for m in parts if isinstance(m, nn.Linear)]
+        # transformers' Conv1D of GPT-2: inputs x outputs
+        found += [(m.nx, m.nf) for m in parts if type(m).__name__ == "Conv1D"]  # type: ignore[misc]
+        return list(dict.fromkeys(found))
+
+    @property
+    def attention(self) -> AttentionHeads | None:
+        """The attention of a block; None: unknown."""
+        heads, width = self._published(HEADS), self._published(WIDTH)
+        if not heads or not width:
+            return None
+        head_dim = self._published(("head_dim",)) or width // heads
+        return AttentionHeads(heads, self._published(KV_HEADS) or heads, head_dim)
+
+    def tables(self, tokens: int) -> int:
+        """Return the bytes of position tables for a rank's tokens of a sequence: what the model publishes, or
+        its buffers, which it has whatever the tokens."""
+        if of_tokens := getattr(self.module, "table_bytes", None):
+            return int(of_tokens(tokens))
+        return sum(buffer.nbytes for buffer in self.module.buffers())
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the model's forward computes the loss itself; of any other its logits are used."""
+        return hasattr(self.module, "logits_and_loss")
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether the model takes tokens and gives logits, of which there is a loss."""
+        return not self.computes_loss and bool(tokens_of(self.example))
+
+    @property
+    def logits(self) -> tuple[str, str]:
+        """The modules that compute the logits and the loss."""
+        last = list(self.units.modules)[-1]
+        names: tuple[str, str] = getattr(self.module, "logits_and_loss", (last, last))
+        return names
+
+    def check(self, job: TrainingJob) -> None:
+        """Raise ConfigError if the model cannot be trained so by train.main."""
+        longest, factory = self.max_seq_len, f"model.factory={self.config.factory}"
+        if longest is not None and job.seq_len > longest:
+            raise ConfigError(
+                f"train.seq_len={job.seq_len} must not exceed the {longest} positions of {factory}: reduce it"
+            )
+        if self.computes_loss:
+            return
+        if job.document_mask:
+            raise ConfigError(
+                f"data.document_mask: {factory} makes its own attention mask, which the documents of a "
+                "sequence are not known to: use false"
+            )
+        if not tokens_of(self.example):
+            raise ConfigError(
+                f"{factory}: its example has no tokens[samples, tokens] of integers, and train.main has "
+                "nothing else: use your own loop (docs/your-model.md)"
+            )
+        others = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, Tensor)]
+        if len(others) > 1:
+            raise ConfigError(
+                f"{factory}: its example has {len(others)} tensors, but train.main gives only tokens: "
+                "return an example without the others"
+            )
+        self.logits_shape()
+
+    def new(self, z_loss: float = 0.0) -> nn.Module:
+        """Return the model anew, on the meta device. `z_loss`: of a model that computes its loss itself."""
+        module = call_factory(self.config).module
+        if self.computes_loss:
+            module.set_z_loss(z_loss)  # type: ignore[operator]
+        return module
+
+    @cache  # noqa: B019
+    def forward_flops(self, seq_len: int) -> tuple[float, float]:
+        """Return the operations of a forward per token: of products with weights, and of causal attention."""
+        if published := getattr(self.module, "forward_flops", None):
+            products, scores = published(seq_len)
+            return products, scores
+        from meshwright.parallel.planner.tracing.eager import record_call  # late: our Llama needs no planner
+
+        def count(call: Callable[[], Any]) -> dict[str, float]:
+            phase, _ = record_call(call, ())
+            sums = {"matmul": 0.0, "attention": 0.0}
+            for operation in phase.operations:
+                sums[operation.kind] = sums.get(operation.kind, 0.0) + operation.flops.fixed
+            return sums
+
+        with torch.no_grad():
+            sums = run_on_fakes(self.module, with_sizes(self.example, 1, seq_len), around=count)
+        return sums["matmul"] / seq_len, sums["attention"] / seq_len
+
+    def initialise(self, sharded: ShardedModel, seed: int) -> None:
+        """Allocate the tensors of a sharded model and write initial values, the same on every mesh: as the
+        model publishes it, or by its modules' own initialisers."""
+        if of_model := getattr(sharded.model, "initialise", None):
+            allocate(sharded)
+            with torch.no_grad():
+                of_model(seed, copy_shard)
+        else:
+            materialize(sharded, seed)
+
+    def loss(self, plan: Plan, z_loss: float) -> LossOf:
+        """Return the loss of training, compiled if the plan says so."""
+        if self.computes_loss:
+            return loss_of_forward
+        loss = LogitsLoss(z_loss)
+        if plan.compile.enabled:
+            compile_module(loss, plan.compile)
+        return LossOfLogits(self.example, self.config.factory, loss)
+
+    def texts(self) -> Mapping[str, str]:
+        """Return files about the model that each checkpoint keeps, by name."""
+        config = getattr(self.module, "config", None)
+        to_json = getattr(config, "to_json_string", None)
+        return {HF_CONFIG: to_json(use_diff=False)} if to_json else {}
+
+
+def loss_of_forward(model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:
+    """Return the loss, which the model's forward computes."""
+    loss: Tensor = model(batch.tokens, batch.targets, batch.first, divisor, batch.positions)
+    return loss
+
+
+class LossOfLogits(nn.Module):
+    """The loss of a model that gives logits: in float32, of the targets of the batch, which are the tokens
+    one position later, and divided by the number of targets of the global batch."""
+
+    def __init__(self, example: Example, factory: str, loss: LogitsLoss) -> None:
+        super().__init__()
+        self.example, self.factory, self.of_logits = example, factory, loss
+
+    def forward(self, model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:
+        args, kwargs = call_arguments(tree_map_only(Tensor, lambda _: batch.tokens, self.example))
+        if batch.positions is not None:
+            kwargs[position_argument(model)] = batch.positions.expand_as(batch.tokens)
+        logits = logits_of(model(*args, **kwargs), self.factory)
+        if divisor is None:
+            divisor = torch.ones((), device=logits.device)  # not None, which would compile another graph
+        loss: Tensor = self.of_logits(logits, batch.targets, divisor)
+        return loss
+
+
+def logits_of(result: Any, factory: str) -> Any:
+    """Return the logits[B, T, V] of a model's result: the result, its attribute `logits`, or the first of its
+    tensors. Raises ConfigError if they are not three-dimensional."""
+    logits = getattr(result, "logits", None)
+    if logits is None:
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        logits = leaves[0] if leaves else None
+    if logits is None or len(logits.shape) != 3:
+        what = "no tensor" if logits is None else f"a tensor of shape {tuple(logits.shape)}"
+        raise ConfigError(
+            f"model.factory={factory}: the model gives {what}, but train.main needs logits[samples, tokens, "
+            "ids]: it computes the loss itself, in float32, of targets one position later, and divides it by "
+            "the tokens of the global batch, which a loss of the model's own cannot know"
+        )
+    return logits
