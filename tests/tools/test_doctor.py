@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from meshwright.tools.doctor.__main__ import verdict
 from meshwright.tools.doctor.facts import Facts, Gpu, find_filesystem, parse_gpus, try_write
 from meshwright.tools.doctor.rules import judge
-from meshwright.tools.doctor.trials import run_trial
+from meshwright.tools.doctor.trials import run_trial, start_trial
+from meshwright.tools.processes import children, find_running
 from tests.support.launch import run
 from tests.support.limited import LIMITED
 from tests.support.nested import run_nested
@@ -59,6 +61,7 @@ BROKEN: list[tuple[Facts, str, str]] = [
     (good(open_files=64), "fails", "ulimit -Hn is 64 ... 1024 ... limits.conf"),
     (good(memlock_kib=64, infiniband=("mlx5_0",)), "fails", "64 KiB ... (mlx5_0) ... limits.conf"),
     (good(shm_gib=0.0625), "fails", "/dev/shm has 0.06 GiB ... --shm-size"),
+    (good(compiled="54.0 s to compile, cpu"), "slow", "54.0 s to compile ... end other programs"),
     (good(memory_gib=2.0), "slow", "2.0 GiB of memory ... the container's limit"),
     (good(cores=3), "slow", "3 cores for 2 GPUs ... --exclusive"),
     (good(addresses=("127.0.1.1",)), "note", "host name node ... 127.0.1.1 ... GLOO_SOCKET_IFNAME"),
@@ -88,6 +91,7 @@ NO_FAULTS = [
         infiniband=None,
         environment={},
     ),
+    good(compiled="8.1 s to compile, cpu"),
     good(memlock_kib=64),  # without InfiniBand
     variables(
         NCCL_P2P_DISABLE="0", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", OMP_NUM_THREADS="4,2"
@@ -115,6 +119,7 @@ def test_the_verdict_is_that_of_the_worst_finding() -> None:
     said = [verdict(findings[start:]) for start in range(4)]
     assert [text.split(":")[0] for text in said] == ["not ready", "ready, but slow", "ready", "ready"]
     assert "1 of 3" in said[0]
+    assert "3 cores for 2 GPUs" in said[1], "it names what is slow"
 
 
 def test_the_drivers_table_is_read_with_gaps() -> None:
@@ -158,6 +163,21 @@ def test_a_folder_is_on_the_file_system_of_the_longest_mount_point_above_it(
 def test_a_trial_whose_process_fails_has_its_error() -> None:
     with pytest.raises(RuntimeError, match="KeyError: 'nothing'"):
         run_trial("nothing", 1)
+
+
+def test_an_interrupted_trial_ends_its_processes() -> None:
+    before = set(children(os.getpid()))
+
+    def interrupt() -> NoReturn:
+        with start_trial("compile", 1):
+            trials.extend(set(children(os.getpid())) - before)
+            raise KeyboardInterrupt
+
+    trials = list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert trials
+    assert not find_running(trials)
 
 
 @pytest.mark.slow

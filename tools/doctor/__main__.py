@@ -55,7 +55,9 @@ def verdict(findings: Sequence[Finding]) -> str:
     kinds = [finding.kind for finding in findings]
     if "fails" in kinds:
         return f"not ready: a run will fail ({kinds.count('fails')} of {len(kinds)} problems)"
-    return "ready, but slow" if "slow" in kinds else "ready: nothing here should fail or be slow"
+    if "slow" in kinds:
+        return f"ready, but slow: {next(finding.what for finding in findings if finding.kind == 'slow')}"
+    return "ready: nothing here should fail or be slow"
 
 
 if __name__ == "__main__":

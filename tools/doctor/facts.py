@@ -10,7 +10,6 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.tools.doctor.trials import run_trial
+from meshwright.tools.doctor.trials import run_trial, start_trial
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.memory import free_host_bytes
 
@@ -79,8 +78,7 @@ def look(run_dir: Path) -> Facts:
     environment = {key: os.environ[key] for key in sorted(os.environ) if key.startswith((*SHOWN.split(),))}
     cache, host, failed = cache_folder(CompileConfig()), socket.gethostname(), dict[str, str]()
     found = dict[str, Any](hostname=host, run_folder=str(run_dir), cache_folder=str(cache), failed=failed)
-    with ThreadPoolExecutor(1) as executor:
-        compiling = executor.submit(run_trial, "compile", 1)
+    with start_trial("compile", 1) as compiled:
         looks: dict[str, Callable[[], Any]] = {
             "versions": find_versions,
             "cudnn": lambda: str(torch.backends.cudnn.version()) if torch.cuda.is_available() else "",
@@ -95,7 +93,7 @@ def look(run_dir: Path) -> Facts:
             "addresses": lambda: tuple(sorted({str(end[0]) for *_, end in socket.getaddrinfo(host, None)})),
             "run_free_gib": lambda: gib(shutil.disk_usage(try_write(run_dir)).free),
             "cache_filesystem": lambda: find_filesystem(try_write(cache)),
-            "compiled": compiling.result,
+            "compiled": compiled,
             "all_reduce": lambda: run_trial("all_reduce", 2),
         }
         for name, find in looks.items():

@@ -34,6 +34,8 @@ open_files<1024 fails: ulimit -Hn is {open_files}; data and sockets to all peers
   raise nofile in /etc/security/limits.conf; Docker: --ulimit nofile=65536
 memlock fails: ulimit -l is {memlock_kib} KiB; InfiniBand ({infiniband[0]}) pins more
   set memlock unlimited in /etc/security/limits.conf; Slurm: LimitMEMLOCK=infinity for slurmd
+compile slow: torch.compile needs {compiled}, for one matrix product; most machines need less than 30 s
+  end other programs, or request more cores (Slurm: --exclusive; Kubernetes: resources.limits.cpu)
 shm {kind}: /dev/shm has {shm_gib:.2f} GiB free; NCCL on several GPUs needs more
   docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory, as in configs/launch/kubernetes.yaml
 memory_gib<4 slow: {memory_gib:.1f} GiB of memory are available; torch and its compiler need up to 4
@@ -78,6 +80,7 @@ SWITCHES = {
     "TORCH_SHOW_CPP_STACKTRACES": "looks up symbols at each error, which takes minutes",
 }
 NETWORK = ("nfs", "lustre", "cifs", "smb", "9p", "fuse", "gpfs", "beegfs", "ceph", "wekafs", "virtiofs")
+SLOW_COMPILE_S = 30.0
 LEAST_SHM_GIB = 1.0  # NCCL maps about 10 MB for each peer of the node; Docker's default is 64 MiB
 Values = dict[str, Any]
 
@@ -120,6 +123,8 @@ def find_problems(facts: Facts) -> Iterator[tuple[str, Values]]:
         limit, default = gpu.power_limit_w, gpu.default_power_limit_w
         if limit and default and limit < 0.98 * default:
             yield "power", {"number": number, "limit": limit, "default": default}
+    if facts.compiled and float(facts.compiled.split()[0]) > SLOW_COMPILE_S:
+        yield "compile", {}
     if facts.memlock_kib is not None and facts.infiniband:
         yield "memlock", {}
     if facts.shm_gib is not None and facts.shm_gib < LEAST_SHM_GIB:

@@ -3,16 +3,17 @@
 `python -m meshwright.tools.doctor.trials compile|all_reduce RANK FOLDER` is such a process.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from meshwright.tools.processes import find_reason
+from meshwright.tools.processes import end, find_reason
 from meshwright.train.distributed.exit import end_process
 
 LIMIT_S = 240.0  # enough on a busy machine; on an idle one a trial takes a few seconds
@@ -22,24 +23,47 @@ REDUCED_BYTES, ROUNDS = 2**24, 5
 
 
 def run_trial(kind: str, processes: int) -> str:
-    """Run the processes of a trial and return its result. Raises RuntimeError with the first error that one
-    prints, or else its last line; TimeoutExpired."""
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(processes) as executor:
-        list(executor.map(lambda rank: run_process(kind, rank, Path(folder)), range(processes)))
-        return Path(folder, "result").read_text()
+    """Run the processes of a trial and return its result. Raises as the function of `start_trial`."""
+    with start_trial(kind, processes) as result_of:
+        return result_of()
 
 
-def run_process(kind: str, rank: int, folder: Path) -> None:
-    """Run one process of a trial. Raises as `run_trial`."""
+@contextlib.contextmanager
+def start_trial(kind: str, processes: int) -> Iterator[Callable[[], str]]:
+    """Start the processes of a trial. The block is given a function that waits for its result; a process that
+    still runs at the end of the block, such as after an interrupt, is ended.
+
+    The function raises RuntimeError with the first error that a process prints, or else its last line;
+    TimeoutExpired.
+    """
+    with tempfile.TemporaryDirectory(prefix="doctor-") as name:
+        folder, started = Path(name), list[subprocess.Popen[bytes]]()
+
+        def wait() -> str:
+            for rank, process in enumerate(started):
+                code = process.wait(LIMIT_S)
+                if code:
+                    printed = (folder / f"output-{rank}").read_text(errors="replace")
+                    raise RuntimeError(find_reason(printed, REASON_LETTERS) or f"exit code {code}")
+            return (folder / "result").read_text()
+
+        try:
+            started += [start_process(kind, rank, folder) for rank in range(processes)]
+            yield wait
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    end(process)
+
+
+def start_process(kind: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Start one process of a trial, in its own session: Ctrl-C is for this process, which then ends it."""
     command = [sys.executable, "-m", "meshwright.tools.doctor.trials", kind, str(rank), str(folder)]
     # a file, not a pipe: a compiler that outlives its process would keep a pipe open
-    with (folder / f"output-{rank}").open("w+", errors="replace") as output:
-        code = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=LIMIT_S, check=False
-        ).returncode
-        output.seek(0)
-        if code:
-            raise RuntimeError(find_reason(output.read(), REASON_LETTERS) or f"exit code {code}")
+    with (folder / f"output-{rank}").open("wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
 
 
 def try_compile(rank: int, folder: Path) -> str:
