@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from meshwright.tools.doctor.__main__ import verdict
-from meshwright.tools.doctor.facts import Facts, Gpu, find_filesystem, parse_gpus, try_write
+from meshwright.tools.doctor.facts import Facts, find_filesystem, parse_gpus, try_write
 from meshwright.tools.doctor.rules import judge
 from meshwright.tools.doctor.trials import run_trial, start_trial
 from meshwright.tools.processes import children, find_running
@@ -21,12 +21,38 @@ from tests.support.nested import run_nested
 from tests.support.plans import check_facts
 from tests.support.tables import try_each
 
-H100 = Gpu("NVIDIA H100", "470.1", 700, 700)
+
+def gpu(name: str, driver: str = "", *watts: float | None) -> Facts:
+    limit_w, default_w = watts or (None, None)
+    return {"name": name, "driver": driver, "power_limit_w": limit_w, "default_power_limit_w": default_w}
+
+
+H100 = gpu("NVIDIA H100", "470.1", 700, 700)
+MACHINE: Facts = {  # without GPUs
+    "compiled": "8.1 s to compile, cpu",
+    "cuda_of_torch": "",
+    "gpus": (),
+    "gpus_of_torch": 0,
+    "memory_gib": 64.0,
+    "cores": 16,
+    "open_files": None,
+    "memlock_kib": None,
+    "infiniband": (),
+    "shm_gib": 32.0,
+    "hostname": "node",
+    "addresses": ("10.0.0.1",),
+    "run_folder": "runs",
+    "run_free_gib": 1000.0,
+    "cache_folder": "cache",
+    "cache_filesystem": "ext4",
+    "environment": {},
+    "failed": {},
+}
 
 
 def good(**changes: object) -> Facts:
     """A machine with two GPUs, changed."""
-    return Facts(**{"cuda_of_torch": "13.0", "gpus_of_torch": 2, "cores": 16, "gpus": (H100, H100)} | changes)
+    return MACHINE | {"cuda_of_torch": "13.0", "gpus_of_torch": 2, "gpus": (H100, H100)} | changes
 
 
 def failed(**reasons: str) -> Facts:
@@ -68,9 +94,9 @@ BROKEN: list[tuple[Facts, str, str]] = [
     (failed(addresses="Name not known"), "slow", "host name node ... Name not known ... /etc/hosts"),
     (failed(cudnn="old"), "slow", "cuDNN cannot be used: old ... LD_LIBRARY_PATH"),
     (failed(gpus="GPU is lost"), "note", "nvidia-smi fails: GPU is lost ... restarted"),
-    (good(gpus=(H100, Gpu("T4"))), "slow", "NVIDIA H100, T4: ... slowest ... CUDA_VISIBLE_DEVICES"),
+    (good(gpus=(H100, gpu("T4"))), "slow", "NVIDIA H100, T4: ... slowest ... CUDA_VISIBLE_DEVICES"),
     (
-        good(gpus=(H100, Gpu("NVIDIA H100", "", 500, 700))),
+        good(gpus=(H100, gpu("NVIDIA H100", "", 500, 700))),
         "slow",
         "GPU 1 ... 500 W ... 700 W ... nvidia-smi -i 1 -pl 700",
     ),
@@ -82,16 +108,7 @@ BROKEN: list[tuple[Facts, str, str]] = [
 ]
 NO_FAULTS = [
     good(),
-    Facts(gpus=None, gpus_of_torch=None, versions=None, memory_gib=None, cores=None, open_files=None),
-    Facts(
-        shm_gib=None,
-        addresses=None,
-        run_free_gib=None,
-        cache_filesystem=None,
-        infiniband=None,
-        environment={},
-    ),
-    good(compiled="8.1 s to compile, cpu"),
+    MACHINE | dict.fromkeys(MACHINE) | {"environment": {}, "failed": {}},
     good(memlock_kib=64),  # without InfiniBand
     variables(
         NCCL_P2P_DISABLE="0", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", OMP_NUM_THREADS="4,2"
@@ -110,7 +127,7 @@ def test_each_fault_is_named_with_its_value_and_a_remedy() -> None:
 
 def test_what_is_good_unknown_or_not_used_is_no_fault() -> None:
     assert [judge(facts) for facts in NO_FAULTS] == [[]] * len(NO_FAULTS)
-    assert [finding.kind for finding in judge(Facts(shm_gib=0.0625))] == ["note"]
+    assert [finding.kind for finding in judge(MACHINE | {"shm_gib": 0.0625})] == ["note"]
 
 
 def test_the_verdict_is_that_of_the_worst_finding() -> None:
@@ -124,7 +141,7 @@ def test_the_verdict_is_that_of_the_worst_finding() -> None:
 
 def test_the_drivers_table_is_read_with_gaps() -> None:
     text = "NVIDIA H100, 470.1, 700.00, 700.00\nTesla T4, 470.1, 70, [N/A]\nbroken\n"
-    assert parse_gpus(text) == (H100, Gpu("Tesla T4", "470.1", 70, None))
+    assert parse_gpus(text) == (H100, gpu("Tesla T4", "470.1", 70, None))
 
 
 def test_a_folder_that_a_run_would_make_is_written_to(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`python -m tools.doctor`: whether a run will fail or be slow here, how to fix it, and the facts."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_json({"verdict": verdict(findings), "findings": findings, "facts": facts}))
     else:
         lines = [f"  {each.kind.upper():<6}{each.what}\n        {each.remedy}" for each in findings]
-        shown = to_yaml(dataclasses.asdict(facts), allow_unicode=True, width=110)
+        shown = to_yaml(facts, allow_unicode=True, width=110)
         print("\n".join([verdict(findings), *lines, "", shown.rstrip()]))
     sys.stdout.flush()
     sys.exit(EXIT_WILL_FAIL if any(finding.kind == "fails" for finding in findings) else 0)
