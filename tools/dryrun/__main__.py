@@ -13,7 +13,7 @@ from meshwright.parallel.planner.machines import machines_of_kind
 from meshwright.tools.cli import add_config_option, add_node_option, config_arguments, positive, run_tool
 from meshwright.tools.dryrun.install import SIZE, install
 from meshwright.tools.dryrun.program import run_program
-from meshwright.tools.dryrun.report import FIRST, as_json, as_text, read_dry_run
+from meshwright.tools.dryrun.report import FIRST, as_text, make_document, read_dry_run
 from meshwright.tools.plan.report import make_report
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_program(gpu, scratch, report.plan, of_config, show)
         run = read_dry_run(scratch)
     if options.json:
-        print(json.dumps(as_json(run, report), indent=2))
+        print(json.dumps(make_document(run, report), indent=2))
     else:
         print(as_text(run, report, None if options.all else FIRST))
 
@@ -95,8 +95,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--json",
         action="store_true",
-        help="print one JSON document: launches, launches_by_library, host_waits, device_allocations, "
-        "streams, stream_waits, copies, collectives in order {op, axis, bytes, stream}, totals per op and "
+        help="print one JSON document: launches, launches_by_library, host_waits, device_allocations, both "
+        "also by kind, streams, stream_waits, copies, collectives {op, axis, bytes, stream}, totals per op and "
         "axis, kernels {name, library, calls, bytes, share, registers, spills}, launches_of_unknown_bytes, "
         "graphs (the kernels of each compiled graph, in order), peak_memory_gib, reserved_memory_gib, "
         "predicted {the same two}, plan, reasons, notes",
