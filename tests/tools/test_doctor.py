@@ -1,15 +1,17 @@
 """The rules of tools.doctor on made-up machines, and its inspection of this machine."""
 
+import contextlib
 import json
 import os
 import resource
 import signal
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from meshwright.parallel.yaml_io import load_value
 from meshwright.tools.doctor.__main__ import verdict
 from meshwright.tools.doctor.facts import Facts, find_filesystem, parse_gpus, try_write
 from meshwright.tools.doctor.rules import judge
@@ -22,32 +24,17 @@ from tests.support.plans import check_facts
 from tests.support.tables import try_each
 
 
-def gpu(name: str, driver: str = "", *watts: float | None) -> Facts:
-    limit_w, default_w = watts or (None, None)
+def gpu(name: str, driver: str = "", limit_w: float | None = None, default_w: float | None = None) -> Facts:
     return {"name": name, "driver": driver, "power_limit_w": limit_w, "default_power_limit_w": default_w}
 
 
 H100 = gpu("NVIDIA H100", "470.1", 700, 700)
-MACHINE: Facts = {  # without GPUs
-    "compiled": "8.1 s to compile, cpu",
-    "cuda_of_torch": "",
-    "gpus": (),
-    "gpus_of_torch": 0,
-    "memory_gib": 64.0,
-    "cores": 16,
-    "open_files": None,
-    "memlock_kib": None,
-    "infiniband": (),
-    "shm_gib": 32.0,
-    "hostname": "node",
-    "addresses": ("10.0.0.1",),
-    "run_folder": "runs",
-    "run_free_gib": 1000.0,
-    "cache_folder": "cache",
-    "cache_filesystem": "ext4",
-    "environment": {},
-    "failed": {},
-}
+MACHINE: Facts = load_value("""
+{compiled: "8.1 s to compile, cpu", cuda_of_torch: "", gpus: [], gpus_of_torch: 0, memory_gib: 64.0,
+ cores: 16, open_files: null, memlock_kib: null, infiniband: [], shm_gib: 32.0, hostname: node,
+ addresses: [10.0.0.1], run_folder: runs, run_free_gib: 1000.0, cache_folder: cache, cache_filesystem: ext4,
+ environment: {}, failed: {}}
+""")
 
 
 def good(**changes: object) -> Facts:
@@ -166,14 +153,10 @@ def test_a_folder_that_a_run_would_make_is_written_to(tmp_path: Path) -> None:
 def test_a_folder_is_on_the_file_system_of_the_longest_mount_point_above_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = tmp_path / "a share"
-    (share / "runs").mkdir(parents=True)
-    (tmp_path / "self").mkdir()
-    escaped = str(share).replace(" ", "\\040")  # as Linux writes it: proc(5)
-    text = f"/dev/a / ext4 rw 0 0\nhost:/x {escaped} nfs4 rw 0 0\nhost:/y {escaped}/run ceph rw 0 0\n"
-    (tmp_path / "self/mounts").write_text(text)
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    assert find_filesystem(share / "runs") == "nfs4"
+    places = {"/": "ext4", f"{tmp_path}/a share": "nfs4", f"{tmp_path}/a share/run": "ceph"}
+    mounts = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in places.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    assert find_filesystem(tmp_path / "a share/runs") == "nfs4"
     assert find_filesystem(tmp_path) == "ext4"
 
 
@@ -183,17 +166,11 @@ def test_a_trial_whose_process_fails_has_its_error() -> None:
 
 
 def test_an_interrupted_trial_ends_its_processes() -> None:
-    before = set(children(os.getpid()))
-
-    def interrupt() -> NoReturn:
-        with start_trial("compile", 1):
-            trials.extend(set(children(os.getpid())) - before)
-            raise KeyboardInterrupt
-
-    trials = list[int]()
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-    assert trials
+    trials, before = list[int](), set(children(os.getpid()))
+    with contextlib.suppress(KeyboardInterrupt), start_trial("compile", 1):
+        trials.extend(set(children(os.getpid())) - before)
+        raise KeyboardInterrupt
+    assert len(trials) == 1
     assert not find_running(trials)
 
 

@@ -41,13 +41,9 @@ def test_an_interrupted_command_ends_with_all_its_descendants(
 @pytest.mark.parametrize("module", ["tools.trace", "meshwright.train.main"])
 def test_ctrl_c_while_torch_is_imported_prints_nothing(tmp_path: Path, module: str) -> None:
     (tmp_path / "torch.py").write_text("print('importing', flush=True); import time; time.sleep(1000)")
-    process = subprocess.Popen(
-        [sys.executable, "-m", module],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env, pipe = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}, subprocess.PIPE
+    command = [sys.executable, "-m", module]
+    process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from meshwright.tools.processes import end, find_reason
+from meshwright.tools.processes import find_reason, started
 from meshwright.train.distributed.exit import end_process
 
 LIMIT_S = 240.0  # enough on a busy machine; on an idle one a trial takes a few seconds
@@ -36,34 +36,22 @@ def start_trial(kind: str, processes: int) -> Iterator[Callable[[], str]]:
     The function raises RuntimeError with the first error that a process prints, or else its last line;
     TimeoutExpired.
     """
-    with tempfile.TemporaryDirectory(prefix="doctor-") as name:
-        folder, started = Path(name), list[subprocess.Popen[bytes]]()
+    with tempfile.TemporaryDirectory(prefix="doctor-") as name, contextlib.ExitStack() as running:
+        folder, command = Path(name), [sys.executable, "-m", "meshwright.tools.doctor.trials", kind]
+        trials = dict[Path, subprocess.Popen[bytes]]()
+        for rank in range(processes):
+            log = folder / f"output-{rank}"
+            trials[log] = running.enter_context(started([*command, str(rank), name], None, log))
 
         def wait() -> str:
-            for rank, process in enumerate(started):
+            for log, process in trials.items():
                 code = process.wait(LIMIT_S)
                 if code:
-                    printed = (folder / f"output-{rank}").read_text(errors="replace")
+                    printed = log.read_text(errors="replace")
                     raise RuntimeError(find_reason(printed, REASON_LETTERS) or f"exit code {code}")
             return (folder / "result").read_text()
 
-        try:
-            started += [start_process(kind, rank, folder) for rank in range(processes)]
-            yield wait
-        finally:
-            for process in started:
-                if process.poll() is None:
-                    end(process)
-
-
-def start_process(kind: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
-    """Start one process of a trial, in its own session: Ctrl-C is for this process, which then ends it."""
-    command = [sys.executable, "-m", "meshwright.tools.doctor.trials", kind, str(rank), str(folder)]
-    # a file, not a pipe: a compiler that outlives its process would keep a pipe open
-    with (folder / f"output-{rank}").open("wb") as output:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+        yield wait
 
 
 def try_compile(rank: int, folder: Path) -> str:

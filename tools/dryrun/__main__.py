@@ -95,8 +95,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--json",
         action="store_true",
-        help="print one JSON document: launches, launches_by_library, host_waits, device_allocations, both "
-        "also by kind, streams, stream_waits, copies, collectives {op, axis, bytes, stream}, totals per op and "
+        help="one JSON document: launches, launches_by_library, host_waits, device_allocations, both "
+        "by kind too, streams, stream_waits, copies, collectives {op, axis, bytes, stream}, totals per op, "
         "axis, kernels {name, library, calls, bytes, share, registers, spills}, launches_of_unknown_bytes, "
         "graphs (the kernels of each compiled graph, in order), peak_memory_gib, reserved_memory_gib, "
         "predicted {the same two}, plan, reasons, notes",
