@@ -6,7 +6,6 @@ to_fsdp2.py, commands/config/config_args.py and cluster.py, accelerator.py, stat
 utils/launch.py, dataclasses.py and constants.py; transformers' accelerator_config.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from meshwright.parallel.errors import PlanError, each_line, one_line
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value, to_yaml
-from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
@@ -123,12 +122,7 @@ Values = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the config, and on stderr what becomes of every key. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.import_accelerate",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("import_accelerate", "FSDP.yaml", DESCRIPTION)
     parser.add_argument("file", metavar="FILE", type=Path, help="accelerate's YAML")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)

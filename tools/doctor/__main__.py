@@ -1,11 +1,10 @@
 """`python -m tools.doctor`: whether a run will fail or be slow here, how to fix it, and the facts."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from meshwright.parallel.yaml_io import to_yaml
-from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.tools.doctor.facts import look
 from meshwright.tools.doctor.rules import Finding, judge
 from meshwright.train.errors import ConfigError
@@ -24,12 +23,7 @@ Exit code 0 if nothing will fail, else 1.
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the verdict, each finding with its remedy, and the facts; exit with 1 if something will fail."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.doctor",
-        allow_abbrev=False,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("doctor", "", DESCRIPTION)
     parser.add_argument(
         "--run_dir", default="runs", metavar="FOLDER", help="folder of your runs (default runs)"
     )
