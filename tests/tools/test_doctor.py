@@ -1,6 +1,5 @@
 """The rules of tools.doctor on made-up machines, and its inspection of this machine."""
 
-import contextlib
 import json
 import os
 import resource
@@ -15,8 +14,7 @@ from meshwright.parallel.yaml_io import load_value
 from meshwright.tools.doctor.__main__ import verdict
 from meshwright.tools.doctor.facts import Facts, find_filesystem, parse_gpus, try_write
 from meshwright.tools.doctor.rules import judge
-from meshwright.tools.doctor.trials import run_trial, start_trial
-from meshwright.tools.processes import children, find_running
+from meshwright.tools.doctor.trials import run_trial
 from tests.support.launch import run
 from tests.support.limited import LIMITED
 from tests.support.nested import run_nested
@@ -163,15 +161,6 @@ def test_a_folder_is_on_the_file_system_of_the_longest_mount_point_above_it(
 def test_a_trial_whose_process_fails_has_its_error() -> None:
     with pytest.raises(RuntimeError, match="KeyError: 'nothing'"):
         run_trial("nothing", 1)
-
-
-def test_an_interrupted_trial_ends_its_processes() -> None:
-    trials, before = list[int](), set(children(os.getpid()))
-    with contextlib.suppress(KeyboardInterrupt), start_trial("compile", 1):
-        trials.extend(set(children(os.getpid())) - before)
-        raise KeyboardInterrupt
-    assert len(trials) == 1
-    assert not find_running(trials)
 
 
 @pytest.mark.slow

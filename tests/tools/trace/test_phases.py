@@ -106,11 +106,7 @@ def tp_transfers(trace: Path) -> int:
 
 
 TP, GATHERS, REST = LANES = [("tp", "tp"), ("all_gather", "dp_shard"), ("all_reduce", "")]
-ADVICE = [
-    (TP, "a smaller parallel.tp "),
-    (GATHERS, "HSDP"),
-    (REST, "larger micro batch"),
-]
+ADVICE = [(TP, "a smaller parallel.tp "), (GATHERS, "HSDP"), (REST, "larger micro batch")]
 
 
 @pytest.mark.parametrize(("longest", "advice"), ADVICE)
