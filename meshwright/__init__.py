@@ -7,7 +7,10 @@ folder; in the folder of a checkout `python -m train.main` and `python -m tools.
 """
 
 import os
+import sys
 from importlib import import_module
+from itertools import pairwise
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,6 +75,19 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "train")):
         "meshwright/train is not a folder: git checked out the symbolic links as text files. Restore them "
         "with `git config core.symlinks true; git checkout -- meshwright`"
     )
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that ends the program, but no traceback for Ctrl-C; Python then ends it by SIGINT, which
+    a shell reports as 130."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+# Commands handle Ctrl-C themselves from their first statement on. Before it, they import torch for seconds.
+_COMMANDS = ("meshwright.", "train.", "tools.", "benchmarks.")
+if any(option == "-m" and name.startswith(_COMMANDS) for option, name in pairwise(sys.orig_argv)):
+    sys.excepthook = _print_error
 
 
 def __getattr__(name: str) -> Any:

@@ -25,12 +25,18 @@ from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES
 from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.yaml_io import YamlError, load_value
-from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.train.config import FactoryConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import call_factory
 from meshwright.train.user_code import allow
 
+DESCRIPTION = """example:
+  python -m tools.check --model.factory=mine:build --model.args.layers=2 --tp 2
+
+Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the unsharded one:
+outputs and every gradient.
+"""
 PREFIX = "--model.args."
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
 
@@ -69,13 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.check",
-        description=(
-            "Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the "
-            "unsharded one: outputs and every gradient."
-        ),
-    )
+    parser = new_parser("check", "--model.factory MODULE:FUNCTION", DESCRIPTION)
     add = parser.add_argument
     add(
         "--model.factory",

@@ -30,6 +30,19 @@ def run_tool(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def new_parser(tool: str, arguments: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a tool: its help has its arguments, then `description` and `epilog` as written."""
+    command = f"python -m tools.{tool}"
+    return argparse.ArgumentParser(
+        prog=command,
+        usage=" ".join(filter(None, [command, arguments, "[OPTION ...]"])),
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
 def add_config_option(parser: argparse.ArgumentParser) -> None:
     """Add --config, of which `config_arguments` makes arguments of `parse_config`."""
     parser.add_argument(

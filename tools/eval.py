@@ -22,7 +22,7 @@ from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.checkpoint.convert import imported_config
-from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positive, run_tool
+from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, new_parser, positive, run_tool
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.load_weights import find_newest
 from meshwright.tools.run_reader import value_text
@@ -46,6 +46,18 @@ from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 
 PROG = "tools.eval"
+DESCRIPTION = """examples:
+  python -m tools.eval runs/NAME                                        the run's evaluation sets
+  python -m tools.eval runs/NAME --data books/ --json                   other text
+  torchrun --nproc-per-node 8 -m tools.eval HF_DIR --data wiki.jsonl    a Hugging Face Llama, sharded
+
+Measure loss (nats per token), perplexity and bits per byte of a model on text: of a run or a checkpoint on
+the run's evaluation sets, or on --data. Under torchrun the model is sharded and the sequences are divided
+among the processes.
+"""
+CONFIG_KEYS = """Config keys of train.main are accepted too, as --section.key=value: --data.text_field,
+--data.packing, --data.document_mask, --parallel.compile.enabled and so on. They override those of the run.
+"""
 FIGURES = ("loss", "perplexity", "bits_per_byte", "tokens")  # of a set, for --json
 # The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of
 # this tool, and keys that only training needs are reset.
@@ -99,16 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
-        description="Measure loss (nats per token), perplexity and bits per byte of a model on text: of a "
-        "run or a checkpoint on the run's evaluation sets, or on --data. Under torchrun the model is sharded "
-        "and the sequences are divided among the processes.",
-        epilog="Config keys of train.main are accepted too, as --section.key=value: --data.text_field, "
-        "--data.packing, --data.document_mask, --parallel.compile.enabled and so on. They override those of "
-        "the run.",
-        allow_abbrev=False,
-    )
+    parser = new_parser("eval", "CHECKPOINT_OR_RUN_OR_HF_DIR", DESCRIPTION, CONFIG_KEYS)
     add = parser.add_argument
     model = "a checkpoint, a run (its newest checkpoint is used), or the folder of a Hugging Face Llama"
     add("model", metavar="CHECKPOINT_OR_RUN_OR_HF_DIR", help=model)

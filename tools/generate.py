@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.rope import rope_frequencies
-from meshwright.tools.cli import natural, number_from, run_tool
+from meshwright.tools.cli import natural, new_parser, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
 from meshwright.train.checkpoint.manifest import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
@@ -31,6 +31,12 @@ from meshwright.train.data.tokenizer import (
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.planning.device_defaults import dtype_on_device
 
+DESCRIPTION = """examples:
+  python -m tools.generate --run runs/NAME --prompt "Once upon a time"
+  python -m tools.generate --run runs/NAME/checkpoints/step-00000100 --temperature 0 --max_new_tokens 50
+
+Print a prompt and a trained model's continuation.
+"""
 BROKEN = "\ufffd"  # a decoder's character for bytes that are not, or not yet, a character
 
 
@@ -62,11 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.generate",
-        description="Print a prompt and a trained model's continuation.",
-        allow_abbrev=False,
-    )
+    parser = new_parser("generate", "--run RUN_OR_CHECKPOINT", DESCRIPTION)
     add = parser.add_argument
     run = (
         "folder of a run, whose newest checkpoint is used; or a checkpoint, such as "

@@ -6,7 +6,6 @@ to_fsdp2.py, commands/config/config_args.py and cluster.py, accelerator.py, stat
 utils/launch.py, dataclasses.py and constants.py; transformers' accelerator_config.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from meshwright.parallel.errors import PlanError, each_line, one_line
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.yaml_io import YamlError, load_mapping, load_value, to_yaml
-from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
@@ -31,25 +30,29 @@ what this trainer lacks is refused. Such files have no model and no data: put a 
   torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
 """
 # A row has keys, how their value is read, and what becomes of it. Read as: bool, an integer from N on, one of
-# names (#: or its number; ,: or several), word (nothing for a shell), any, or off: else it is refused. A row
-# "sets" a key of ours (to the form at the place of true|false or of the name), "decides" some with others, or
-# has the reason why it changes nothing or is refused. Rows below "section.prefix" are of that section; a file
-# may omit the prefix.
+# names (#: or its number), any, or off: else it is refused. A row "sets" a key of ours (to the form at the
+# place of true|false or of the name), "decides" some with others, or has the reason why it changes nothing or
+# is refused. Rows below "section.prefix" are of that section; a file may omit the prefix.
 TABLE = """
 distributed_type  FSDP|MULTI_GPU|MULTI_CPU|NO  decides parallel.strategy (MULTI_GPU: ddp), or one process (NO)
 num_processes  1  decides --nproc-per-node
 num_machines  1  decides --nnodes
-main_process_ip main_process_port  word  decides --rdzv-endpoint of several machines
+main_process_ip main_process_port  any  decides --rdzv-endpoint of several machines
 machine_rank rdzv_backend same_network  any  torchrun's rendezvous c10d does not need it
-gpu_ids  word  decides CUDA_VISIBLE_DEVICES
-use_cpu  bool  decides run.device; GPUs are used if there is one for every process
+gpu_ids  any  decides CUDA_VISIBLE_DEVICES
+use_cpu  bool  sets run.device cpu|auto; auto uses GPUs if there is one for every process
 compute_environment  LOCAL_MACHINE  torchrun starts the run
 main_training_function  any  the program is train.main
 debug  any  shapes are checked when the plan is made, before the run
 enable_cpu_affinity  any  run.threads divides the cores among the processes
-gradient_accumulation_steps  1  decides train.global_batch_size
+gradient_accumulation_steps  1  decides train.global_batch_size, for a micro batch of 1 because the file \
+has no batch size: for B, set train.micro_batch_size to B and multiply it by B. FSDP then reduces gradients \
+in the last micro batch only, as accelerate does (with fsdp_version 2 since 1.11): every rank sums whole \
+gradients; --parallel.reduce_gradients=every_micro_batch keeps shards only
 sync_each_batch  bool  decides parallel.reduce_gradients of FSDP with several micro batches
-mixed_precision  no|bf16|fp16|fp8  decides parallel.param_dtype, parallel.reduce_dtype
+mixed_precision  no|bf16  sets parallel.param_dtype float32|bfloat16, and for FSDP parallel.reduce_dtype \
+too, as in accelerate (float32 is safer); fp16 needs a gradient scaler, which this trainer lacks: use bf16; \
+for fp8 see parallel.float8
 fp16  off  float16 needs a gradient scaler, which this trainer lacks: use bf16, which has the range of float32
 fp8_config  off  float8 is not imported: use mixed_precision: bf16, and see parallel.float8
 deepspeed_config  off  DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op, 3 full_shard
@@ -57,22 +60,24 @@ megatron_lm_config  off  Megatron-LM is not supported: for its tp_degree use par
 mpirun_config  off  mpirun is not supported: start this trainer with torchrun
 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env  off  TPUs are not supported
 command_file commands downcast_bf16  off  TPUs are not supported
-dynamo_backend  inductor|aot_eager|eager|no  decides parallel.compile
+dynamo_backend  inductor|aot_eager|eager|no  decides parallel.compile, with TF32 as in accelerate
 gradient_accumulation_kwargs.
   sync_each_batch  bool  decides parallel.reduce_gradients of FSDP with several micro batches
   num_steps  off  set gradient_accumulation_steps instead
 dynamo_config.dynamo_
-  backend  inductor|aot_eager|eager|no  decides parallel.compile
-  mode  default|reduce-overhead|max-autotune  sets parallel.compile.mode
+  backend  inductor|aot_eager|eager|no  decides parallel.compile, with TF32 as in accelerate
+  mode  default|reduce-overhead|max-autotune  sets parallel.compile.mode (may use CUDA graphs)
   use_dynamic  bool  sets parallel.compile.dynamic
   use_fullgraph use_regional_compilation  any  every block is compiled separately, without graph breaks
 fsdp_config.fsdp_
   version  1|2  this trainer always shards with FSDP2; keys of version 1 keep their meaning in version 1
-  sharding_strategy  #STRATEGY  decides parallel.strategy
+  sharding_strategy  #STRATEGY  decides parallel.strategy; with parallelism_config resharding only; \
+HYBRID_SHARD on one machine shards over all processes, as in accelerate: nothing to replicate
   reshard_after_forward  bool#STRATEGY  decides parallel.reshard_after_forward, or parallel.strategy
-  auto_wrap_policy  TRANSFORMER_BASED_WRAP|SIZE_BASED_WRAP|NO_WRAP  decides parallel.unit_min_params
+  auto_wrap_policy  TRANSFORMER_BASED_WRAP|SIZE_BASED_WRAP|NO_WRAP  decides parallel.unit_min_params; with \
+NO_WRAP every block is a unit too, which needs less memory and trains the same
   min_num_params  0  decides parallel.unit_min_params with SIZE_BASED_WRAP
-  transformer_layer_cls_to_wrap  ,LlamaDecoderLayer  every block is an FSDP unit by default
+  transformer_layer_cls_to_wrap  LlamaDecoderLayer  every block is an FSDP unit by default
   backward_prefetch  #BACKWARD_PRE|BACKWARD_POST|NO_PREFETCH  sets parallel.backward_prefetch 1|0|0
   backward_prefetch_policy  any  accelerate ignores this spelling: the key is fsdp_backward_prefetch
   forward_prefetch  bool  sets parallel.forward_prefetch 1|0
@@ -99,49 +104,25 @@ for line in TABLE.strip().splitlines():
     keys, how, becomes = [*line.strip().split("  "), "", ""][:3]
     prefix = prefix if line.startswith(" ") else "" if how else keys
     ROWS |= {prefix + key: (how, becomes) for key in keys.split() if how}
-NOTES = dict(
-    line.split("  ", 1)
-    for line in """
-batch  the file does not contain the batch size, so a micro batch is 1 sequence: for B, set \
-train.micro_batch_size to B and train.global_batch_size to B x {}
-reduce  gradients are reduced in the last micro batch only, as accelerate does by default (with fsdp_version \
-2 since 1.11): until then every rank sums whole gradients ({} bytes per parameter); \
---parallel.reduce_gradients=every_micro_batch keeps shards only, and auto leaves the choice to \
---parallel.plan=auto
-bf16  accelerate's FSDP reduces gradients in bfloat16; --parallel.reduce_dtype=float32 is safer
-eager  nothing is compiled, as accelerate does by default; --parallel.compile.enabled=true compiles every \
-block
-tf32  float32_matmul_precision is high because accelerate allows TF32 in compiled float32 runs
-mode  {} may use CUDA graphs; max-autotune-no-cudagraphs is the mode without them
-NO_WRAP  NO_WRAP gathers the entire model at once; here every block is a separate FSDP unit, which needs \
-less memory and gives the same training results
-twice  warning: {}={} takes precedence over {}={}, as in accelerate's fsdp_version {}: delete one of them
-1  warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of \
-fsdp_sharding_strategy takes precedence; this trainer uses {} as written
-2  accelerate 1.15 reads only a true or false fsdp_reshard_after_forward with fsdp_version 2; this trainer \
-uses {} as written
-degrees  parallelism_config sets the degrees; {} sets resharding only
-hybrid  HYBRID_SHARD on one machine has nothing to replicate, as in accelerate: it shards over all \
-processes. On several machines, parallel.strategy replicates across them
-model  the imported config has no model and no data: put a config with them before it, as in \
---config llama_8b --config CONFIG.yaml
-""".strip().splitlines()
-)
+EAGER = "nothing is compiled, as in accelerate by default; --parallel.compile.enabled=true compiles blocks"
+TWICE = "warning: {}={} takes precedence over {}={}, as in accelerate's fsdp_version {}: delete one of them"
+OTHER_VERSION = {  # by fsdp_version: its sharding is given by the other version's key
+    "1": "warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of "
+    "fsdp_sharding_strategy takes precedence; this trainer uses {} as written",
+    "2": "accelerate 1.15 reads only a true or false fsdp_reshard_after_forward with fsdp_version 2; this "
+    "trainer uses {} as written",
+}
+MODEL = "the imported config has no model and no data: put a config with them before it, as in --config "
+MODEL += "llama_8b --config CONFIG.yaml"
 TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # its str_to_bool
 STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
-STEPS = "gradient_accumulation_steps"
-DEFAULTS = {"num_machines": 1, "fsdp_version": "1", STEPS: 1, "gpu_ids": "all"}
+DEFAULTS = {"num_machines": 1, "fsdp_version": "1", "gradient_accumulation_steps": 1, "gpu_ids": "all"}
 Values = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the config, and on stderr what becomes of every key. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.import_accelerate",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("import_accelerate", "FSDP.yaml", DESCRIPTION)
     parser.add_argument("file", metavar="FILE", type=Path, help="accelerate's YAML")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
@@ -161,9 +142,7 @@ def convert(file: Path) -> dict[str, Any]:
     """Return the config, nested as in YAML, what becomes of each key, the launch command, and notes. Raises
     ConfigError, also for a plan that is impossible with any model."""
     given, items, settings = read_file(file)
-    notes = list[str]()
-    for decide in (decide_batch, decide_numbers, decide_sharding):
-        decide(given, settings, notes)
+    notes = [*decide(given, settings)]
     try:
         job = parse_config([f"--{key}={_text(value)}" for key, value in settings.items()]).job
         plan_run(job, given["num_processes"])
@@ -177,8 +156,8 @@ def convert(file: Path) -> dict[str, Any]:
     for key, value in sorted(settings.items(), key=lambda setting: setting[0].split(".")[0]):
         *sections, name = key.split(".")
         reduce(lambda table, section: table.setdefault(section, {}), sections, config)[name] = value
-    notes, launch = [*notes, NOTES["model"]], launch_line(given)
-    return {"source": str(file), "config": config, "items": items, "launch": launch, "notes": notes}
+    launch = launch_line(given)
+    return {"source": str(file), "config": config, "items": items, "launch": launch, "notes": [*notes, MODEL]}
 
 
 def read_file(file: Path) -> tuple[Values, dict[str, str], Values]:
@@ -197,27 +176,25 @@ def read_file(file: Path) -> tuple[Values, dict[str, str], Values]:
     for key, name, value in flatten(config):
         plain, item = name.rpartition(".")[2], f"{one_line(key, 300)}={_text(value)}"
         how, items[item] = ROWS.get(name, ("unknown", unknown(name)))
-        if plain in given:
-            refused.append(f"{item}: the file has {plain} twice: delete one of them")
-        elif value is None:
-            items[item] = "it has no value"
-        else:
-            try:
-                given[plain] = read(value, how, items[item])
-            except ValueError as error:
+        try:
+            if plain in given:
+                raise ValueError(f"the file has {plain} twice: delete one of them")
+            if value is not None:
                 given[plain] = None
-                refused.append(f"{item}: {error}")
-            if items[item].startswith("sets "):
-                _, target, *forms = items[item].split()
-                names = ["True", "False"] if how == "bool" else how.lstrip("#").split("|")
-                ours = dict(zip(names, "".join(forms).split("|"), strict=False)).get(str(given[plain]))
-                settings[target] = load_value(ours) if forms and ours else given[plain]
+                given[plain] = read(value, how, items[item])
+        except ValueError as error:
+            refused.append(f"{item}: {error}")
+        if value is None:
+            items[item] = "it has no value"
+        elif match := re.match(r"sets ([\w.]+)(?: ([\w|]+))?", items[item]):
+            names = ["True", "False"] if how == "bool" else how.lstrip("#").split("|")
+            ours = dict(zip(names, (match[2] or "").split("|"), strict=False)).get(str(given[plain]))
+            settings[match[1]] = load_value(ours) if ours else given[plain]
     if refused := [*refused, *contradictions(given)]:
         raise ConfigError(each_line("\n".join(f"{file}: {line}" for line in refused)))
-    given = DEFAULTS | given
     if kind == "NO":
-        given["num_processes"] = given["num_machines"]
-    return given, items, settings
+        given["num_processes"] = given.get("num_machines", 1)
+    return DEFAULTS | given, items, settings
 
 
 def flatten(config: Values) -> Iterator[tuple[str, str, Any]]:
@@ -227,8 +204,7 @@ def flatten(config: Values) -> Iterator[tuple[str, str, Any]]:
             yield key, key, value
             continue
         for inner, leaf in value.items():
-            prefix = SECTIONS[key]
-            yield f"{key}.{inner}", f"{key}.{prefix}{inner.removeprefix(prefix)}", leaf
+            yield f"{key}.{inner}", f"{key}.{SECTIONS[key]}{inner.removeprefix(SECTIONS[key])}", leaf
 
 
 def unknown(name: str) -> str:
@@ -242,50 +218,43 @@ def unknown(name: str) -> str:
 
 def read(value: Any, how: str, why: str) -> Any:
     """Return a value as a row of TABLE says, with `why` it may be refused. Raises ValueError."""
-    text, parts = str(value).lower(), value if isinstance(value, list) else [value]
-    on = {str(part).lower() for part in parts} - {"", "none", "{}", *FALSE}
-    if how == "unknown" or (how == "off" and on):
+    texts = [str(each).strip().lower() for each in (value if isinstance(value, list) else [value])]
+    text, kind, names = texts[0], how.partition("#")[0], how.removeprefix("bool").lstrip("#").split("|")
+    if how == "unknown" or (how == "off" and {*texts} - {"", "none", "{}", *FALSE}):
         raise ValueError(why)
     if how in ("any", "off"):
         return value
-    if how == "word":
-        if re.fullmatch(r"[\w.,:\[\]-]*", str(value), re.ASCII):  # a shell would interpret the rest
-            return str(value)
-        raise ValueError("it must be an address, a port, or numbers separated by commas, such as 0,1")
-    if how.startswith(","):
-        names = value if isinstance(value, list) else str(value).split(",")
-        return [read(str(name).strip(), how[1:], why) for name in names if str(name).strip()]
     if how.isdecimal():
         if type(value) in (int, str) and text.isdecimal() and int(text) >= int(how):
             return int(text)
         raise ValueError(f"it must be an integer of at least {how}")
-    if how.startswith("bool") and text in {*TRUE, *FALSE} and (text != "1" or how == "bool"):
+    if kind == "bool" and text in {*TRUE, *FALSE} and (text != "1" or how == "bool"):
         return text in TRUE
     if how == "bool":
         raise ValueError("it must be true or false")
-    names = how.removeprefix("bool").lstrip("#").split("|")
     known = {name.upper(): name for name in names}
     numbers = {str(number): name for number, name in enumerate(names, 1) if "#" in how}
-    if (name := "NO" if value is False else text.upper()) in known | numbers:
-        return (known | numbers)[name]
-    or_number = f" Or a number, 1 to {len(names)}" if numbers else ""
-    raise ValueError(f"it must be one of {', '.join(names)}.{nearest(name, known)}{or_number}")
+    ours = None
+    for part in ",".join(texts).upper().split(","):
+        ours = (known | numbers).get("NO" if value is False else part.strip())
+        if not ours:
+            or_number = f" Or a number, 1 to {len(names)}" if numbers else ""
+            near = nearest(part, known)
+            raise ValueError(f"it must be one of {', '.join(names)}.{near}{or_number} ({why})")
+    return ours
 
 
 def contradictions(given: Values) -> Iterator[str]:
     """Yield what is missing, contradicts another key, or is not in this trainer. None: refused already."""
     kind, processes = given.get("distributed_type", ""), given.get("num_processes", 0)
-    machines, precision = given.get("num_machines") or 1, given.get("mixed_precision")
+    machines, size = given.get("num_machines") or 1, given.get("parallelism_config_sp_size") or 1
     if kind == "":
         yield "distributed_type: the key is missing: set it to one of FSDP, MULTI_GPU, MULTI_CPU, NO"
     if processes == 0 and kind != "NO":
         yield "num_processes: the key is missing: set it to the number of processes on all machines together"
     if processes and processes % machines and kind != "NO":
         yield f"num_processes={processes}: it must be a multiple of num_machines={machines}"
-    if precision in ("fp16", "fp8"):
-        yield f"mixed_precision={precision}: {ROWS['fp16' if precision == 'fp16' else 'fp8_config'][1]}"
-    if (given.get("parallelism_config_sp_size") or 1) > 1:
-        size = given["parallelism_config_sp_size"]
+    if size > 1:
         yield f"sp_size={size}: sequence parallelism by DeepSpeed is not in this version: set it to 1"
 
 
@@ -293,70 +262,52 @@ def launch_line(given: Values) -> str:
     """Return the command that starts the run, the same on every machine."""
     machines, per_machine = given["num_machines"], given["num_processes"] // given["num_machines"]
     address = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
-    nodes = f"--nnodes {machines} " if machines > 1 else ""
-    rendezvous = f" --rdzv-backend c10d --rdzv-endpoint {quote(address)}" if machines > 1 else ""
-    single = given["num_processes"] == 1
-    launcher = "python" if single else f"torchrun {nodes}--nproc-per-node {per_machine}{rendezvous}"
-    gpus = "" if given["gpu_ids"] == "all" else f"CUDA_VISIBLE_DEVICES={quote(given['gpu_ids'])} "
+    launcher = f"torchrun --nproc-per-node {per_machine}" if given["num_processes"] > 1 else "python"
+    if machines > 1:
+        launcher = f"torchrun --nnodes {machines} --nproc-per-node {per_machine} --rdzv-backend c10d "
+        launcher += f"--rdzv-endpoint {quote(address)}"
+    gpus = "" if given["gpu_ids"] == "all" else f"CUDA_VISIBLE_DEVICES={quote(str(given['gpu_ids']))} "
     return f"{gpus}{launcher} -m train.main --config MODEL.yaml --config CONFIG.yaml"
 
 
-def decide_batch(given: Values, settings: Values, notes: list[str]) -> None:
-    """Set the device, the strategy without FSDP, and the batch of gradient accumulation."""
-    kind, steps = given["distributed_type"], given[STEPS]
-    if given.get("use_cpu"):
-        settings["run.device"] = "cpu"
-    if kind.startswith("MULTI_"):
+def decide(given: Values, settings: Values) -> Iterator[str]:
+    """Set what several keys decide, and yield notes. accelerate's FSDP reduces gradients in the dtype of the
+    computation, its DistributedDataParallel in float32; fsdp_min_num_params is 100,000,000 by default."""
+    fsdp, backend = given["distributed_type"] == "FSDP", given.get("dynamo_backend")
+    if given["distributed_type"].startswith("MULTI_"):
         settings["parallel.strategy"] = "ddp"
-    if steps == 1:
-        return
-    inner = given.get("parallelism_config_cp_size", 1) * given.get("parallelism_config_tp_size", 1)
-    sequences = steps * (given["num_processes"] // inner)
-    settings |= {"train.micro_batch_size": 1, "train.global_batch_size": sequences}
-    notes.append(NOTES["batch"].format(sequences))
-    if kind == "FSDP":
-        reduced = "every_micro_batch" if given.get("sync_each_batch") else "last_micro_batch"
-        settings["parallel.reduce_gradients"] = reduced
-    if kind == "FSDP" and "sync_each_batch" not in given:
-        size = "bfloat16, 2" if given.get("mixed_precision") == "bf16" else "float32, 4"
-        notes.append(NOTES["reduce"].format(size))
-
-
-def decide_numbers(given: Values, settings: Values, notes: list[str]) -> None:
-    """Set precision and the compiler. accelerate's FSDP reduces gradients in the dtype of the computation,
-    its DistributedDataParallel in float32."""
-    precision, backend = given.get("mixed_precision"), given.get("dynamo_backend")
-    if precision:
-        dtype = "bfloat16" if precision == "bf16" else "float32"
-        reduced = dtype if given["distributed_type"] == "FSDP" else "float32"
-        settings |= {"parallel.param_dtype": dtype, "parallel.reduce_dtype": reduced}
-        notes += [NOTES["bf16"]] if reduced == "bfloat16" else []
-    if (mode := given.get("dynamo_mode", "default")) != "default":
-        notes.append(NOTES["mode"].format(mode))
+    if dtype := settings.get("parallel.param_dtype"):
+        settings["parallel.reduce_dtype"] = dtype if fsdp else "float32"
     settings["parallel.compile.enabled"] = compiled = backend not in (None, "no")
-    notes += [NOTES["eager"]] if backend is None else []
+    if backend is None:
+        yield EAGER
     if compiled:
         settings["parallel.compile.backend"] = backend
-    if compiled and precision in (None, "no"):
+    if compiled and dtype != "bfloat16":
         settings["parallel.compile.float32_matmul_precision"] = "high"
-        notes.append(NOTES["tf32"])
+    if (steps := given["gradient_accumulation_steps"]) > 1:
+        inner = given.get("parallelism_config_cp_size", 1) * given.get("parallelism_config_tp_size", 1)
+        settings["train.micro_batch_size"] = 1
+        settings["train.global_batch_size"] = steps * (given["num_processes"] // inner)
+        if fsdp:
+            reduced = "every_micro_batch" if given.get("sync_each_batch") else "last_micro_batch"
+            settings["parallel.reduce_gradients"] = reduced
+    if policy := given.get("fsdp_auto_wrap_policy"):
+        least = given.get("fsdp_min_num_params", 100_000_000) if policy == "SIZE_BASED_WRAP" else 0
+        settings["parallel.unit_min_params"] = least
+    yield from decide_sharding(given, settings)
 
 
-def decide_sharding(given: Values, settings: Values, notes: list[str]) -> None:
-    """Set FSDP's units and strategy. accelerate reads STRATEGY with fsdp_version 1, RESHARD with 2; its
-    fsdp_min_num_params is 100,000,000 by default.
+def decide_sharding(given: Values, settings: Values) -> Iterator[str]:
+    """Set the strategy, and yield notes. accelerate reads STRATEGY with fsdp_version 1, RESHARD with 2.
 
     A hybrid strategy shards within each machine and replicates across machines. On several machines the
     degrees are written out, so that they do not depend on how processes are later spread over machines.
     """
-    if policy := given.get("fsdp_auto_wrap_policy"):
-        least = given.get("fsdp_min_num_params", 100_000_000) if policy == "SIZE_BASED_WRAP" else 0
-        settings["parallel.unit_min_params"] = least
-        notes += [NOTES[policy]] if policy in NOTES else []
     version, machines = given["fsdp_version"], given["num_machines"]
     key, other = (STRATEGY, RESHARD) if version == "1" else (RESHARD, STRATEGY)
     if key in given and other in given:
-        notes.append(NOTES["twice"].format(key, _text(given[key]), other, _text(given[other]), version))
+        yield TWICE.format(key, _text(given[key]), other, _text(given[other]), version)
     key = key if key in given else other
     name = given.get(key)
     if version == "2" and isinstance(name, bool):
@@ -366,17 +317,14 @@ def decide_sharding(given: Values, settings: Values, notes: list[str]) -> None:
     if isinstance(name, bool):
         name = "FULL_SHARD" if name else "SHARD_GRAD_OP"
     if version == "2" or (key == RESHARD and name != "FULL_SHARD"):
-        notes.append(NOTES[version].format(name))
+        yield OTHER_VERSION[version].format(name)
     degrees_given = any(key.startswith("parallelism_config_") for key in given)
-    spread = name.startswith("HYBRID") and machines > 1
-    if degrees_given:
-        notes.append(NOTES["degrees"].format(name))
-    elif spread:
+    spread = name.startswith("HYBRID") and machines > 1 and not degrees_given
+    if spread:
         per_machine = given["num_processes"] // machines
         settings |= {"parallel.dp_replicate": machines, "parallel.dp_shard": per_machine}
-    else:
+    elif not degrees_given:
         settings["parallel.strategy"] = name.lower()
-        notes += [NOTES["hybrid"]] if name.startswith("HYBRID") else []
     if name != "NO_SHARD" and (degrees_given or spread):
         settings["parallel.reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
 

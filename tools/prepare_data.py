@@ -12,7 +12,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from meshwright.tools.cli import format_table, natural, number_from, positive, run_tool
+from meshwright.tools.cli import format_table, natural, new_parser, number_from, positive, run_tool
 from meshwright.train.data.prepare.prepare import Progress, exists_nonempty, prepare
 from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.sources import HF_PREFIX, describe_unread, find_unread
@@ -22,6 +22,13 @@ from meshwright.train.distributed.process_group import usable_threads
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
 
+DESCRIPTION = """examples:
+  python -m tools.prepare_data books/ data/books --tokenizer tokenizer.json
+  python -m tools.prepare_data "logs/*.jsonl.gz" data/logs --text_field body --held_out 0.01
+
+Tokenize text into a folder of shards for data.source. After a stop or a kill, the same command continues with
+the unfinished shards. The result does not depend on the number of workers.
+"""
 MIB = 2**20
 LINE_EVERY_S = 10.0  # seconds between progress lines, if stderr is not a terminal
 SOURCES = (
@@ -56,13 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.prepare_data",
-        description="Tokenize text into a folder of shards for data.source. After a stop or a kill, the same "
-        "command continues with the unfinished shards. "
-        "The result does not depend on the number of workers.",
-        allow_abbrev=False,
-    )
+    parser = new_parser("prepare_data", "SOURCE OUT_DIR", DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to create; it appears when it is complete")
     about = "a tokenizer.json or its folder; bytes, the default, is built in"

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,25 @@ def run_to_end(
     An exception or interrupt also terminates the command and its descendants. Raises BenchError if the
     command fails.
     """
-    with log.open("wb") as output:
+    with started(command, environment, log) as process:
+        while process.poll() is None:
+            while_running()
+            time.sleep(POLL_S)
+    if process.returncode:
+        line = command if isinstance(command, str) else " ".join(command)
+        raise BenchError(f"exit code {process.returncode} from this command: {line}\n{_reason(log)}")
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str] | str, environment: Mapping[str, str] | None, log: Path, mode: str = "wb"
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a command (a string: in a shell) in its own session, with its output in `log`. If it still runs
+    at the end of the block, it and its descendants are terminated.
+
+    The output is a file, not a pipe, which a compiler that outlives its process would keep open.
+    """
+    with log.open(mode) as output:
         process = subprocess.Popen(
             command,
             shell=isinstance(command, str),
@@ -87,16 +105,11 @@ def run_to_end(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            while process.poll() is None:
-                while_running()
-                time.sleep(POLL_S)
-        finally:
-            if process.poll() is None:
-                end(process)
-    if process.returncode:
-        line = command if isinstance(command, str) else " ".join(command)
-        raise BenchError(f"exit code {process.returncode} from this command: {line}\n{_reason(log)}")
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            end(process)
 
 
 def _reason(log: Path) -> str:

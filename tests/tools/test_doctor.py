@@ -5,12 +5,14 @@ import os
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from meshwright.parallel.yaml_io import load_value
 from meshwright.tools.doctor.__main__ import verdict
-from meshwright.tools.doctor.facts import Facts, Gpu, find_filesystem, parse_gpus, try_write
+from meshwright.tools.doctor.facts import Facts, find_filesystem, parse_gpus, try_write
 from meshwright.tools.doctor.rules import judge
 from meshwright.tools.doctor.trials import run_trial
 from tests.support.launch import run
@@ -19,12 +21,23 @@ from tests.support.nested import run_nested
 from tests.support.plans import check_facts
 from tests.support.tables import try_each
 
-H100 = Gpu("NVIDIA H100", "470.1", 700, 700)
+
+def gpu(name: str, driver: str = "", limit_w: float | None = None, default_w: float | None = None) -> Facts:
+    return {"name": name, "driver": driver, "power_limit_w": limit_w, "default_power_limit_w": default_w}
+
+
+H100 = gpu("NVIDIA H100", "470.1", 700, 700)
+MACHINE: Facts = load_value("""
+{compiled: "8.1 s to compile, cpu", cuda_of_torch: "", gpus: [], gpus_of_torch: 0, memory_gib: 64.0,
+ cores: 16, open_files: null, memlock_kib: null, infiniband: [], shm_gib: 32.0, hostname: node,
+ addresses: [10.0.0.1], run_folder: runs, run_free_gib: 1000.0, cache_folder: cache, cache_filesystem: ext4,
+ environment: {}, failed: {}}
+""")
 
 
 def good(**changes: object) -> Facts:
     """A machine with two GPUs, changed."""
-    return Facts(**{"cuda_of_torch": "13.0", "gpus_of_torch": 2, "cores": 16, "gpus": (H100, H100)} | changes)
+    return MACHINE | {"cuda_of_torch": "13.0", "gpus_of_torch": 2, "gpus": (H100, H100)} | changes
 
 
 def failed(**reasons: str) -> Facts:
@@ -59,15 +72,16 @@ BROKEN: list[tuple[Facts, str, str]] = [
     (good(open_files=64), "fails", "ulimit -Hn is 64 ... 1024 ... limits.conf"),
     (good(memlock_kib=64, infiniband=("mlx5_0",)), "fails", "64 KiB ... (mlx5_0) ... limits.conf"),
     (good(shm_gib=0.0625), "fails", "/dev/shm has 0.06 GiB ... --shm-size"),
+    (good(compiled="54.0 s to compile, cpu"), "slow", "54.0 s to compile ... end other programs"),
     (good(memory_gib=2.0), "slow", "2.0 GiB of memory ... the container's limit"),
     (good(cores=3), "slow", "3 cores for 2 GPUs ... --exclusive"),
     (good(addresses=("127.0.1.1",)), "note", "host name node ... 127.0.1.1 ... GLOO_SOCKET_IFNAME"),
     (failed(addresses="Name not known"), "slow", "host name node ... Name not known ... /etc/hosts"),
     (failed(cudnn="old"), "slow", "cuDNN cannot be used: old ... LD_LIBRARY_PATH"),
     (failed(gpus="GPU is lost"), "note", "nvidia-smi fails: GPU is lost ... restarted"),
-    (good(gpus=(H100, Gpu("T4"))), "slow", "NVIDIA H100, T4: ... slowest ... CUDA_VISIBLE_DEVICES"),
+    (good(gpus=(H100, gpu("T4"))), "slow", "NVIDIA H100, T4: ... slowest ... CUDA_VISIBLE_DEVICES"),
     (
-        good(gpus=(H100, Gpu("NVIDIA H100", "", 500, 700))),
+        good(gpus=(H100, gpu("NVIDIA H100", "", 500, 700))),
         "slow",
         "GPU 1 ... 500 W ... 700 W ... nvidia-smi -i 1 -pl 700",
     ),
@@ -79,15 +93,7 @@ BROKEN: list[tuple[Facts, str, str]] = [
 ]
 NO_FAULTS = [
     good(),
-    Facts(gpus=None, gpus_of_torch=None, versions=None, memory_gib=None, cores=None, open_files=None),
-    Facts(
-        shm_gib=None,
-        addresses=None,
-        run_free_gib=None,
-        cache_filesystem=None,
-        infiniband=None,
-        environment={},
-    ),
+    MACHINE | dict.fromkeys(MACHINE) | {"environment": {}, "failed": {}},
     good(memlock_kib=64),  # without InfiniBand
     variables(
         NCCL_P2P_DISABLE="0", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", OMP_NUM_THREADS="4,2"
@@ -106,7 +112,7 @@ def test_each_fault_is_named_with_its_value_and_a_remedy() -> None:
 
 def test_what_is_good_unknown_or_not_used_is_no_fault() -> None:
     assert [judge(facts) for facts in NO_FAULTS] == [[]] * len(NO_FAULTS)
-    assert [finding.kind for finding in judge(Facts(shm_gib=0.0625))] == ["note"]
+    assert [finding.kind for finding in judge(MACHINE | {"shm_gib": 0.0625})] == ["note"]
 
 
 def test_the_verdict_is_that_of_the_worst_finding() -> None:
@@ -115,11 +121,12 @@ def test_the_verdict_is_that_of_the_worst_finding() -> None:
     said = [verdict(findings[start:]) for start in range(4)]
     assert [text.split(":")[0] for text in said] == ["not ready", "ready, but slow", "ready", "ready"]
     assert "1 of 3" in said[0]
+    assert "3 cores for 2 GPUs" in said[1], "it names what is slow"
 
 
 def test_the_drivers_table_is_read_with_gaps() -> None:
     text = "NVIDIA H100, 470.1, 700.00, 700.00\nTesla T4, 470.1, 70, [N/A]\nbroken\n"
-    assert parse_gpus(text) == (H100, Gpu("Tesla T4", "470.1", 70, None))
+    assert parse_gpus(text) == (H100, gpu("Tesla T4", "470.1", 70, None))
 
 
 def test_a_folder_that_a_run_would_make_is_written_to(tmp_path: Path) -> None:
@@ -144,14 +151,10 @@ def test_a_folder_that_a_run_would_make_is_written_to(tmp_path: Path) -> None:
 def test_a_folder_is_on_the_file_system_of_the_longest_mount_point_above_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = tmp_path / "a share"
-    (share / "runs").mkdir(parents=True)
-    (tmp_path / "self").mkdir()
-    escaped = str(share).replace(" ", "\\040")  # as Linux writes it: proc(5)
-    text = f"/dev/a / ext4 rw 0 0\nhost:/x {escaped} nfs4 rw 0 0\nhost:/y {escaped}/run ceph rw 0 0\n"
-    (tmp_path / "self/mounts").write_text(text)
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    assert find_filesystem(share / "runs") == "nfs4"
+    places = {"/": "ext4", f"{tmp_path}/a share": "nfs4", f"{tmp_path}/a share/run": "ceph"}
+    mounts = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in places.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    assert find_filesystem(tmp_path / "a share/runs") == "nfs4"
     assert find_filesystem(tmp_path) == "ext4"
 
 

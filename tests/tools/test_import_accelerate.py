@@ -111,7 +111,7 @@ def test_keys_become_settings_of_ours(tmp_path: Path) -> None:
     try_each(SETTINGS, check)
 
 
-# Text, and facts of the notes
+# Text, and facts of the keys and notes
 NOTES: list[tuple[str, str]] = [
     (accelerate(**{SHARDING: "HYBRID_SHARD"}), "nothing to replicate"),
     (
@@ -120,13 +120,17 @@ NOTES: list[tuple[str, str]] = [
     ),
     (accelerate(2, **{RESHARD: "HYBRID_SHARD"}), "accelerate launch 1.15 does FULL_SHARD"),
     (accelerate(), "--parallel.compile.enabled=true"),
-    (accelerate(top=ACCUMULATE + "mixed_precision: bf16\n"), "bfloat16, 2 bytes ... every_micro_batch"),
+    (accelerate(top=ACCUMULATE), "every rank sums whole gradients ... every_micro_batch"),
     (accelerate(version=2, top=sizes(tp=8)), "parallel.tp=8 ... model.n_kv_heads=4"),
 ]
 
 
 def test_what_will_be_otherwise_is_a_note(tmp_path: Path) -> None:
-    try_each(NOTES, lambda text, facts: check_facts(" ".join(imported(tmp_path, text)["notes"]), facts))
+    def check(text: str, facts: str) -> None:
+        result = imported(tmp_path, text)
+        check_facts(" ".join([*result["items"].values(), *result["notes"]]), facts)
+
+    try_each(NOTES, check)
 
 
 # Text, and facts of the lines that refuse it

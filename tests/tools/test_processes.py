@@ -1,6 +1,8 @@
-"""Commands that a tool starts leave no processes running."""
+"""Commands that a tool starts leave no processes running, and an interrupted one no traceback."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,3 +36,15 @@ def test_an_interrupted_command_ends_with_all_its_descendants(
     while find_running(left) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not find_running(left)
+
+
+@pytest.mark.parametrize("module", ["tools.trace", "meshwright.train.main"])
+def test_ctrl_c_while_torch_is_imported_prints_nothing(tmp_path: Path, module: str) -> None:
+    (tmp_path / "torch.py").write_text("print('importing', flush=True); import time; time.sleep(1000)")
+    env, pipe = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}, subprocess.PIPE
+    command = [sys.executable, "-m", module]
+    process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=LIMIT_S)[0], process.returncode) == ("", -signal.SIGINT)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.planner.timeline_plot import picture_bytes
-from meshwright.tools.cli import format_table, number_from, positive, run_tool, to_json
+from meshwright.tools.cli import format_table, new_parser, number_from, positive, run_tool, to_json
 from meshwright.tools.compare.comparison import (
     BITWISE,
     CurveDifference,
@@ -22,6 +22,7 @@ from meshwright.tools.run_reader import Figures, Rate, format_number, read_run
 from meshwright.train.errors import ConfigError
 
 EXIT_DIFFERENT = 1  # the exit code of the diff command
+EXIT_CODES = "exit codes: 0 the same within a band, 1 different, 2 invalid arguments"
 PICTURES = (".svg", ".png")
 EXAMPLES = """examples:
     python -m tools.compare runs/a runs/b
@@ -63,14 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compare",
-        usage="python -m tools.compare RUN RUN [RUN ...] [OPTION ...]",
-        description=EXAMPLES,
-        epilog="exit codes: 0 the same within a band, 1 different, 2 invalid arguments",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("compare", "RUN RUN [RUN ...]", EXAMPLES, EXIT_CODES)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, also of one in progress")
     relative = "custom band: relative tolerance, as a share of the first run's value"

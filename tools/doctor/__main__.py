@@ -1,12 +1,10 @@
 """`python -m tools.doctor`: whether a run will fail or be slow here, how to fix it, and the facts."""
 
-import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 
 from meshwright.parallel.yaml_io import to_yaml
-from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.tools.doctor.facts import look
 from meshwright.tools.doctor.rules import Finding, judge
 from meshwright.train.errors import ConfigError
@@ -25,12 +23,7 @@ Exit code 0 if nothing will fail, else 1.
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the verdict, each finding with its remedy, and the facts; exit with 1 if something will fail."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.doctor",
-        allow_abbrev=False,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("doctor", "", DESCRIPTION)
     parser.add_argument(
         "--run_dir", default="runs", metavar="FOLDER", help="folder of your runs (default runs)"
     )
@@ -44,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_json({"verdict": verdict(findings), "findings": findings, "facts": facts}))
     else:
         lines = [f"  {each.kind.upper():<6}{each.what}\n        {each.remedy}" for each in findings]
-        shown = to_yaml(dataclasses.asdict(facts), allow_unicode=True, width=110)
+        shown = to_yaml(facts, allow_unicode=True, width=110)
         print("\n".join([verdict(findings), *lines, "", shown.rstrip()]))
     sys.stdout.flush()
     sys.exit(EXIT_WILL_FAIL if any(finding.kind == "fails" for finding in findings) else 0)
@@ -55,7 +48,9 @@ def verdict(findings: Sequence[Finding]) -> str:
     kinds = [finding.kind for finding in findings]
     if "fails" in kinds:
         return f"not ready: a run will fail ({kinds.count('fails')} of {len(kinds)} problems)"
-    return "ready, but slow" if "slow" in kinds else "ready: nothing here should fail or be slow"
+    if "slow" in kinds:
+        return f"ready, but slow: {next(finding.what for finding in findings if finding.kind == 'slow')}"
+    return "ready: nothing here should fail or be slow"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
 
 from meshwright.tools.doctor.facts import Facts
 
@@ -34,6 +33,8 @@ open_files<1024 fails: ulimit -Hn is {open_files}; data and sockets to all peers
   raise nofile in /etc/security/limits.conf; Docker: --ulimit nofile=65536
 memlock fails: ulimit -l is {memlock_kib} KiB; InfiniBand ({infiniband[0]}) pins more
   set memlock unlimited in /etc/security/limits.conf; Slurm: LimitMEMLOCK=infinity for slurmd
+compile slow: torch.compile needs {compiled}, for one matrix product; most machines need less than 30 s
+  end other programs, or request more cores (Slurm: --exclusive; Kubernetes: resources.limits.cpu)
 shm {kind}: /dev/shm has {shm_gib:.2f} GiB free; NCCL on several GPUs needs more
   docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory, as in configs/launch/kubernetes.yaml
 memory_gib<4 slow: {memory_gib:.1f} GiB of memory are available; torch and its compiler need up to 4
@@ -78,8 +79,8 @@ SWITCHES = {
     "TORCH_SHOW_CPP_STACKTRACES": "looks up symbols at each error, which takes minutes",
 }
 NETWORK = ("nfs", "lustre", "cifs", "smb", "9p", "fuse", "gpfs", "beegfs", "ceph", "wekafs", "virtiofs")
+SLOW_COMPILE_S = 30.0
 LEAST_SHM_GIB = 1.0  # NCCL maps about 10 MB for each peer of the node; Docker's default is 64 MiB
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,46 +95,47 @@ class Finding:
 def judge(facts: Facts) -> list[Finding]:
     """Return all findings, the most important first."""
     texts = {name: rest for name, *rest in re.findall(r"^(\S+) (\S+): (.*)\n  (.*)$", PROBLEMS, re.MULTILINE)}
-    problems = [(name, {"reason": reason}) for name, reason in facts.failed.items() if name in texts]
+    problems = [(name, {"reason": reason}) for name, reason in facts["failed"].items() if name in texts]
     for name, (fact, *least) in {name: name.split("<") for name in texts}.items():
-        if least and (value := vars(facts)[fact]) is not None and value < int(least[0]):
+        if least and (value := facts[fact]) is not None and value < int(least[0]):
             problems.append((name, {}))
-    problems += [*find_problems(facts), *find_variables(facts.environment)]
+    problems += [*find_problems(facts), *find_variables(facts["environment"])]
     findings = [
-        Finding(*(text.format(**{**vars(facts), **values}) for text in texts[name]))
-        for name, values in problems
+        Finding(*(text.format(**facts | values) for text in texts[name])) for name, values in problems
     ]
     return sorted(findings, key=lambda finding: KINDS.index(finding.kind))
 
 
-def find_problems(facts: Facts) -> Iterator[tuple[str, Values]]:
+def find_problems(facts: Facts) -> Iterator[tuple[str, Facts]]:
     """Yield the problems of GPUs, folders and addresses: their names, and the values in their texts."""
-    gpus = facts.gpus or ()
-    count = max(len(gpus), facts.gpus_of_torch or 0)
-    if gpus and facts.gpus_of_torch == 0:
-        hidden = facts.environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
-        name = "build" if not facts.cuda_of_torch else "hidden" if hidden else "driver"
-        yield name, {"count": count, "gpu": gpus[0].name, "driver": gpus[0].driver}
-    if len(names := sorted({gpu.name for gpu in gpus})) > 1:
+    gpus = facts["gpus"] or ()
+    count = max(len(gpus), facts["gpus_of_torch"] or 0)
+    if gpus and facts["gpus_of_torch"] == 0:
+        hidden = facts["environment"].get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
+        name = "build" if not facts["cuda_of_torch"] else "hidden" if hidden else "driver"
+        yield name, {"count": count, "gpu": gpus[0]["name"], "driver": gpus[0]["driver"]}
+    if len(names := sorted({gpu["name"] for gpu in gpus})) > 1:
         yield "kinds", {"names": ", ".join(names)}
     for number, gpu in enumerate(gpus):
-        limit, default = gpu.power_limit_w, gpu.default_power_limit_w
+        limit, default = gpu["power_limit_w"], gpu["default_power_limit_w"]
         if limit and default and limit < 0.98 * default:
             yield "power", {"number": number, "limit": limit, "default": default}
-    if facts.memlock_kib is not None and facts.infiniband:
+    if facts["compiled"] and float(facts["compiled"].split()[0]) > SLOW_COMPILE_S:
+        yield "compile", {}
+    if facts["memlock_kib"] is not None and facts["infiniband"]:
         yield "memlock", {}
-    if facts.shm_gib is not None and facts.shm_gib < LEAST_SHM_GIB:
+    if facts["shm_gib"] is not None and facts["shm_gib"] < LEAST_SHM_GIB:
         yield "shm", {"kind": "fails" if count > 1 else "note"}
-    if facts.cores is not None and facts.cores < 2 * count:
+    if facts["cores"] is not None and facts["cores"] < 2 * count:
         yield "cores", {"count": count}
-    if str(facts.cache_filesystem).startswith(NETWORK):
+    if str(facts["cache_filesystem"]).startswith(NETWORK):
         yield "cache", {}
-    loopback = facts.addresses and all(ip_address(each).is_loopback for each in facts.addresses)
-    if loopback and "GLOO_SOCKET_IFNAME" not in facts.environment:
+    loopback = facts["addresses"] and all(ip_address(each).is_loopback for each in facts["addresses"])
+    if loopback and "GLOO_SOCKET_IFNAME" not in facts["environment"]:
         yield "loopback", {}
 
 
-def find_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, Values]]:
+def find_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, Facts]]:
     """Yield the variables that cost speed or override a setting."""
     for name, value in environment.items():
         if name in SWITCHES and value not in ("", "0", "false", "False", "OFF", "INFO"):

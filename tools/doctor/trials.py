@@ -3,16 +3,17 @@
 `python -m meshwright.tools.doctor.trials compile|all_reduce RANK FOLDER` is such a process.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from meshwright.tools.processes import find_reason
+from meshwright.tools.processes import find_reason, started
 from meshwright.train.distributed.exit import end_process
 
 LIMIT_S = 240.0  # enough on a busy machine; on an idle one a trial takes a few seconds
@@ -22,24 +23,35 @@ REDUCED_BYTES, ROUNDS = 2**24, 5
 
 
 def run_trial(kind: str, processes: int) -> str:
-    """Run the processes of a trial and return its result. Raises RuntimeError with the first error that one
-    prints, or else its last line; TimeoutExpired."""
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(processes) as executor:
-        list(executor.map(lambda rank: run_process(kind, rank, Path(folder)), range(processes)))
-        return Path(folder, "result").read_text()
+    """Run the processes of a trial and return its result. Raises as the function of `start_trial`."""
+    with start_trial(kind, processes) as result_of:
+        return result_of()
 
 
-def run_process(kind: str, rank: int, folder: Path) -> None:
-    """Run one process of a trial. Raises as `run_trial`."""
-    command = [sys.executable, "-m", "meshwright.tools.doctor.trials", kind, str(rank), str(folder)]
-    # a file, not a pipe: a compiler that outlives its process would keep a pipe open
-    with (folder / f"output-{rank}").open("w+", errors="replace") as output:
-        code = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=LIMIT_S, check=False
-        ).returncode
-        output.seek(0)
-        if code:
-            raise RuntimeError(find_reason(output.read(), REASON_LETTERS) or f"exit code {code}")
+@contextlib.contextmanager
+def start_trial(kind: str, processes: int) -> Iterator[Callable[[], str]]:
+    """Start the processes of a trial. The block is given a function that waits for its result; a process that
+    still runs at the end of the block, such as after an interrupt, is ended.
+
+    The function raises RuntimeError with the first error that a process prints, or else its last line;
+    TimeoutExpired.
+    """
+    with tempfile.TemporaryDirectory(prefix="doctor-") as name, contextlib.ExitStack() as running:
+        folder, command = Path(name), [sys.executable, "-m", "meshwright.tools.doctor.trials", kind]
+        trials = dict[Path, subprocess.Popen[bytes]]()
+        for rank in range(processes):
+            log = folder / f"output-{rank}"
+            trials[log] = running.enter_context(started([*command, str(rank), name], None, log))
+
+        def wait() -> str:
+            for log, process in trials.items():
+                code = process.wait(LIMIT_S)
+                if code:
+                    printed = log.read_text(errors="replace")
+                    raise RuntimeError(find_reason(printed, REASON_LETTERS) or f"exit code {code}")
+            return (folder / "result").read_text()
+
+        yield wait
 
 
 def try_compile(rank: int, folder: Path) -> str:

@@ -10,16 +10,37 @@ from pathlib import Path
 
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.machines import machines_of_kind
-from meshwright.tools.cli import add_config_option, add_node_option, config_arguments, positive, run_tool
+from meshwright.tools.cli import (
+    add_config_option,
+    add_node_option,
+    config_arguments,
+    new_parser,
+    positive,
+    run_tool,
+)
 from meshwright.tools.dryrun.install import SIZE, install
 from meshwright.tools.dryrun.program import run_program
-from meshwright.tools.dryrun.report import FIRST, as_json, as_text, read_dry_run
+from meshwright.tools.dryrun.report import FIRST, as_text, make_document, read_dry_run
 from meshwright.tools.plan.report import make_report
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 
 PROG = "tools.dryrun"
 DEFAULT_CACHE = "~/.cache/meshwright/fake-h100"
+DESCRIPTION = """examples:
+  python -m tools.dryrun --config llama_8b.yaml --gpus 8
+  python -m tools.dryrun --config llama_70b.yaml --gpus 64 --parallel.tp=8 --all
+
+Run the CUDA program of rank 0 on a fake H100, and print what it does in a step: kernel launches, host waits,
+allocations, streams, collectives, the bytes, registers and spills of each kernel, and the memory of torch's
+allocator beside the predicted one. Needs no GPU, but Linux on x86-64 and g++. The model, the plan, FSDP2, the
+compiler, Triton and the allocator are real; NVIDIA's libraries are replaced.
+"""
+LIMITS = f"""It cannot show times (nothing is computed), values (losses are 0), the kernels that NVIDIA's
+libraries choose, and memory beside the allocator. With --parallel.plan=auto the planner chooses as for
+h100-sxm. parallel.float8 needs torchao.
+The first call downloads torch's CUDA build ({SIZE}). See docs/dryrun.md.
+"""
 GPU = "h100-sxm"  # of configs/hardware: what the fake is
 EXIT_TERMINATED = 143  # what a shell reports for SIGTERM
 
@@ -41,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_program(gpu, scratch, report.plan, of_config, show)
         run = read_dry_run(scratch)
     if options.json:
-        print(json.dumps(as_json(run, report), indent=2))
+        print(json.dumps(make_document(run, report), indent=2))
     else:
         print(as_text(run, report, None if options.all else FIRST))
 
@@ -59,22 +80,7 @@ def check_empty(folder: Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options; config keys are parsed separately."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
-        usage=f"python -m {PROG} --config X --gpus N [--gpus-per-node 8] [--all] [--json] [--keep FOLDER] "
-        "[--cache FOLDER] [--section.key=value ...]",
-        description="Run the CUDA program of rank 0 on a fake H100, and print what it does in a step: kernel "
-        "launches, host waits, allocations, streams, collectives, the bytes, registers and spills of each "
-        "kernel, and the memory of torch's allocator beside the predicted one. Needs no GPU, but Linux on "
-        "x86-64 and g++. The model, the plan, FSDP2, the compiler, Triton and the allocator are real; "
-        "NVIDIA's libraries are replaced.",
-        epilog="What it cannot show: times (nothing is computed, every kernel ends at once), values (losses "
-        "are 0), the kernels that cuBLAS, cuDNN and NCCL choose, and memory beside the allocator. Every "
-        "config key is accepted too, as --section.key=value, and overrides the file; with "
-        f"--parallel.plan=auto the planner chooses as for {GPU}. parallel.float8 needs torchao in this "
-        f"environment. The first call downloads torch's CUDA build ({SIZE}). See docs/dryrun.md.",
-        allow_abbrev=False,
-    )
+    parser = new_parser("dryrun", "--config X --gpus N [--section.key=value ...]", DESCRIPTION, LIMITS)
     add = parser.add_argument
     add_config_option(parser)
     add("--gpus", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
@@ -95,8 +101,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--json",
         action="store_true",
-        help="print one JSON document: launches, launches_by_library, host_waits, device_allocations, "
-        "streams, stream_waits, copies, collectives in order {op, axis, bytes, stream}, totals per op and "
+        help="one JSON document: launches, launches_by_library, host_waits, device_allocations, both "
+        "by kind too, streams, stream_waits, copies, collectives {op, axis, bytes, stream}, totals per op, "
         "axis, kernels {name, library, calls, bytes, share, registers, spills}, launches_of_unknown_bytes, "
         "graphs (the kernels of each compiled graph, in order), peak_memory_gib, reserved_memory_gib, "
         "predicted {the same two}, plan, reasons, notes",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from meshwright.parallel.errors import one_line
-from meshwright.tools.cli import EXIT_INTERRUPTED, positive, run_tool, to_json
+from meshwright.tools.cli import EXIT_INTERRUPTED, new_parser, positive, run_tool, to_json
 from meshwright.tools.plan.export import write_atomically
 from meshwright.tools.sweep.html_report import make_page
 from meshwright.tools.sweep.results import SweepResults, read_result, read_sweep, to_document
@@ -66,15 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     studies = ", ".join(sorted(path.stem for path in STUDIES.glob("*.yaml")))
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.sweep",
-        usage="python -m tools.sweep SPEC.yaml [OPTION ...]",
-        description=EXAMPLES,
-        epilog="exit codes: 0 every run finished or its plan was refused, 1 otherwise, 2 a wrong spec or "
-        f"option, 130 interrupted.\nincluded studies: {studies}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    codes = (
+        "exit codes: 0 every run finished or its plan was refused, 1 otherwise, 2 a wrong spec or option, 130"
     )
+    parser = new_parser("sweep", "SPEC.yaml", EXAMPLES, f"{codes} interrupted.\nincluded studies: {studies}")
     add = parser.add_argument
     add("spec", metavar="SPEC.yaml", help="the sweep: a file, or the name of a study in configs/experiments/")
     add("--config", metavar="X", help="replaces the spec's; the default folder then has its name too")

@@ -86,8 +86,10 @@ class SweepResults:
 
 
 def rate_text(rate: Rate | None, form: str) -> str:
-    """Return the median of a rate, and half of its spread."""
-    return "" if rate is None else f"{rate.median:{form}} ± {rate.spread / 2:.0%}"
+    """Return the median of a rate, and half of its spread if there is more than one report."""
+    if rate is None:
+        return ""
+    return f"{rate.median:{form}}" + (f" ± {rate.spread / 2:.0%}" if rate.reports > 1 else "")
 
 
 def read_sweep(name: str, spec: Spec, runs: Sequence[SweepRun]) -> SweepResults:

@@ -3,13 +3,12 @@
 import contextlib
 import shlex
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.tools.plan.export import write_atomically
-from meshwright.tools.processes import end, find_reason, own_environment, python_command
+from meshwright.tools.processes import end, find_reason, own_environment, python_command, started
 from meshwright.tools.sweep.runs import SweepRun
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_folder import Status, lock_folder, read_status, write_status
@@ -59,15 +58,7 @@ def run_once(run: SweepRun) -> None:
     write_atomically(run.folder / OUTPUT, f"+ {shlex.join(command)}\n".encode())
     # torchrun (torch 2.13 or later) gives the workers this long to save, instead of 30 s
     grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(run.config.run.grace_s))}
-    with (run.folder / OUTPUT).open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            env={**grace, **own_environment()},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with started(command, {**grace, **own_environment()}, run.folder / OUTPUT, "ab") as process:
         stopped = False
         try:
             process.wait()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshwright.parallel.planner.hardware import find_hardware
 from meshwright.parallel.planner.timeline_plot import draw_timeline, picture_bytes
-from meshwright.tools.cli import natural, run_tool
+from meshwright.tools.cli import natural, new_parser, run_tool
 from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.tools.trace.analysis import analyze_profile
 from meshwright.tools.trace.kernels import KernelTable
@@ -60,12 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.trace",
-        allow_abbrev=False,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("trace", "RUN", DESCRIPTION)
     add = parser.add_argument
     add("path", metavar="RUN", help="folder of a run or of a profile in it, or one trace (.json, .json.gz)")
     add("--step", type=natural, metavar="N", help="the profile that starts at step N (default: the newest)")

@@ -97,7 +97,7 @@ def _link(analysis: ProfileAnalysis) -> Iterator[Advice]:
     """Exposed communication that no prefetch depth hides and that is not waiting for another rank."""
     waited_ns = sum(rank.waited_ns for rank in analysis.stragglers if rank.rank == analysis.rank)
     saved_ns = sum(prefetch.saving_ns for prefetch in analysis.prefetch)
-    exposed_ns = analysis.shares.ns["exposed"] - saved_ns - waited_ns
+    exposed_ns = analysis.spent_ns["exposed"] - saved_ns - waited_ns
     if exposed_ns < LARGE_SHARE * analysis.step.length_ns or not analysis.communication:
         return
     rows = sorted(analysis.communication, key=lambda row: row.hidden_ns - row.ns)
@@ -115,7 +115,7 @@ def _link(analysis: ProfileAnalysis) -> Iterator[Advice]:
 
 
 def _host(analysis: ProfileAnalysis) -> Iterator[Advice]:
-    host_ns, cause = analysis.shares.ns["host"], "Python runs between the operators"
+    host_ns, cause = analysis.spent_ns["host"], "Python runs between the operators"
     if analysis.device_type != "cpu":
         cause = "the GPU is idle because the CPU has not launched the next kernel"
     if host_ns >= LARGE_SHARE * analysis.step.length_ns:

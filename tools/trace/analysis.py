@@ -12,7 +12,6 @@ from meshwright.tools.trace.events import TraceEvents, load_store
 from meshwright.tools.trace.prefetch import (
     Communication,
     Prefetch,
-    Shares,
     judge_prefetch,
     median_step,
     split_step,
@@ -56,7 +55,7 @@ class ProfileAnalysis:
         return run_of(self.trace)
 
     @cached_property
-    def shares(self) -> Shares:
+    def spent_ns(self) -> dict[str, int]:
         """The kinds of time in `step`."""
         return split_step(self.step)
 

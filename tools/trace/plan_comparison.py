@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,37 +51,26 @@ SIDES = ("predicted", "measured")
 
 
 @dataclass(frozen=True)
-class LaneRow:
-    """Seconds of a step. `lane`: step; compute, and within it forward, backward, copies and optimizer;
-    exposed; each link lane (tp, all_gather, ...), while it has a collective in flight; and host_bound.
-    `ratio`: measured / predicted, None if nothing was predicted."""
-
-    lane: str
-    predicted_s: float
-    measured_s: float
-    ratio: float | None
-
-
-@dataclass(frozen=True)
 class AgainstPlan:
-    """The step that the plan predicted; None if it cannot be predicted, for the reason in `why_not`."""
+    """The step that the plan predicted; None if it cannot be predicted, for the reason in `why_not`; and its
+    lanes beside the measured ones, as `compare_lanes` returns them."""
 
     predicted: Timeline | None
     why_not: str
-    lanes: Sequence[LaneRow]
+    lanes: list[dict[str, Any]]
 
 
 def compare_with_plan(analysis: ProfileAnalysis, measured: Timeline) -> AgainstPlan:
     """Compare the measured step with the predicted one, lane by lane. Without a prediction (a trace outside
     its run's folder, or a step that cannot be predicted) the result contains the reason."""
     if analysis.run is None:
-        return AgainstPlan(None, "the trace is not in the folder of its run", ())
+        return AgainstPlan(None, "the trace is not in the folder of its run", [])
     facts = analysis.facts
     try:
         per_node = int(facts.get("local_world_size", facts.get("world_size", 1)))
         predicted = predict_run(analysis.run, str(facts.get("device_name", "")), per_node)
     except DataError as error:
-        return AgainstPlan(None, str(error), ())
+        return AgainstPlan(None, str(error), [])
     return AgainstPlan(predicted, "", compare_lanes(predicted, measured))
 
 
@@ -125,16 +114,22 @@ def _hardware_of(device_name: str, config: Config, processes: int) -> Hardware:
     return replace(hardware, cores=min(hardware.cores, threads * processes))
 
 
-def compare_lanes(predicted: Timeline, measured: Timeline) -> list[LaneRow]:
-    """Return a row for each lane that either timeline has."""
-    rows = []
+def compare_lanes(predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
+    """Return a row with the seconds of each lane that either timeline has: step; compute, and within it
+    forward, backward, copies and optimizer; exposed; each link (tp, all_gather, ...), while it has a
+    collective in flight; and host_bound. `ratio`: measured / predicted, None if nothing was predicted."""
     lanes = ("step", COMPUTE, *COMPUTE_KINDS, EXPOSED, *LINKS, HOST_BOUND)
     expected, actual = (_lane_seconds(timeline) for timeline in (predicted, measured))
-    for lane, predicted_s, measured_s in ((lane, expected[lane], actual[lane]) for lane in lanes):
-        if predicted_s or measured_s:
-            ratio = measured_s / predicted_s if predicted_s else None
-            rows.append(LaneRow(lane, predicted_s, measured_s, ratio))
-    return rows
+    return [
+        {
+            "lane": lane,
+            "predicted_s": expected[lane],
+            "measured_s": actual[lane],
+            "ratio": actual[lane] / expected[lane] if expected[lane] else None,
+        }
+        for lane in lanes
+        if expected[lane] or actual[lane]
+    ]
 
 
 def _lane_seconds(timeline: Timeline) -> Mapping[str, float]:

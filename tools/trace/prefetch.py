@@ -226,20 +226,6 @@ KINDS = {  # kind of time -> description
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Nanoseconds of each kind in KINDS; they sum to the step's length."""
-
-    length_ns: int
-    ns: dict[str, int]
-
-    def of_step(self) -> dict[str, float]:
-        """Return the shares; the last one is the remainder, so that they sum to exactly 1 in this order."""
-        *first, last = self.ns
-        shares = {kind: self.ns[kind] / self.length_ns for kind in first}
-        return shares | {last: 1.0 - sum(shares.values())}
-
-
-@dataclass(frozen=True)
 class Communication:
     """One kind of collective on one axis: time in flight, and the part of it that is hidden under compute."""
 
@@ -251,17 +237,21 @@ class Communication:
     bytes: int
 
 
-def split_step(step: ProfiledStep) -> Shares:
-    """Split the step's time into KINDS."""
+def split_step(step: ProfiledStep) -> dict[str, int]:
+    """Return the nanoseconds of each kind in KINDS; they sum to the step's length."""
     overlapped = total(intersect(step.computing, step.in_flight))
     host = total(step.host)
     compute, exposed = total(step.computing) - overlapped, total(step.exposed)
     idle = step.length_ns - compute - overlapped - exposed - host
     assert idle >= 0, "host-bound time overlaps other time"
-    return Shares(
-        step.length_ns,
-        {"compute": compute, "overlapped": overlapped, "exposed": exposed, "host": host, "idle": idle},
-    )
+    return {"compute": compute, "overlapped": overlapped, "exposed": exposed, "host": host, "idle": idle}
+
+
+def to_shares(spent_ns: Mapping[str, int]) -> dict[str, float]:
+    """Return the shares of the times; the last one is the remainder: they sum to exactly 1 in this order."""
+    *first, last = spent_ns
+    shares = {kind: spent_ns[kind] / sum(spent_ns.values()) for kind in first}
+    return shares | {last: 1.0 - sum(shares.values())}
 
 
 def sum_communication(step: ProfiledStep) -> list[Communication]:

@@ -11,14 +11,14 @@ from meshwright.tools.trace.advice import advise, ms
 from meshwright.tools.trace.analysis import ProfileAnalysis
 from meshwright.tools.trace.kernels import KernelRow
 from meshwright.tools.trace.plan_comparison import AgainstPlan
-from meshwright.tools.trace.prefetch import KINDS, Gather, Prefetch, split_step
+from meshwright.tools.trace.prefetch import KINDS, Gather, Prefetch, split_step, to_shares
 
 MOST_GATHERS = 16  # rows of the table; all are in the JSON document
 
 
 def describe(analysis: ProfileAnalysis, kernels: Sequence[KernelRow], plan: AgainstPlan) -> Iterator[str]:
     """Yield the blocks of the text."""
-    part, spent_ns = percents(analysis.shares.of_step()), analysis.shares.ns
+    part, spent_ns = percents(to_shares(analysis.spent_ns)), analysis.spent_ns
     yield "\n".join(_first_lines(analysis, part))
     yield "\n".join(["What to do", *_advice(analysis)])
     rows = [(f"{part[kind]:.1f}%", ms(spent_ns[kind]), text) for kind, text in KINDS.items()]
@@ -152,10 +152,10 @@ def _plan(plan: AgainstPlan) -> str:
         return f"Plan against measured: not compared: {plan.why_not}"
     rows = [
         (
-            row.lane,
-            ms(row.predicted_s * 1e9),
-            ms(row.measured_s * 1e9),
-            "-" if row.ratio is None else f"{row.ratio:.2f}",
+            row["lane"],
+            ms(row["predicted_s"] * 1e9),
+            ms(row["measured_s"] * 1e9),
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
         )
         for row in plan.lanes
     ]
@@ -175,10 +175,10 @@ def make_document(
         "ranks": list(analysis.ranks),
         "step": step.number,
         "step_s": step.length_ns / 1e9,
-        "shares": analysis.shares.of_step(),
-        "seconds": {kind: ns / 1e9 for kind, ns in analysis.shares.ns.items()},
+        "shares": to_shares(analysis.spent_ns),
+        "seconds": {kind: ns / 1e9 for kind, ns in analysis.spent_ns.items()},
         "steps": [
-            {"step": each.number, "step_s": each.length_ns / 1e9, "shares": split_step(each).of_step()}
+            {"step": each.number, "step_s": each.length_ns / 1e9, "shares": to_shares(split_step(each))}
             for each in analysis.steps
         ],
         "advice": [{"share": a.ns / step.length_ns} | _in_seconds(a) for a in advise(analysis)],
@@ -191,7 +191,7 @@ def make_document(
         "clock": analysis.clock or None,
         "left_out": list(analysis.left_out),
         "kernels": [asdict(row) for row in kernels],
-        "plan": {"why_not": plan.why_not or None, "lanes": [asdict(row) for row in plan.lanes]},
+        "plan": {"why_not": plan.why_not or None, "lanes": plan.lanes},
     }
 
 

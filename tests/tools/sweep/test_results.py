@@ -59,6 +59,7 @@ def test_every_kind_of_run_is_a_row_and_the_best_is_first(tmp_path: Path, capsys
     shown = {
         ("good", "loss"): "2.0000",
         ("good", "tokens/s"): "1,000 ± 10%",
+        ("slow", "tokens/s"): "9",
         ("nan", "optim.lr"): "4.1",
         ("nan", "loss"): "not finite",
         ("nan", "step"): "8/20",

@@ -87,57 +87,31 @@ FULL = 2 * 2 * 2 * 32 * 512 * 512 * 128  # operations of a forward that is not c
 
 
 @pytest.mark.parametrize(
-    ("name", "dims", "concrete", "flops", "halved"),
+    ("name", "dims", "concrete", "flops"),
     [
-        (
-            "_scaled_dot_product_cudnn_attention",
-            [Q, KV, KV],
-            [""] * 4 + ["True", "0.", "True"],
-            FULL / 2,
-            True,
-        ),
-        ("_scaled_dot_product_cudnn_attention", [Q, KV, KV], [""] * 4 + ["True", "0.", "False"], FULL, False),
+        ("_scaled_dot_product_cudnn_attention", [Q, KV, KV], [""] * 4 + ["True", "0.", "True"], FULL / 2),
+        ("_scaled_dot_product_cudnn_attention", [Q, KV, KV], [""] * 4 + ["True", "0.", "False"], FULL),
         (
             "_flash_attention_forward",
             [FLASH_Q, [2, 256, 8, 128], [2, 256, 8, 128]],
             [""] * 5 + ["512", "256", "0.", "True", "False"],
             FULL / 2 / 2,
-            True,
         ),
         (
             "_flash_attention_backward",
             [FLASH_Q, FLASH_Q, FLASH_KV],
             [""] * 8 + ["512", "512", "0.", "True", "", ""],
             2.5 * FULL / 2,
-            True,
         ),
-        (
-            "_cudnn_attention_backward",
-            [Q, Q, KV],
-            [""] * 11 + ["512", "512", "0.", "True"],
-            2.5 * FULL / 2,
-            True,
-        ),
-        (
-            "_efficient_attention_forward",
-            [FLASH_Q, FLASH_KV],
-            [""] * 6 + ["512", "512", "0.", "1", "True"],
-            FULL / 2,
-            True,
-        ),
-        (
-            "_flash_attention_forward",
-            [[1024, 32, 128], [1024, 8, 128]],
-            [""] * 5 + ["512", "512", "0.", "True"],
-            None,
-            False,
-        ),
+        ("_cudnn_attention_backward", [Q, Q, KV], [""] * 11 + ["512", "512", "0.", "True"], 2.5 * FULL / 2),
+        ("_efficient_attention_forward", [FLASH_Q, FLASH_KV], [""] * 6 + ["512", "512", "0.", "1"], FULL / 2),
+        ("_flash_attention_forward", [[1024, 32, 128]] * 2, [""] * 5 + ["512", "512", "0.", "True"], None),
     ],
 )
-def test_attention_counts_half_where_it_is_causal(name, dims, concrete, flops, halved):
+def test_attention_counts_half_where_it_is_causal(name, dims, concrete, flops):
     found = rows([operator(f"aten::{name}", 3, dims, concrete=concrete), kernel("attention", 3, 100.0)])
     (row,) = found.values()
-    assert row.name == ("attention (causal: half)" if halved else "attention")
+    assert row.name == ("attention" if flops in (FULL, None) else "attention (causal: half)")
     assert row.tflops == (flops and pytest.approx(flops / 100e-6 / 1e12))
 
 

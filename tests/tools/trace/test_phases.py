@@ -106,11 +106,7 @@ def tp_transfers(trace: Path) -> int:
 
 
 TP, GATHERS, REST = LANES = [("tp", "tp"), ("all_gather", "dp_shard"), ("all_reduce", "")]
-ADVICE = [
-    (TP, "a smaller parallel.tp "),
-    (GATHERS, "HSDP"),
-    (REST, "larger micro batch"),
-]
+ADVICE = [(TP, "a smaller parallel.tp "), (GATHERS, "HSDP"), (REST, "larger micro batch")]
 
 
 @pytest.mark.parametrize(("longest", "advice"), ADVICE)
@@ -142,9 +138,9 @@ def test_a_trace_without_labels_is_of_the_threads_with_the_steps(tmp_path: Path)
     step = label("ProfilerStep#5", 0, 1000)
     events = [step, op("aten::mm", 100, 400), op("aten::mm", 500, 600, GLOO)]
     found = analyze_profile({0: write_trace(tmp_path / "other.json", events)}, 0)
-    assert found.shares.ns["compute"] == 300_000
+    assert found.spent_ns["compute"] == 300_000
     assert [(e.start_s, e.end_s) for e in to_timeline(found.step).events] == [(0.0001, 0.0004)]
     empty = analyze_profile({0: write_trace(tmp_path / "empty.json", [step])}, 0)
-    assert empty.shares.ns["host"] == 1_000_000
+    assert empty.spent_ns["host"] == 1_000_000
     timeline = to_timeline(empty.step)
     assert (timeline.step_s, timeline.compute_s, timeline.events) == (0.001, 0.0, ())

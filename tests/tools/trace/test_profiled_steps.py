@@ -18,7 +18,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.trace.advice import advise
 from meshwright.tools.trace.analysis import ProfileAnalysis, analyze_profile
 from meshwright.tools.trace.plan_comparison import to_timeline
-from meshwright.tools.trace.prefetch import ThreadSink, sum_communication, waits_with_depth
+from meshwright.tools.trace.prefetch import ThreadSink, sum_communication, to_shares, waits_with_depth
 from meshwright.tools.trace.steps import (
     ProfiledStep,
     Transfer,
@@ -149,7 +149,7 @@ CUDA_EVENTS = [
 
 
 def shares_us(found: ProfileAnalysis) -> dict[str, float]:
-    return {kind: ns / 1000 for kind, ns in found.shares.ns.items()}
+    return {kind: ns / 1000 for kind, ns in found.spent_ns.items()}
 
 
 @pytest.fixture
@@ -169,8 +169,8 @@ def test_shares_of_a_step_on_a_cpu_are_exact(cpu: ProfileAnalysis) -> None:
     flight: 2400, of which 300 under layers.1's product; launching: 30 + 30 + 10 + 50 + 20; from launch to
     start: 20 + 20 + 70 + 100 + 30. The rest is Python."""
     assert shares_us(cpu) == {"compute": 3920, "overlapped": 300, "exposed": 2240, "host": 3300, "idle": 240}
-    assert sum(cpu.shares.of_step().values()) == 1.0
-    assert sum(cpu.shares.ns.values()) == cpu.step.length_ns == 10_000_000
+    assert sum(to_shares(cpu.spent_ns).values()) == 1.0
+    assert sum(cpu.spent_ns.values()) == cpu.step.length_ns == 10_000_000
 
 
 def test_shares_of_a_step_on_a_gpu_are_exact(cuda: ProfileAnalysis) -> None:
