@@ -105,11 +105,11 @@ class StepTimes:
     hook_s: float = 0.0
     scalars_s: float = 0.0
 
-    def step_lower_bound_s(self, micro_batches: int) -> float:
+    def step_lower_bound_s(self, micro_batches: int, offloaded: float = 1.0) -> float:
         """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, copies to
         and from host memory overlap fully with the forward and the backward, and so does the host, if the
-        device overlaps at all."""
-        copying = sum(self.offload_s.values())
+        device overlaps at all. `offloaded`: the share of the copies that is made."""
+        copying = offloaded * sum(self.offload_s.values())
         phases = [[m.of(phase) for m in self.modules.values()] for phase in ("forward", "backward")]
         device = sum(max(sum(times.device_s for times in phase), copying) for phase in phases)
         host = sum(times.host_s for times in chain.from_iterable(phases))

@@ -27,10 +27,8 @@ from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
-    Bounds,
     Choices,
     combinations,
-    part_s,
     with_choices,
     with_gathering,
 )
@@ -182,6 +180,7 @@ class _Search:
         self.first = dict[Choices, Choices]()
         self.made = self.once_for_all(lambda choices: _make(config, model, shape, choices))
         self.work = self.once_for_all(lambda choices: trace(self.made(choices)))
+        self.times = self.once_for_all(lambda choices: self.timed(choices)[1])
         self.bounds = self.once_for_all(self.bound)
         self.memory = cache(lambda choices: predict_step_memory(self.plan(choices), self.work(choices)))
         self.step_s = cache(lambda choices: step_seconds(*self.timed(choices)))
@@ -202,11 +201,11 @@ class _Search:
         plan = self.plan(choices)
         return plan, step_times(plan, self.work(choices), self.machines.kind, self.machines.per_node)
 
-    def bound(self, choices: Choices) -> Bounds:
-        """Return quick estimates of a plan."""
-        (plan, times), work = self.timed(choices), self.work(choices)
-        fastest_s = times.step_lower_bound_s(plan.accumulation)
-        return Bounds(times, fastest_s, least_bytes(plan, work), host_memory(plan, work))
+    def bound(self, choices: Choices) -> Candidate:
+        """Return a candidate with quick bounds, of its memory without whole gradients."""
+        plan, work = self.made(choices), self.work(choices)
+        lower_bound_s = self.times(choices).step_lower_bound_s(plan.accumulation)
+        return Candidate(choices, plan, lower_bound_s, least_bytes(plan, work), host_memory(plan, work))
 
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
@@ -233,7 +232,7 @@ class _Search:
         """Return the candidate of the choices. Raises PlanError if they are not legal."""
         plan, bounds = self.plan(choices), self.bounds(choices)
         needed = bounds.needed_bytes + whole_gradient_bytes(plan, self.work(choices))
-        return Candidate(choices, plan, bounds.lower_bound_s, needed, bounds.host)
+        return dataclasses.replace(bounds, choices=choices, plan=plan, needed_bytes=needed)
 
     def with_fewest_blocks(self, choices: Choices) -> Candidate | None:
         """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
@@ -248,7 +247,11 @@ class _Search:
         share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / self.blocks)
         if (count := math.ceil(share * self.blocks)) >= self.blocks:
             return None
-        lower_bound_s = part_s(kept, treated, share, plan.accumulation)
+        # recompute costs in proportion to the share; offload the time by which copies exceed compute
+        if (times := self.times(choices)).offload_s:
+            lower_bound_s = times.step_lower_bound_s(plan.accumulation, offloaded=share)
+        else:
+            lower_bound_s = kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
         needed = min(kept.needed_bytes, self.machines.available_bytes)
         return Candidate(with_blocks(choices, count), plan, lower_bound_s, needed, at_least=True)
 
