@@ -194,7 +194,7 @@ def find_machine(kind: str, case: PredictionCase, setup: Setup, cache: str) -> H
     for kept in Path(cache).glob("hardware-*.yaml"):
         kept.unlink()
     keys = [*sized(setup.arguments), f"--parallel.compile.cache_dir={cache}"]
-    return measure_this_machine(keys, case.processes, THREADS, "cpu").hardware
+    return measure_this_machine(keys, case.processes, THREADS, "cpu")[0]
 
 
 def sized(arguments: Sequence[str]) -> list[str]:

@@ -48,9 +48,8 @@ def choose_for_run(
     if kind is None:
         similar = load_hardware()[FALLBACK[device.type]]
         check_legal_plans(job, Machines(ranks.world_size, ranks.local_world_size, 0, similar))
-        measured = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
-        kind = measured.hardware
-        console.print(f"planner: {measured.line}")
+        kind, _, line = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
+        console.print(f"planner: {line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
     machines = this_machine(device, ranks, kind, smallest_memory())
 
