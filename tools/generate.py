@@ -29,7 +29,7 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
 )
 from meshwright.train.errors import ConfigError, DataError
-from meshwright.train.planning.device_defaults import dtype_on_device
+from meshwright.train.planning.resolve import dtype_on_device
 
 BROKEN = "\ufffd"  # a decoder's character for bytes that are not, or not yet, a character
 

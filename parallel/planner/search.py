@@ -22,7 +22,6 @@ from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import CP_EXCHANGES, ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
-from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.search_space import (
@@ -34,7 +33,7 @@ from meshwright.parallel.planner.search_space import (
 )
 from meshwright.parallel.planner.step_time import simulate_step, step_seconds
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
+from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory, least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import ModelWorkload
 
 T = TypeVar("T")

@@ -161,7 +161,7 @@ def _data_parallel(
         degrees = list(_options(config.dp_replicate, (settings["dp_replicate"],)))
     for replicate in degrees:
         left = settings.get("dp_shard", max(1, shape.world_size // max(tp * cp * replicate, 1)))
-        shard = left if config.dp_shard in ("auto", -1) else config.dp_shard
+        shard: Any = left if config.dp_shard in ("auto", -1) else config.dp_shard
         both = not settings and shard * cp > 1
         reshards = (True, False) if both else (settings.get("reshard_after_forward", True),)
         yield replicate, shard, _options(config.reshard_after_forward, reshards)

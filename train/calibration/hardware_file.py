@@ -54,12 +54,8 @@ def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
     if measured.collectives_s:
         lines.append(f"node: fitted to collectives_s, mean error {fit_link(measured.collectives_s)[1]:.0%}.")
     lines.append(f"As in {base.name}.yaml: {', '.join(others)}.")
-    return "".join(
-        [
-            *(f"# {line}\n" for line in lines),
-            *(_entry(key, value) for key, value in {**values, **others}.items()),
-        ]
-    )
+    entries = (_entry(key, value) for key, value in {**values, **others}.items())
+    return "".join([*(f"# {line}\n" for line in lines), *entries])
 
 
 def _entry(key: str, value: Any) -> str:

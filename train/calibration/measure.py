@@ -33,7 +33,7 @@ from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, g
 from meshwright.train.files import write_atomically
 from meshwright.train.model.choose import source_of
 from meshwright.train.model.source import AttentionHeads, ModelSource
-from meshwright.train.planning.device_defaults import dtype_on_device
+from meshwright.train.planning.resolve import dtype_on_device
 
 HERE = "this machine"  # name of a kind that measured itself
 FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied

@@ -18,7 +18,6 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.planning.device_defaults import dtype_on_device
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (
     Prediction,
@@ -27,7 +26,7 @@ from meshwright.train.planning.predict import (
     run_workload,
     search_plans,
 )
-from meshwright.train.planning.resolve import check_device_support
+from meshwright.train.planning.resolve import check_device_support, dtype_on_device
 
 
 def choose_for_run(

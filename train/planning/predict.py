@@ -10,19 +10,18 @@ from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
 from meshwright.parallel.planner.search_space import least_memory
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.model.build import freeze, training_flops
 from meshwright.train.model.choose import source_of
-from meshwright.train.planning.device_defaults import best_attention, best_dtype
-from meshwright.train.planning.resolve import make_shape, plan_run
+from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
 
 

@@ -19,9 +19,9 @@ from meshwright.train.errors import OutOfMemory
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory, is_out_of_memory
 from meshwright.train.main import main
 from meshwright.train.planning import savings
+from meshwright.train.planning.fit import suggest_savings
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.savings import suggest_savings
 from meshwright.train.step import train_step
 from tests.support.forks import fork
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_status, write_text
