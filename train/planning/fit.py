@@ -29,7 +29,7 @@ from meshwright.train.planning.predict import (
     predict_memory,
     predict_needs,
     run_workload,
-    search_leanest,
+    search_plans,
 )
 
 MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
@@ -184,28 +184,22 @@ def _longest_that_fits(job: TrainingJob, machines: Machines) -> tuple[int, int] 
     """Return the longest sequence that fits (the job's, half of it, ...) and the bytes that it needs."""
     seq_len = job.seq_len
     while seq_len >= min(job.seq_len, MIN_SEQ_LEN):
-        # first scaled from the job's own length, which is traced once; if that fits, traced at this length
-        if _needed_bytes(job, machines, seq_len) is not None:
-            shorter = with_keys(job, {"train.seq_len": seq_len})
-            if (needed := _needed_bytes(shorter, machines)) is not None:
-                return seq_len, needed
+        if (needed := _needed_bytes(replace(job, seq_len=seq_len), machines)) is not None:
+            return seq_len, needed
         seq_len //= 2
     return None
 
 
-def _needed_bytes(job: TrainingJob, machines: Machines, seq_len: int | None = None) -> int | None:
-    """Return the bytes that a process needs; None if it does not fit or no plan is legal.
-
-    `seq_len`: scale the workload to sequences of that many tokens.
-    """
+def _needed_bytes(job: TrainingJob, machines: Machines) -> int | None:
+    """Return the bytes that a process needs; None if it does not fit or no plan is legal."""
     try:
         if job.parallel.plan == "auto":
             # all open keys except tp have the values that need the least memory
-            ranked = search_leanest(job, machines, seq_len or job.seq_len).ranked
+            ranked = search_plans(job, machines, leanest=True).ranked
             return ranked[0].needed_bytes if ranked else None
         if not _may_fit(job, machines):
             return None
-        _, host, needed = predict_needs(job, plan_for(job, machines), machines, seq_len)
+        _, host, needed = predict_needs(job, plan_for(job, machines), machines)
     except PlanError:
         return None
     return needed if machines.fits(needed, host) else None
