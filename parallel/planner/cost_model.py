@@ -6,7 +6,7 @@ time. parallel/activation_offload.py does the copies; memory_model.py has their 
 step_time.py their effect on a step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import gcd
@@ -237,7 +237,7 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     }
     # identical units share their times too
     kinds = {
-        unit.name: (type(unit.reshard_after_forward), unit.settings, *_weights(unit, work))
+        unit.name: (type(unit.reshard_after_forward), unit.settings, *map(work.kind, unit.modules))
         for unit in plan.units
     }
     units = {
@@ -333,12 +333,6 @@ def _module_times(
         host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
         phases.append(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s))
     return ModuleTimes(*phases)
-
-
-def _weights(unit: UnitPlan, work: ModelWorkload) -> Iterator[tuple[int, float]]:
-    """Yield the identity of each module's workload, and the trained share."""
-    for name in unit.modules:
-        yield id(work.modules[name]), work.trained.get(name, 1.0)
 
 
 def _unit_times(

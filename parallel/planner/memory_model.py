@@ -71,7 +71,7 @@ class MemorySink(StepSink):
 
     def __init__(self, plan: Plan, work: ModelWorkload, begun: bool) -> None:
         """`begun`: whether earlier micro batches have left sharded gradients."""
-        rows = inner_blocks(plan, lambda name: (id(work.modules[name]), work.trained.get(name, 1.0)), EDGE)
+        rows = inner_blocks(plan, work.kind, EDGE)
         self.plan = without(plan, frozenset().union(*(row.blocks for row in rows)))
         self._rows = {(row.after, "forward"): row for row in rows} | {
             (row.before, "backward"): row for row in rows

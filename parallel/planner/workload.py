@@ -137,6 +137,10 @@ class ModelWorkload:
         """The modules before the first trained one: they have no backward and save no activations."""
         return frozenset(takewhile(lambda name: self.trained.get(name, 1.0) == 0, self.modules))
 
+    def kind(self, name: str) -> tuple[int, float]:
+        """Return what makes modules equal: the workload, which all blocks share, and the trained share."""
+        return id(self.modules[name]), self.trained.get(name, 1.0)
+
     def has_backward(self, names: Iterable[str]) -> bool:
         """Whether any of these modules has a backward."""
         return not self._frozen_first.issuperset(names)

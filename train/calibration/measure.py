@@ -52,9 +52,7 @@ def measure_here(
     `say` is told before a measurement, which takes a while."""
     path = kept_path(job, ranks.local_world_size, torch.get_num_threads(), device)
     if kept := broadcast_from_rank0(ranks, lambda: read_kept(path)):
-        measured_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-        age = f"this machine as it measured itself on {measured_at}; delete {path} to measure it again"
-        return kept, path, broadcast_from_rank0(ranks, lambda: age)
+        return kept, path, broadcast_from_rank0(ranks, lambda: _describe_age(path))
     say(f"measuring this machine with {ranks.local_world_size} processes, up to a minute")
     started_at, known = time.perf_counter(), find_hardware(device_model(device))
     scale = job_scale(job, ranks.local_world_size, device)
@@ -193,3 +191,8 @@ def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
         write_atomically(path, text.encode())
     hardware: Hardware = structure(Hardware, {**load_value(text), "name": HERE}, str(path))
     return hardware
+
+
+def _describe_age(path: Path) -> str:
+    measured_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    return f"this machine as it measured itself on {measured_at}; delete {path} to measure it again"
