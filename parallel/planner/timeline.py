@@ -127,9 +127,7 @@ def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
     used = [lane for lane in LANES if any(event.lane == lane for event in timeline.events)]
     threads = {lane: number for number, lane in enumerate(used, start=1)}
 
-    def entry(
-        kind: str, thread: int, name: str, args: Mapping[str, object], **rest: object
-    ) -> dict[str, Any]:
+    def entry(kind: str, thread: int, name: str, args: dict[str, Any], **rest: Any) -> dict[str, Any]:
         return {"ph": kind, "pid": 1, "tid": thread, "name": name, **rest, "args": args}
 
     trace = [entry("M", 0, "process_name", {"name": title})]

@@ -34,6 +34,13 @@ from meshwright.train.planning.predict import (
 MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
 MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
 RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
+# the values of keys with which any number of processes can run; the first is suggested
+ANY_NUMBER: Mapping[str, tuple[object, ...]] = {
+    "parallel.strategy": (None,),
+    "parallel.dp_replicate": (1, "auto"),
+    "parallel.dp_shard": (-1, "auto"),
+    "train.global_batch_size": (-1,),
+}
 SHOWN = 3  # number of savings that are suggested
 WORTH = 0.01  # share of the peak: a change that frees less is not suggested
 
@@ -214,15 +221,10 @@ def _on_any_number(job: TrainingJob) -> tuple[Mapping[str, object], TrainingJob]
     keys that leave them open. With parallel.plan=auto both are unchanged."""
     if job.parallel.plan == "auto":
         return {}, job
-    parallel, left_open = job.parallel, dict[str, object]()
-    if parallel.strategy is not None:
-        left_open["parallel.strategy"] = None
-    if parallel.dp_replicate not in ("auto", 1):
-        left_open["parallel.dp_replicate"] = 1
-    if parallel.dp_shard not in ("auto", -1):
-        left_open["parallel.dp_shard"] = -1
-    if job.global_batch_size != -1:
-        left_open["train.global_batch_size"] = -1
+    requested = {**vars(job.parallel), "global_batch_size": job.global_batch_size}
+    left_open = {
+        key: values[0] for key, values in ANY_NUMBER.items() if requested[key.partition(".")[2]] not in values
+    }
     micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
     opened = {**left_open, "parallel.plan": "manual", "train.micro_batch_size": micro_batch_size}
     return left_open, with_keys(job, opened)
