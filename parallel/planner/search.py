@@ -176,29 +176,37 @@ class _Search:
         self.fits_with_none = set[Choices]()
         # fewest blocks that fit; the resharding and prefetching tried first decides
         self.fewest = dict[Choices, int]()
-        self.first = dict[Choices, Choices]()
         self.made = self.once_for_all(lambda choices: _make(config, model, shape, choices))
         self.work = self.once_for_all(lambda choices: trace(self.made(choices)))
-        self.times = self.once_for_all(lambda choices: self.timed(choices)[1])
+        self.times = self.once_for_all(self.step_times, "reshard_after_forward")
         self.bounds = self.once_for_all(self.bound)
         self.memory = cache(lambda choices: predict_step_memory(self.plan(choices), self.work(choices)))
         self.step_s = cache(lambda choices: step_seconds(*self.timed(choices)))
 
-    def once_for_all(self, find: Callable[[Choices], T]) -> Callable[[Choices], T]:
-        """Cache a function of what is computed: the first of all choices that compute the same stands for
-        them."""
-        cached = cache(find)
-        return lambda choices: cached(self.first.setdefault(choices.computed, choices))
+    def once_for_all(self, find: Callable[[Choices], T], *also: str) -> Callable[[Choices], T]:
+        """Cache a function of what is computed, and of these choices: the first of all choices that are equal
+        in both stands for them."""
+        cached, first = cache(find), dict[Any, Choices]()
+
+        def find_once(choices: Choices) -> T:
+            key = (choices.computed, *(choices[name] for name in also))
+            return cached(first.setdefault(key, choices))
+
+        return find_once
 
     def plan(self, choices: Choices) -> Plan:
         """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the plans
         that differ in nothing else only one is made and checked."""
         return with_gathering(self.made(choices), self.config, choices)
 
+    def step_times(self, choices: Choices) -> StepTimes:
+        """Return the times of the parts of a plan's step."""
+        machines = self.machines
+        return step_times(self.plan(choices), self.work(choices), machines.kind, machines.per_node)
+
     def timed(self, choices: Choices) -> tuple[Plan, StepTimes]:
         """Return the plan and the times of the parts of its step."""
-        plan = self.plan(choices)
-        return plan, step_times(plan, self.work(choices), self.machines.kind, self.machines.per_node)
+        return self.plan(choices), self.times(choices)
 
     def bound(self, choices: Choices) -> Candidate:
         """Return a candidate with quick bounds, of its memory without whole gradients."""
