@@ -18,6 +18,7 @@ from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.search_space import LEAST_MEMORY
 from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory
+from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
 from meshwright.train.distributed.ranks import RankInfo
@@ -203,10 +204,20 @@ def _needed_bytes(job: TrainingJob, machines: Machines) -> int | None:
             # all open keys except tp have the values that need the least memory
             ranked = search_plans(job, machines, leanest=True).ranked
             return ranked[0].needed_bytes if ranked else None
+        if not _may_fit(job, machines):
+            return None
         _, host, needed = predict_needs(job, plan_for(job, machines), machines)
     except PlanError:
         return None
     return needed if machines.fits(needed, host) else None
+
+
+def _may_fit(job: TrainingJob, machines: Machines) -> bool:
+    """Whether parameters and both moments alone fit: a quick test, because each trace takes seconds."""
+    bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
+    held = bytes_each * source_of(job.model).parameters / machines.processes
+    host = HostMemory(state=int(held)) if job.parallel.cpu_offload else HostMemory()
+    return bool(job.freeze) or machines.fits(0 if job.parallel.cpu_offload else int(held), host)
 
 
 def _recomputing(job: TrainingJob) -> Iterator[Mapping[str, object]]:
