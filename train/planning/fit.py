@@ -199,13 +199,13 @@ def _longest_that_fits(job: TrainingJob, machines: Machines) -> tuple[int, int] 
 
 def _needed_bytes(job: TrainingJob, machines: Machines) -> int | None:
     """Return the bytes that a process needs; None if it does not fit or no plan is legal."""
+    if not _may_fit(job, machines):
+        return None
     try:
         if job.parallel.plan == "auto":
             # all open keys except tp have the values that need the least memory
             ranked = search_plans(job, machines, leanest=True).ranked
             return ranked[0].needed_bytes if ranked else None
-        if not _may_fit(job, machines):
-            return None
         _, host, needed = predict_needs(job, plan_for(job, machines), machines)
     except PlanError:
         return None
