@@ -27,9 +27,8 @@ from meshwright.tools.cli import format_table, positive
 from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.tools.plan.report import find_kind
 from meshwright.train.config import TrainingJob
-from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import predict
-from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.resolve import best_attention, plan_run
 
 COMMON = f"{ONLY_TRAINING} parallel.plan=manual run.device=cpu"
 
@@ -194,7 +193,7 @@ def find_machine(kind: str, case: PredictionCase, setup: Setup, cache: str) -> H
     for kept in Path(cache).glob("hardware-*.yaml"):
         kept.unlink()
     keys = [*sized(setup.arguments), f"--parallel.compile.cache_dir={cache}"]
-    return measure_this_machine(keys, case.processes, THREADS, "cpu").hardware
+    return measure_this_machine(keys, case.processes, THREADS, "cpu")[0]
 
 
 def sized(arguments: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,9 @@ from meshwright.tools.cli import run_tool, to_json
 from meshwright.tools.plan.report import find_kind
 from meshwright.tools.processes import BenchError
 from meshwright.tools.workers import run_workers
-from meshwright.train.calibration.compute import Scale, measure_compute
-from meshwright.train.calibration.fsdp_unit import UnitTiming
-from meshwright.train.calibration.hardware_file import Calibration, hardware_text
-from meshwright.train.calibration.machine import device_model
-from meshwright.train.calibration.measure import measure_links
-from meshwright.train.calibration.timing import AttentionShape
+from meshwright.train.calibration.compute import AttentionShape, Scale, device_model
+from meshwright.train.calibration.hardware_file import hardware_text
+from meshwright.train.calibration.measure import measure_machine
 from meshwright.train.distributed.process_group import usable_cores
 
 LINKED_CPU_RANKS = 4  # processes between which collectives are measured, also in pairs
@@ -54,7 +51,6 @@ CPU_SCALE = Scale(
     dtypes=("float32", "bfloat16"),
     # 16 KiB to 16 MiB: layers of small models
     collectives_bytes=(2**14, 2**17, *(2**power for power in range(19, 25))),
-    unit_values=2**19,
     budget_s=0.3,
     rotated_bytes=2**26,
 )
@@ -64,7 +60,6 @@ GPU_SCALE = Scale(
     memory=(8192, 4096, 14336),
     dtypes=("float32", "bfloat16"),
     collectives_bytes=tuple(2**power for power in range(14, 31, 2)),  # 16 KiB to 1 GiB
-    unit_values=2**27,
     budget_s=0.5,
 )
 
@@ -80,16 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise BenchError(f"{path} exists: use --overwrite to replace it, or another --name")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # as in training
     base = find_base(options.base, device.type, device_model(device))
-    measured = measure(device, options.quick)
-    how = "`python -m tools.calibrate --quick`" if options.quick else "`python -m tools.calibrate`"
-    text = hardware_text(f"{measured.name}, measured by {how}.", measured, base)
+    processes = LINKED_CPU_RANKS if device.type == "cpu" else torch.cuda.device_count()
+    settings = {"quick": options.quick, "base": base.name}
+    place = "meshwright.tools.calibrate:measure_in_worker"
+    result = run_workers(place, processes, 1, device.type, settings)[0]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(result["text"], encoding="utf-8")
     read_hardware(path)
     if options.json:
-        print(to_json({"file": path.name, "measured": measured}))
+        print(to_json({"file": path.name, "measured": result["measured"]}))
     else:
-        print(f"{text}\nwritten: {path}")
+        print(f"{result['text']}\nwritten: {path}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,34 +125,13 @@ def find_base(base: str | None, device: str, name: str) -> Hardware:
     return found
 
 
-def measure(device: torch.device, quick: bool) -> Calibration:
-    """Measure computation, then collectives, in separate processes. Raises BenchError if one fails."""
-    place, settings = "meshwright.tools.calibrate", {"quick": quick}
-    if device.type == "cpu":
-        count, linked = usable_cores(), LINKED_CPU_RANKS
-        processes = min(MOST_LOADED, count)
-    else:
-        processes, count = 1, torch.cuda.device_count()
-        linked = count
-    compute = run_workers(f"{place}:compute_in_worker", processes, 1, device.type, settings)
-    links = run_workers(f"{place}:links_in_worker", linked, 1, device.type, settings)[0]
-    collectives_s = {
-        op: {int(ranks): curve for ranks, curve in curves.items()}  # JSON's keys are strings
-        for op, curves in links["collectives_s"].items()
-    }
-    units = [UnitTiming(**unit) for unit in links["units"]]
-    return Calibration(device.type, device_model(device), count, compute, collectives_s, units)
-
-
-def compute_in_worker(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Measure the rates of one device."""
-    return measure_compute(device, scale_of(device, quick))
-
-
-def links_in_worker(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Measure collectives and FSDP2 between all processes."""
-    collectives_s, units = measure_links(device, scale_of(device, quick), dist.get_world_size())
-    return {"collectives_s": collectives_s, "units": [vars(unit) for unit in units]}
+def measure_in_worker(device: torch.device, quick: bool, base: str) -> dict[str, Any]:
+    """Measure in one of the worker's processes. Returns the hardware file, and what was measured."""
+    most_loaded = min(MOST_LOADED, usable_cores()) if device.type == "cpu" else 1
+    measured = measure_machine(device, scale_of(device, quick), dist.get_world_size(), most_loaded)
+    how = "`python -m tools.calibrate --quick`" if quick else "`python -m tools.calibrate`"
+    text = hardware_text(f"{measured.name}, measured by {how}.", measured, load_hardware()[base])
+    return {"text": text, "measured": asdict(measured)}
 
 
 def scale_of(device: torch.device, quick: bool) -> Scale:

@@ -29,7 +29,7 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
 )
 from meshwright.train.errors import ConfigError, DataError
-from meshwright.train.planning.device_defaults import dtype_on_device
+from meshwright.train.planning.resolve import dtype_on_device
 
 DESCRIPTION = """examples:
   python -m tools.generate --run runs/NAME --prompt "Once upon a time"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshwright.models.attention import CausalAttention
 from meshwright.models.llama import LlamaConfig
 from meshwright.tools.workers import run_workers
-from meshwright.train.calibration.timing import AttentionShape, Products, Timer, attention_runs, product_runs
+from meshwright.train.calibration.compute import AttentionShape, Products, Timer, attention_runs, product_runs
 
 BUDGET_S = 0.5  # seconds of repetition of each product and of attention
 

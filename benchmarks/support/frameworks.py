@@ -104,7 +104,11 @@ def _rotating_complex_numbers(module: ModuleWorkload) -> ModuleWorkload:
 def _gathering_float8(block: ModuleWorkload, tp: int) -> ModuleWorkload:
     """Return the block with tensor-parallel all-gathers of float8: half the bytes, and each rank casts its
     part before the all-gather, where this project casts the whole after it."""
-    return block.with_phases(lambda p: replace(p, operations=tuple(_cast_first(p.operations, tp))))
+    forward, backward = (
+        replace(phase, operations=tuple(_cast_first(phase.operations, tp)))
+        for phase in (block.forward, block.backward)
+    )
+    return replace(block, forward=forward, backward=backward)
 
 
 def _cast_first(operations: Sequence[Operation], tp: int) -> Iterator[Operation]:

@@ -23,7 +23,7 @@ import torch
 
 from meshwright import __version__
 from meshwright.tools.cli import run_tool
-from meshwright.train.calibration.machine import cpu_model
+from meshwright.train.calibration.compute import cpu_model
 
 KEYS = "Config keys of train.main are accepted too, as --section.key=value, and override the benchmark's."
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports

@@ -6,7 +6,7 @@ time. parallel/activation_offload.py does the copies; memory_model.py has their 
 step_time.py their effect on a step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import gcd
@@ -14,7 +14,7 @@ from math import gcd
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
 from meshwright.parallel.planner.hardware import ALL_TO_ALL, Curve, Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.timeline import AXIS_OF_LANE
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, Operation
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ class StepTimes:
     hook_s: float = 0.0
     scalars_s: float = 0.0
 
-    def step_lower_bound_s(self, micro_batches: int) -> float:
+    def step_lower_bound_s(self, micro_batches: int, offloaded: float = 1.0) -> float:
         """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, copies to
         and from host memory overlap fully with the forward and the backward, and so does the host, if the
-        device overlaps at all."""
-        copying = sum(self.offload_s.values())
+        device overlaps at all. `offloaded`: the share of the copies that is made."""
+        copying = offloaded * sum(self.offload_s.values())
         phases = [[m.of(phase) for m in self.modules.values()] for phase in ("forward", "backward")]
         device = sum(max(sum(times.device_s for times in phase), copying) for phase in phases)
         host = sum(times.host_s for times in chain.from_iterable(phases))
@@ -225,24 +225,25 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
     compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
-    times: dict[int, ModuleTimes] = {}  # by identity: all blocks share one workload
-    for name in plan.modules:
-        if id(module := work.modules[name]) not in times:
-            phases = (
-                _phase_times(phase.operations, module.float8, compiled[name], plan, device, groups)
-                for phase in (module.forward, module.backward)
-            )
-            times[id(module)] = ModuleTimes(*phases)
+    of_work = {id(work.modules[name]): name for name in plan.modules}  # all blocks share one workload
+    times = {
+        key: _module_times(work.modules[name], compiled[name], plan, device, groups)
+        for key, name in of_work.items()
+    }
     modules = {name: times[id(work.modules[name])] for name in plan.modules}
     modules = {
         name: module if work.has_backward((name,)) else replace(module, backward=None)
         for name, module in modules.items()
     }
-    units: dict[tuple[object, ...], UnitTimes] = {}  # identical units share their times too
-    kinds = {unit.name: _unit_kind(unit, work) for unit in plan.units}
-    for unit in plan.units:
-        if kinds[unit.name] not in units:
-            units[kinds[unit.name]] = _unit_times(unit, plan, work, device, groups, gpus_per_node)
+    # identical units share their times too
+    kinds = {
+        unit.name: (type(unit.reshard_after_forward), unit.settings, *map(work.kind, unit.modules))
+        for unit in plan.units
+    }
+    units = {
+        kind: _unit_times(unit, plan, work, device, groups, gpus_per_node)
+        for kind, unit in {kinds[unit.name]: unit for unit in plan.units}.items()
+    }
     return StepTimes(
         units={name: units[kind] for name, kind in kinds.items()},
         modules=modules,
@@ -310,48 +311,28 @@ def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> floa
     return flops / (hardware.peak_tflops[dtype] * 1e12 * share)
 
 
-def _phase_times(
-    operations: Sequence[Operation],
-    float8: int,
-    compiled: bool,
-    plan: Plan,
-    hardware: Hardware,
-    groups: Mapping[str, Group],
-) -> PhaseTimes:
-    """Return the times of a phase of a module.
-
-    Args:
-        float8: number of parameters in float8. If they are gathered in float8, they are not cast: the traffic
-            of element-wise operations that does not depend on the micro batch is left out
-        compiled: as one graph
-    """
-    if plan.float8.all_gather and float8:
-        operations = [op for op in operations if op.kind != "memory" or op.bytes.per_sequence]
-    seconds = {"": 0.0, "tp": 0.0, "cp": 0.0}  # by axis of the collective
-    for operation in operations:
-        if operation.kind == "collective":
-            moved = operation.bytes.at(plan.micro_batch_size)
-            taken = collective_s(operation.name, moved, groups[operation.axis], hardware)
-        else:
-            taken = operation_s(operation, plan.micro_batch_size, hardware)
-        seconds[operation.axis] += taken
-    shown = 1 - ASYNC_TP_HIDDEN * plan.async_tp
-    host, kernels = hardware.host, len(operations)
-    host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
-    return PhaseTimes(seconds[""], seconds["tp"] * shown, seconds["cp"], host_s)
-
-
-def _unit_kind(unit: UnitPlan, work: ModelWorkload) -> tuple[object, ...]:
-    """A key with everything that determines a unit's `UnitTimes`."""
-    modules = ((id(work.modules[name]), work.trained.get(name, 1.0)) for name in unit.modules)
-    return (
-        *modules,
-        unit.param_dtype,
-        unit.reduce_dtype,
-        type(unit.reshard_after_forward),
-        unit.reshard_after_forward,
-        unit.unshard_in_backward,
-    )
+def _module_times(
+    module: ModuleWorkload, compiled: bool, plan: Plan, hardware: Hardware, groups: Mapping[str, Group]
+) -> ModuleTimes:
+    """Return the times of both phases of a module. Parameters that are gathered in float8 are not cast: the
+    traffic of element-wise operations that does not depend on the micro batch is left out."""
+    uncast, host, phases = plan.float8.all_gather and module.float8, hardware.host, list[PhaseTimes]()
+    for phase in (module.forward, module.backward):
+        operations = phase.operations
+        if uncast:
+            operations = tuple(op for op in operations if op.kind != "memory" or op.bytes.per_sequence)
+        seconds = {"": 0.0, "tp": 0.0, "cp": 0.0}  # by axis of the collective
+        for operation in operations:
+            if operation.kind == "collective":
+                moved = operation.bytes.at(plan.micro_batch_size)
+                taken = collective_s(operation.name, moved, groups[operation.axis], hardware)
+            else:
+                taken = operation_s(operation, plan.micro_batch_size, hardware)
+            seconds[operation.axis] += taken
+        tp_s, kernels = seconds["tp"] * (1 - ASYNC_TP_HIDDEN * plan.async_tp), len(operations)
+        host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
+        phases.append(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s))
+    return ModuleTimes(*phases)
 
 
 def _unit_times(

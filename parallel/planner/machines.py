@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.host_memory import HostMemory
 from meshwright.parallel.planner.memory_model import reserved_bytes
+from meshwright.parallel.planner.unit_bytes import HostMemory
 
 # by kind of host memory: the key that needs it, and what to do if there is too little
 WAYS_OUT = {

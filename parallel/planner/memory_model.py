@@ -27,9 +27,8 @@ from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.ledger import KEPT, Ledger
 from meshwright.parallel.planner.module_tensors import PASSING, ModuleTensors
-from meshwright.parallel.planner.rows import inner_blocks, without
 from meshwright.parallel.planner.unit_bytes import UnitBytes
-from meshwright.parallel.planner.walk import StepSink, StepWalk
+from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload
 
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
@@ -72,7 +71,7 @@ class MemorySink(StepSink):
 
     def __init__(self, plan: Plan, work: ModelWorkload, begun: bool) -> None:
         """`begun`: whether earlier micro batches have left sharded gradients."""
-        rows = inner_blocks(plan, lambda name: (id(work.modules[name]), work.trained.get(name, 1.0)), EDGE)
+        rows = inner_blocks(plan, work.kind, EDGE)
         self.plan = without(plan, frozenset().union(*(row.blocks for row in rows)))
         self._rows = {(row.after, "forward"): row for row in rows} | {
             (row.before, "backward"): row for row in rows

@@ -22,21 +22,18 @@ from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import CP_EXCHANGES, ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
-from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.search_space import (
     CHECKPOINTING,
-    Bounds,
     Choices,
     combinations,
-    part_s,
     with_choices,
     with_gathering,
 )
 from meshwright.parallel.planner.step_time import simulate_step, step_seconds
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
+from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory, least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import ModelWorkload
 
 T = TypeVar("T")
@@ -179,34 +176,43 @@ class _Search:
         self.fits_with_none = set[Choices]()
         # fewest blocks that fit; the resharding and prefetching tried first decides
         self.fewest = dict[Choices, int]()
-        self.first = dict[Choices, Choices]()
         self.made = self.once_for_all(lambda choices: _make(config, model, shape, choices))
         self.work = self.once_for_all(lambda choices: trace(self.made(choices)))
+        self.times = self.once_for_all(self.step_times, "reshard_after_forward")
         self.bounds = self.once_for_all(self.bound)
         self.memory = cache(lambda choices: predict_step_memory(self.plan(choices), self.work(choices)))
         self.step_s = cache(lambda choices: step_seconds(*self.timed(choices)))
 
-    def once_for_all(self, find: Callable[[Choices], T]) -> Callable[[Choices], T]:
-        """Cache a function of what is computed: the first of all choices that compute the same stands for
-        them."""
-        cached = cache(find)
-        return lambda choices: cached(self.first.setdefault(choices.computed, choices))
+    def once_for_all(self, find: Callable[[Choices], T], *also: str) -> Callable[[Choices], T]:
+        """Cache a function of what is computed, and of these choices: the first of all choices that are equal
+        in both stands for them."""
+        cached, first = cache(find), dict[Any, Choices]()
+
+        def find_once(choices: Choices) -> T:
+            key = (choices.computed, *(choices[name] for name in also))
+            return cached(first.setdefault(key, choices))
+
+        return find_once
 
     def plan(self, choices: Choices) -> Plan:
         """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the plans
         that differ in nothing else only one is made and checked."""
         return with_gathering(self.made(choices), self.config, choices)
 
+    def step_times(self, choices: Choices) -> StepTimes:
+        """Return the times of the parts of a plan's step."""
+        machines = self.machines
+        return step_times(self.plan(choices), self.work(choices), machines.kind, machines.per_node)
+
     def timed(self, choices: Choices) -> tuple[Plan, StepTimes]:
         """Return the plan and the times of the parts of its step."""
-        plan = self.plan(choices)
-        return plan, step_times(plan, self.work(choices), self.machines.kind, self.machines.per_node)
+        return self.plan(choices), self.times(choices)
 
-    def bound(self, choices: Choices) -> Bounds:
-        """Return quick estimates of a plan."""
-        (plan, times), work = self.timed(choices), self.work(choices)
-        fastest_s = times.step_lower_bound_s(plan.accumulation)
-        return Bounds(times, fastest_s, least_bytes(plan, work), host_memory(plan, work))
+    def bound(self, choices: Choices) -> Candidate:
+        """Return a candidate with quick bounds, of its memory without whole gradients."""
+        plan, work = self.made(choices), self.work(choices)
+        lower_bound_s = self.times(choices).step_lower_bound_s(plan.accumulation)
+        return Candidate(choices, plan, lower_bound_s, least_bytes(plan, work), host_memory(plan, work))
 
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
@@ -233,7 +239,7 @@ class _Search:
         """Return the candidate of the choices. Raises PlanError if they are not legal."""
         plan, bounds = self.plan(choices), self.bounds(choices)
         needed = bounds.needed_bytes + whole_gradient_bytes(plan, self.work(choices))
-        return Candidate(choices, plan, bounds.lower_bound_s, needed, bounds.host)
+        return dataclasses.replace(bounds, choices=choices, plan=plan, needed_bytes=needed)
 
     def with_fewest_blocks(self, choices: Choices) -> Candidate | None:
         """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
@@ -248,7 +254,11 @@ class _Search:
         share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / self.blocks)
         if (count := math.ceil(share * self.blocks)) >= self.blocks:
             return None
-        lower_bound_s = part_s(kept, treated, share, plan.accumulation)
+        # recompute costs in proportion to the share; offload the time by which copies exceed compute
+        if (times := self.times(choices)).offload_s:
+            lower_bound_s = times.step_lower_bound_s(plan.accumulation, offloaded=share)
+        else:
+            lower_bound_s = kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
         needed = min(kept.needed_bytes, self.machines.available_bytes)
         return Candidate(with_blocks(choices, count), plan, lower_bound_s, needed, at_least=True)
 

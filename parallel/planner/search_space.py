@@ -1,5 +1,4 @@
-"""The search space of the planner: combinations of values for the keys that the config leaves at `auto`; and
-the bounds that find the fewest recomputed or offloaded blocks with which a plan fits."""
+"""The search space of the planner: combinations of values for the keys that the config leaves at `auto`."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import CP_EXCHANGES, REDUCE_GRADIENTS, Plan
 from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
-from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.host_memory import HostMemory
 
 CHECKPOINTING = ("none", "selective", "full", "offload")
 PREFETCH = (1, 2)  # units ahead; with 0 every all-gather is exposed
@@ -82,20 +79,23 @@ def with_gathering(plan: Plan, config: ParallelConfig, choices: Choices) -> Plan
 _with = lru_cache(maxsize=2**15)(replace)
 
 
+# the values of the keys, but for tp, that need the least memory
+LEAST_MEMORY: dict[str, Any] = {
+    "dp_replicate": 1,
+    "activation_checkpoint": "full",
+    "reshard_after_forward": True,
+    "reduce_gradients": "every_micro_batch",
+    "reshard_after_backward": True,
+    "forward_prefetch": 1,
+    "backward_prefetch": 1,
+}
+
+
 def least_memory(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
-    """Return config and shape with all open keys except tp set to the values that need the least memory.
-    `blocks` is the model's number of blocks."""
-    least: dict[str, Any] = {
-        "dp_replicate": 1,
-        "activation_checkpoint": "full",
-        "reshard_after_forward": True,
-        "reduce_gradients": "every_micro_batch",
-        "reshard_after_backward": True,
-        "forward_prefetch": 1,
-        "backward_prefetch": 1,
-    }
-    if config.activation_checkpoint != "none":
-        least["activation_checkpoint_blocks"] = blocks
+    """Return config and shape with all open keys but tp set to LEAST_MEMORY. `blocks`: of the model."""
+    least = LEAST_MEMORY | (
+        {"activation_checkpoint_blocks": blocks} if config.activation_checkpoint != "none" else {}
+    )
     closed = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
     micro_batch_size = 1 if shape.micro_batch_size == "auto" else shape.micro_batch_size
     return replace(config, **closed), replace(shape, micro_batch_size=micro_batch_size)
@@ -155,26 +155,16 @@ def _data_parallel(
     """Yield dp_replicate, dp_shard and the values of reshard_after_forward to try with them. With
     `parallel.strategy` they are those of the strategy; a config key that contradicts them is kept, and
     `make_plan` refuses it."""
+    degrees, settings = _degrees(config.dp_replicate, shape.world_size), dict[str, Any]()
     if config.strategy in STRATEGIES:
         settings = strategy_settings(config, max(tp * cp, 1), shape.world_size, shape.gpus_per_node)
-        requested = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
-        replicate, shard = (
-            settings[key] if value in ("auto", -1) else value for key, value in requested.items()
-        )
-        yield (
-            replicate,
-            shard,
-            _options(config.reshard_after_forward, (settings.get("reshard_after_forward", True),)),
-        )
-        return
-    for replicate in _degrees(config.dp_replicate, shape.world_size):
-        left = max(1, shape.world_size // max(tp * cp * replicate, 1))
-        shard = left if config.dp_shard in ("auto", -1) else config.dp_shard
-        yield (
-            replicate,
-            shard,
-            _options(config.reshard_after_forward, (True,) if shard * cp == 1 else (True, False)),
-        )
+        degrees = list(_options(config.dp_replicate, (settings["dp_replicate"],)))
+    for replicate in degrees:
+        left = settings.get("dp_shard", max(1, shape.world_size // max(tp * cp * replicate, 1)))
+        shard: Any = left if config.dp_shard in ("auto", -1) else config.dp_shard
+        both = not settings and shard * cp > 1
+        reshards = (True, False) if both else (settings.get("reshard_after_forward", True),)
+        yield replicate, shard, _options(config.reshard_after_forward, reshards)
 
 
 def _options(requested: Any, all_values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -193,35 +183,3 @@ def _micro_batches(shape: RunShape, data_parallel: int) -> list[Any]:
         return list(MICRO_BATCHES)
     share = shape.global_batch_size // max(data_parallel, 1)
     return [n for n in range(1, min(share, MOST_SEQUENCES) + 1) if share % n == 0] or [1]
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Quick estimates of a plan.
-
-    Args:
-        times: of the parts of a step
-        lower_bound_s: seconds of a step in which all FSDP communication is hidden
-        needed_bytes: lower bound of the memory per rank
-        host: host memory per rank
-    """
-
-    times: StepTimes
-    lower_bound_s: float
-    needed_bytes: int
-    host: HostMemory
-
-
-def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> float:
-    """Return a lower bound of the step in seconds with activation checkpointing for a share of the blocks.
-
-    Recompute costs in proportion to the share; offload costs the time by which copies exceed compute.
-
-    Args:
-        kept: bounds with no block recomputed or offloaded
-        treated: bounds with all blocks recomputed or offloaded
-    """
-    if offload_s := treated.times.offload_s:
-        part = {name: seconds * share for name, seconds in offload_s.items()}
-        return replace(treated.times, offload_s=part).step_lower_bound_s(micro_batches)
-    return kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)

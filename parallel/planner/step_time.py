@@ -15,7 +15,6 @@ from meshwright.parallel.plan.schema import (
     sums_whole_gradients,
 )
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.rows import inner_blocks, without
 from meshwright.parallel.planner.timeline import (
     COMPUTE,
     EXPOSED,
@@ -26,7 +25,7 @@ from meshwright.parallel.planner.timeline import (
     Timeline,
     TimelineEvent,
 )
-from meshwright.parallel.planner.walk import StepSink, StepWalk
+from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
 
 STREAMS = {  # lane -> stream
     HOST: HOST,

@@ -126,35 +126,20 @@ def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
     """
     used = [lane for lane in LANES if any(event.lane == lane for event in timeline.events)]
     threads = {lane: number for number, lane in enumerate(used, start=1)}
-    metadata = [_metadata("process_name", 0, name=title)]
+
+    def entry(kind: str, thread: int, name: str, args: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        return {"ph": kind, "pid": 1, "tid": thread, "name": name, **rest, "args": args}
+
+    trace = [entry("M", 0, "process_name", {"name": title})]
     for lane, number in threads.items():
-        metadata.append(_metadata("thread_name", number, name=LANES[lane]))
-        metadata.append(_metadata("thread_sort_index", number, sort_index=number))
-    bars = [_bar(event, threads[event.lane]) for event in timeline.events]
-    return {"traceEvents": metadata + bars, "displayTimeUnit": "ms"}
-
-
-def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": args}
-
-
-def _bar(event: TimelineEvent, thread: int) -> dict[str, Any]:
-    bar = {
-        "ph": "X",
-        "pid": 1,
-        "tid": thread,
-        "name": describe(event),
-        "cat": event.lane,
-        "ts": event.start_s * 1e6,
-        "dur": event.seconds * 1e6,
-        "args": {
-            "unit": event.unit,
-            "module": event.module,
-            "phase": event.phase,
-            "micro_batch": event.micro_batch,
-        },
-    }
-    return bar | ({"cname": TRACE_COLORS[event.lane]} if event.lane in TRACE_COLORS else {})
+        trace.append(entry("M", number, "thread_name", {"name": LANES[lane]}))
+        trace.append(entry("M", number, "thread_sort_index", {"sort_index": number}))
+    for event in timeline.events:
+        args = {name: getattr(event, name) for name in ("unit", "module", "phase", "micro_batch")}
+        times = {"ts": event.start_s * 1e6, "dur": event.seconds * 1e6}
+        bar = entry("X", threads[event.lane], describe(event), args, cat=event.lane, **times)
+        trace.append(bar | ({"cname": TRACE_COLORS[event.lane]} if event.lane in TRACE_COLORS else {}))
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 
 def describe(event: TimelineEvent) -> str:

@@ -1,9 +1,11 @@
-"""The sizes on one rank of what an FSDP unit stores, gathers and reduces; and bounds of a plan's memory that
-need no walk through a step."""
+"""The sizes on one rank of what an FSDP unit stores, gathers and reduces; and what needs no walk through a
+step: host memory, and bounds of device memory."""
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
+from meshwright.parallel.memory_breakdown import round_up
 from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
 from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks, trained_parameters
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload
@@ -99,3 +101,45 @@ def least_bytes(plan: Plan, work: ModelWorkload) -> int:
     )
     stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
     return int((0 if plan.cpu_offload else stored) + kept)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one rank in host memory.
+
+    Args:
+        activations: saved tensors of blocks with `activation_checkpoint: offload`
+        state: parameters, gradients and moments with `cpu_offload`
+        copies: of parameters and moments, for saves; none with `cpu_offload`, where training waits instead
+    """
+
+    activations: int = 0
+    state: int = 0
+    copies: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds."""
+        return self.activations + self.state + self.copies
+
+
+def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:
+    """Return the host memory of a rank beside a device's. What is pinned counts in powers of two, as torch
+    allocates it, except activations, whose tensors are not known one by one."""
+    sent = sum(work.modules[name].saved_bytes.at(plan.micro_batch_size) for name in sent_blocks(plan, work))
+    if not (plan.cpu_offload or work.saves):
+        return HostMemory(int(sent))
+    shards = [
+        (values, work.trained.get(name, 1.0))
+        for name in plan.modules
+        for values in shard_values(work.modules[name], plan.mesh.shards)
+    ]
+    stored, moment = DTYPE_BYTES[plan.storage_dtype], work.moment_bytes
+    parameters = sum(round_up(stored * values) for values, _ in shards)
+    if plan.cpu_offload:  # moments are not pinned
+        gradients_and_moments = sum(
+            trained * (round_up(stored * values) + 2 * moment * values) for values, trained in shards
+        )
+        return HostMemory(int(sent), state=int(parameters + gradients_and_moments))
+    moments = sum(trained * 2 * round_up(moment * values) for values, trained in shards)
+    return HostMemory(int(sent), copies=int((parameters + moments) / plan.mesh.dp_replicate))

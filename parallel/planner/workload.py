@@ -4,8 +4,8 @@
 to bytes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Literal
@@ -109,10 +109,6 @@ class ModuleWorkload:
     float8: int = 0
     buffers: tuple[Buffer, ...] = ()
 
-    def with_phases(self, change: Callable[[Phase], Phase]) -> "ModuleWorkload":
-        """Return the module with both phases changed."""
-        return replace(self, forward=change(self.forward), backward=change(self.backward))
-
 
 @dataclass(frozen=True)
 class ModelWorkload:
@@ -141,25 +137,13 @@ class ModelWorkload:
         """The modules before the first trained one: they have no backward and save no activations."""
         return frozenset(takewhile(lambda name: self.trained.get(name, 1.0) == 0, self.modules))
 
+    def kind(self, name: str) -> tuple[int, float]:
+        """Return what makes modules equal: the workload, which all blocks share, and the trained share."""
+        return id(self.modules[name]), self.trained.get(name, 1.0)
+
     def has_backward(self, names: Iterable[str]) -> bool:
         """Whether any of these modules has a backward."""
         return not self._frozen_first.issuperset(names)
-
-    def shortened(self, seq_len: int) -> "ModelWorkload":
-        """Return the workload with its memory scaled to another sequence length, in proportion to the tokens.
-        Operations are not scaled."""
-        share = seq_len / self.seq_len
-        shortened = {id(work): _shortened(work, share) for work in self.modules.values()}
-        modules = {name: shortened[id(work)] for name, work in self.modules.items()}
-        return replace(self, modules=modules, seq_len=seq_len)
-
-
-def _shortened(work: ModuleWorkload, share: float) -> ModuleWorkload:
-    def shorter(size: Linear) -> Linear:
-        return replace(size, per_sequence=size.per_sequence * share)
-
-    work = work.with_phases(lambda phase: replace(phase, live_bytes=tuple(map(shorter, phase.live_bytes))))
-    return replace(work, saved_bytes=shorter(work.saved_bytes), output=shorter(work.output))
 
 
 def total(sizes: Iterable[Linear]) -> Linear:

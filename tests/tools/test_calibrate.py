@@ -47,7 +47,7 @@ def test_a_real_calibration_is_read_by_the_planner(folder: Path, capsys: pytest.
     main(["--name=here", "--quick", "--json"])
     figures = json.loads(capsys.readouterr().out)
     hardware = read_hardware(folder / figures["file"])
-    assert len(figures["measured"]["units"]) == 2
+    assert figures["measured"]["compute"]["copy_bytes_s"] > 0
     assert hardware.peak_tflops["float32"] > 1e-3
     # the peak is the best product
     assert max(share for _, share in hardware.matmul["float32"]) == pytest.approx(1)

@@ -113,9 +113,9 @@ def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
     if options.gpu != HERE:
         return find_kind(options.gpu, "--gpu")
     print(f"{HERE}: this machine measures itself, up to a minute, unless it has before", file=sys.stderr)
-    here = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
-    print(here.line, file=sys.stderr)
-    return here.hardware
+    hardware, line = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
+    print(line, file=sys.stderr)
+    return hardware
 
 
 def compare_files(options: argparse.Namespace) -> None:

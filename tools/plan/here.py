@@ -1,7 +1,6 @@
 """`--gpu here`: this machine as it measures itself, with as many processes as the run has on a node."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,11 @@ from meshwright.train.distributed.ranks import read_rank_info
 HERE = "here"  # instead of the name of a kind
 
 
-@dataclass(frozen=True)
-class ThisMachine:
-    """This machine's measurements, and the line that says how old they are."""
-
-    hardware: Hardware
-    line: str
-
-
 def measure_this_machine(
     arguments: Sequence[str], processes: int, threads: int = 0, device: str = "auto"
-) -> ThisMachine:
-    """Measure this machine at the sizes of a run, or take what is kept from an earlier measurement.
+) -> tuple[Hardware, str]:
+    """Measure this machine at the sizes of a run, or take what is kept from an earlier measurement. Returns
+    it with the line that says how old the measurements are.
 
     Args:
         arguments: of train.main
@@ -45,12 +37,12 @@ def measure_this_machine(
     )[0]
     hardware = read_kept(result["path"])
     assert hardware is not None, f"{result['path']} was written just now"
-    return ThisMachine(hardware, f"{HERE}: {result['line']}")
+    return hardware, f"{HERE}: {result['line']}"
 
 
 def measure_in_worker(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure in one of the worker's processes."""
     config = parse_config(arguments)
     use_cache_folder(config.parallel.compile)
-    measured = measure_here(config.job, read_rank_info(), device, print)
-    return {"path": str(measured.path), "line": measured.line}
+    _, path, line = measure_here(config.job, read_rank_info(), device, print)
+    return {"path": str(path), "line": line}

@@ -24,9 +24,9 @@ from meshwright.tools.simulate import memory_table
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import choose_plan
-from meshwright.train.planning.device_defaults import check_attention
 from meshwright.train.planning.fit import MAX_PROCESSES, check_fits, fewest_processes
 from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_memory
+from meshwright.train.planning.resolve import check_attention
 
 HOUR_S, DAY_S = 3600, 86400
 

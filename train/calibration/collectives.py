@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.planner.hardware import Curve, Link
-from meshwright.train.calibration.timing import Run, make_interlude
+from meshwright.train.calibration.compute import Run, make_interlude
 
 ROUNDS = 3
 ROTATED, ROTATED_BYTES = 8, 2**25  # tensors of an operation: at most, and together

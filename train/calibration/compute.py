@@ -2,20 +2,24 @@
 host needs to launch them.
 
 The timed functions are those of a training step: the three products of a linear layer, the model's attention
-with autograd, compiled norm and SwiGLU, the fused AdamW. Inputs are random, because constant inputs draw less
-power and therefore run faster on a GPU, and rotate through more memory than the caches hold. Shapes: B batch,
-T tokens, D dim, F ffn dim.
+with autograd, compiled norm and SwiGLU, the fused AdamW. They run after a warm-up, on inputs that do not fit
+into the device's caches and are random, because constant inputs draw less power and therefore run faster on a
+GPU. Shapes: B batch, T tokens, D dim, F ffn dim, N heads, K kv heads, H head dim.
 """
 
+import itertools
 import math
+import platform
+import re
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,22 +27,141 @@ from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.operators import attention_flops
-from meshwright.train.calibration.timing import (
-    ROTATED_BYTES,
-    AttentionShape,
-    Products,
-    Run,
-    Timer,
-    attention_runs,
-    product_runs,
-)
 from meshwright.train.config import Config
 from meshwright.train.memory import resident_bytes, return_free_memory
-from meshwright.train.planning.device_defaults import attention_on_device
+from meshwright.train.planning.resolve import attention_on_device
 
+# larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex
+ROTATED_BYTES = 2**28
+MAX_ROTATED = 64
+WARM_UP_RUNS = 2
+PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
+MIN_RUNS, MAX_RUNS = 5, 200
 FEW, MANY = 1, 9  # matrix products of two compiled graphs, whose difference is the cost of a kernel
 TINY_OPERATIONS = 256
 SECONDS = ("operation_s", "operator_s", "graph_s", "kernel_s")  # of a measurement; the others are rates
+
+Made = TypeVar("Made")
+Run = Callable[[], Any]
+Products = tuple[int, int, int]  # tokens, inputs, outputs of a linear layer
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The shape of one attention call."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seq: int
+
+
+class Timer:
+    """Measures the seconds of a function on a device, over as many runs as fit into `budget_s`, after a
+    warm-up. Its inputs together have `rotated_bytes`.
+
+    On a CPU with one thread it measures CPU time, which equals wall time on an otherwise idle core.
+    """
+
+    def __init__(self, device: torch.device, budget_s: float, rotated_bytes: int) -> None:
+        self.device, self.budget_s, self.rotated_bytes = device, budget_s, rotated_bytes
+        self.cores = torch.get_num_threads() if device.type == "cpu" else 1
+        alone = device.type == "cpu" and self.cores == 1
+        self._now = time.thread_time if alone else time.perf_counter
+
+    def draw(self, sizes: Sequence[int], dtype: str) -> Tensor:
+        """Return a tensor of random values."""
+        return torch.randn(*sizes, device=self.device).to(getattr(torch, dtype))
+
+    def rotate(self, make: Callable[[], Made], size_bytes: int) -> list[Made]:
+        """Make as many sets of inputs of `size_bytes` as fit into `rotated_bytes`: 2 to MAX_ROTATED."""
+        return [make() for _ in range(max(2, min(MAX_ROTATED, self.rotated_bytes // size_bytes)))]
+
+    def seconds(self, runs: Sequence[Run]) -> float:
+        """Return the median seconds of a run. `runs` do the same work on different inputs, in turn."""
+        return statistics.median(self.times(runs))
+
+    def core_seconds(self, runs: Sequence[Run]) -> float:
+        """Return the median seconds of a run, times the cores of a CPU that it used."""
+        return self.cores * self.seconds(runs)
+
+    def host_seconds(self, runs: Sequence[Run]) -> float:
+        """Return the median seconds that the host needs for a run; a GPU is not waited for."""
+        return statistics.median(self._repeat(runs, self._time_on_host))
+
+    def times(self, runs: Sequence[Run]) -> list[float]:
+        """Return the seconds of each run."""
+        return self._repeat(runs, self._time_on_gpu if self.device.type == "cuda" else self._time_on_host)
+
+    def _repeat(self, runs: Sequence[Run], timed: Callable[[Iterator[Run], int], list[float]]) -> list[float]:
+        turns = itertools.cycle(runs)
+        for _ in range(WARM_UP_RUNS):
+            next(turns)()
+        first_s = statistics.median(timed(turns, 3))
+        return timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s))))
+
+    def _time_on_host(self, turns: Iterator[Run], count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            started_at = self._now()
+            next(turns)()
+            times.append(self._now() - started_at)
+        return times
+
+    def _time_on_gpu(self, turns: Iterator[Run], count: int) -> list[float]:
+        """Time each run with GPU events. The queue is filled in a pause, so that launching is not timed."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        torch.cuda._sleep(PAUSE_CYCLES)
+        for event in events[:-1]:
+            event.record()
+            next(turns)()
+        events[-1].record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+
+
+def make_interlude(device: torch.device, members: int) -> Run:
+    """Return a product of a few milliseconds, to run before each timed collective on a CPU.
+
+    Between computations a collective takes longer than after another one, because the ranks do not arrive
+    at the same moment: 3.3 instead of 1.9 ms for 2 MiB on two cores. On a GPU the streams make up for it, and
+    nothing runs, nor for a group of one rank. `members`: ranks of the group.
+    """
+    if device.type != "cpu" or members == 1:
+        return lambda: None
+    a, b = torch.randn(512, 256), torch.randn(256, 768)
+    return lambda: a @ b
+
+
+def product_runs(clock: Timer, product: Products, dtype: str) -> list[Run]:
+    """Return runs of the three products of a linear layer: x[T, D] · w[F, D] -> y[T, F], and the gradients of
+    x and w."""
+    tokens, inputs, outputs = product
+    sizes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+
+    def make_run() -> Run:
+        x, w, grad = (clock.draw(size, dtype) for size in sizes)
+        return lambda: (F.linear(x, w), grad @ w, grad.t() @ x)
+
+    return clock.rotate(make_run, sum(map(math.prod, sizes)) * getattr(torch, dtype).itemsize)
+
+
+def attention_runs(
+    clock: Timer, attention: Callable[..., Tensor], shape: AttentionShape, dtype: str
+) -> tuple[list[Run], list[Run]]:
+    """Return runs of attention's forward, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H], and of forward
+    and backward together."""
+    all_heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    sizes = [(shape.batch, shape.seq, heads, shape.head_dim) for heads in all_heads]
+
+    def make_runs() -> tuple[Run, Run]:
+        *qkv, grad = (clock.draw(size, dtype) for size in sizes)
+        inputs = [each.requires_grad_() for each in qkv]
+        return lambda: attention(*inputs), lambda: torch.autograd.grad(attention(*inputs), inputs, grad)
+
+    pairs = clock.rotate(make_runs, sum(map(math.prod, sizes)) * getattr(torch, dtype).itemsize)
+    return [forward for forward, _ in pairs], [both for _, both in pairs]
 
 
 @dataclass(frozen=True)
@@ -51,7 +174,6 @@ class Scale:
         memory: tokens, width and ffn width of the tensors of element-wise operations
         dtypes: of products, attention and element-wise operations
         collectives_bytes: of the full tensors of collectives
-        unit_values: parameters of an FSDP unit
         budget_s: seconds of repetition of each measurement
         rotated_bytes: inputs of a measurement together
     """
@@ -61,35 +183,33 @@ class Scale:
     memory: tuple[int, int, int]
     dtypes: tuple[str, ...]
     collectives_bytes: tuple[int, ...]
-    unit_values: int
     budget_s: float
     rotated_bytes: int = ROTATED_BYTES
 
 
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     """Measure one device, at the same time as the other processes. Returns plain data: rates in operations or
-    bytes per second, costs of the host in seconds, each the better of two rounds: what disturbs the machine
-    for a moment does not affect both."""
-    half = replace(scale, budget_s=scale.budget_s / 2)
-    first, second = (_measure_round(device, half) for _ in range(2))
-    return {**better(first, second), "taken_gib": taken_gib(device)}
+    bytes per second, on a CPU of one core, and costs of the host in seconds; each the better of two rounds:
+    what disturbs the machine for a moment does not affect both."""
+    clock = Timer(device, scale.budget_s / 2, scale.rotated_bytes)
+    rounds = [_measure_round(clock, scale) for _ in range(2)]
+    best = combine(rounds, lambda key, values: min(values) if key in SECONDS else max(values))
+    return {**best, "taken_gib": taken_gib(device)}
 
 
-def better(first: Any, second: Any, key: str = "") -> Any:
-    """Return the faster of two equal measurements, part by part: the lower seconds, the higher rate. A
-    product is a pair of its size and its rate."""
-    match first:
-        case dict():
-            return {name: better(first[name], second[name], name) for name in first}
+def combine(measured: Sequence[Any], choose: Callable[[str, Sequence[float]], float], key: str = "") -> Any:
+    """Return several equal measurements as one, part by part: mappings, and pairs of a product's size and its
+    rate. `choose` is called with the key of the part and its values."""
+    match measured[0]:
+        case Mapping():
+            return {name: combine([each[name] for each in measured], choose, name) for name in measured[0]}
         case list() | tuple():
-            return type(first)(better(a, b, key) for a, b in zip(first, second, strict=True))
+            return [combine(parts, choose, key) for parts in zip(*measured, strict=True)]
         case _:
-            return min(first, second) if key in SECONDS else max(first, second)
+            return choose(key, measured)
 
 
-def _measure_round(device: torch.device, scale: Scale) -> dict[str, Any]:
-    clock = Timer(device, scale.budget_s, scale.rotated_bytes)
-    dist.barrier()
+def _measure_round(clock: Timer, scale: Scale) -> dict[str, Any]:
     attention = {
         dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in scale.dtypes
     }
@@ -107,9 +227,9 @@ def _measure_round(device: torch.device, scale: Scale) -> dict[str, Any]:
         "attention_backward": backward,
         "copy_bytes_s": copy_rate(clock),
         "memory_bytes_s": {dtype: fused_rate(clock, scale, dtype) for dtype in scale.dtypes},
-        "optimizer_bytes_s": optimizer_rate(clock, scale),
-        "operation_s": clock.seconds([tiny_operations(device)]) / TINY_OPERATIONS,
-        "operator_s": clock.host_seconds([tiny_operations(device)]) / TINY_OPERATIONS,
+        "optimizer_bytes_s": optimizer_rate(clock),
+        "operation_s": clock.seconds([tiny_operations(clock.device)]) / TINY_OPERATIONS,
+        "operator_s": clock.host_seconds([tiny_operations(clock.device)]) / TINY_OPERATIONS,
         "graph_s": graph_s,
         "kernel_s": kernel_s,
     }
@@ -131,7 +251,7 @@ def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float,
     """Return the GFLOP of one product, and the operations per second of a linear layer's three products:
     x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
     flops = 2 * math.prod(product)
-    return flops / 1e9, 3 * flops / clock.seconds(product_runs(clock, product, dtype))
+    return flops / 1e9, 3 * flops / clock.core_seconds(product_runs(clock, product, dtype))
 
 
 def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[float, float]:
@@ -143,9 +263,9 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
             config.job, clock.device, torch.cuda.get_device_name(clock.device)
         )
     forward_runs, both_runs = attention_runs(clock, attention, shape, dtype)
-    forward_s = clock.seconds(forward_runs)
+    forward_s = clock.core_seconds(forward_runs)
     # a disturbed machine could take longer for the forward alone
-    backward_s = max(forward_s, clock.seconds(both_runs) - forward_s)
+    backward_s = max(forward_s, clock.core_seconds(both_runs) - forward_s)
     forward, backward = attention_work(shape)
     return forward / forward_s, backward / backward_s
 
@@ -163,7 +283,7 @@ def attention_work(shape: AttentionShape) -> tuple[float, float]:
 def copy_rate(clock: Timer) -> float:
     """Return the bytes read and written per second by a copy of tensors larger than the caches."""
     source, target = (clock.draw((clock.rotated_bytes // 8,), "float32") for _ in range(2))
-    return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
+    return 2 * source.nbytes / clock.core_seconds([lambda: target.copy_(source)])
 
 
 def _fused(weight: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,18 +307,18 @@ def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
         grads = [clock.draw(size, dtype) for size in sizes[:2]]
         return lambda: torch.autograd.grad(_compiled(_fused)(weight, *leaves), leaves, grads)
 
-    return moved / clock.seconds(clock.rotate(make_run, moved // 2))
+    return moved / clock.core_seconds(clock.rotate(make_run, moved // 2))
 
 
-def optimizer_rate(clock: Timer, scale: Scale) -> float:
+def optimizer_rate(clock: Timer) -> float:
     """Return the bytes read and written per second by the fused AdamW: it reads parameter, gradient and two
     moments, and writes all, because it also clips the gradient (`cost_model.optimizer_bytes`)."""
-    values = min(scale.unit_values, clock.rotated_bytes // 64)
-    parameters = [clock.draw((values,), "float32").requires_grad_() for _ in range(4)]
+    sizes = (clock.rotated_bytes // 64,)  # with gradients and moments they have `rotated_bytes`
+    parameters = [clock.draw(sizes, "float32").requires_grad_() for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    return 8 * sum(p.nbytes for p in parameters) / clock.seconds([optimizer.step])
+    return 8 * sum(p.nbytes for p in parameters) / clock.core_seconds([optimizer.step])
 
 
 def tiny_operations(device: torch.device) -> Run:
@@ -238,3 +358,16 @@ def _chain(x: Tensor, w: Tensor, products: int) -> Tensor:
     for _ in range(products):
         x = x @ w
     return x
+
+
+def device_model(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU's model."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
+def cpu_model() -> str:
+    """Return the model of this CPU as the system names it."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -4,77 +4,86 @@
 import contextlib
 import dataclasses
 import hashlib
+import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware, read_hardware
 from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_value
-from meshwright.train.calibration.collectives import Seconds, time_collectives
-from meshwright.train.calibration.compute import Scale, measure_compute
-from meshwright.train.calibration.fsdp_unit import UnitTiming, time_units
+from meshwright.train.calibration.collectives import time_collectives
+from meshwright.train.calibration.compute import (
+    AttentionShape,
+    Products,
+    Scale,
+    combine,
+    device_model,
+    measure_compute,
+)
 from meshwright.train.calibration.hardware_file import Calibration, hardware_text
-from meshwright.train.calibration.machine import device_model
-from meshwright.train.calibration.timing import AttentionShape, Products
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all
 from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import AttentionHeads, TrainedModel, model_of
-from meshwright.train.planning.device_defaults import dtype_on_device
+from meshwright.train.planning.resolve import dtype_on_device
 
 HERE = "this machine"  # name of a kind that measured itself
 FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied
 BUDGET_S = 0.1  # seconds of repetition of each measurement
 MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU needs less than a second
 MOST_SEQUENCES = 8  # of a measured micro batch, if the planner chooses it
-MOST_UNIT_VALUES = 2**22  # of a measured FSDP unit
 ROTATED_BYTES = 2**26
 GIVEN_BYTES = (2**14, 2**17, 2**20, 2**22)  # of collectives, besides those of the model's blocks
 
 
-@dataclass(frozen=True)
-class MeasuredHere:
-    """This machine as its processes measured it, the file that keeps it, and the line that says so."""
-
-    hardware: Hardware
-    path: Path
-    line: str
-
-
 def measure_here(
     job: TrainingJob, ranks: RankInfo, device: torch.device, say: Callable[[str], None]
-) -> MeasuredHere:
-    """Return this machine's measurements at the sizes of the job, from the cache or measured now by all
-    processes of the run, which all call this. `say` is told before a measurement, which takes a while."""
+) -> tuple[Hardware, Path, str]:
+    """Return this machine as it is kept from an earlier measurement at the sizes of the job, or measured now
+    by all processes of the run, which all call this; the file that keeps it; and a line that says which.
+    `say` is told before a measurement, which takes a while."""
     path = kept_path(job, ranks.local_world_size, torch.get_num_threads(), device)
     if kept := broadcast_from_rank0(ranks, lambda: read_kept(path)):
-        return MeasuredHere(kept, path, broadcast_from_rank0(ranks, lambda: _describe_age(path)))
+        return kept, path, broadcast_from_rank0(ranks, lambda: _describe_age(path))
     say(f"measuring this machine with {ranks.local_world_size} processes, up to a minute")
-    started_at = time.perf_counter()
+    started_at, known = time.perf_counter(), find_hardware(device_model(device))
     scale = job_scale(job, ranks.local_world_size, device)
-    compute = gather_from_all(measure_compute(device, scale))
-    links = measure_links(device, scale, ranks.local_world_size)
+    measured = measure_machine(device, scale, ranks.local_world_size, has_mfu=known is not None)
     took_s = time.perf_counter() - started_at
-    name, threads = device_model(device), torch.get_num_threads() if device.type == "cpu" else 1
-    known = find_hardware(name)
-    measured = Calibration(device.type, name, usable_cores(), compute, *links, threads, known is not None)
     base = known or load_hardware()[FALLBACK[device.type]]
     hardware = broadcast_from_rank0(ranks, lambda: _keep(path, measured, base))
-    return MeasuredHere(hardware, path, f"measured this machine for {took_s:.0f} s; kept in {path}")
+    return hardware, path, f"measured this machine for {took_s:.0f} s; kept in {path}"
 
 
-def measure_links(
-    device: torch.device, scale: Scale, local_processes: int
-) -> tuple[Seconds, list[UnitTiming]]:
-    """Measure collectives and FSDP2 between the processes of a node."""
-    collectives_s = time_collectives(device, local_processes, scale.collectives_bytes, scale.budget_s)
-    return collectives_s, time_units(device, local_processes, scale.unit_values, scale.dtypes[0])
+def measure_machine(
+    device: torch.device,
+    scale: Scale,
+    local_processes: int,
+    most_loaded: int = sys.maxsize,
+    has_mfu: bool = True,
+) -> Calibration:
+    """Measure the devices, then collectives between the processes of a node. All processes call this; those
+    beyond the first `most_loaded` only take part in collectives."""
+    dist.barrier()
+    computes = dist.get_rank() < most_loaded
+    of_ranks = gather_from_all(measure_compute(device, scale) if computes else None)
+    compute = [rates for rates in of_ranks if rates]
+    return Calibration(
+        device.type,
+        device_model(device),
+        usable_cores() if device.type == "cpu" else 0,
+        len(compute),
+        combine(compute, lambda _, values: statistics.median(values)),
+        time_collectives(device, local_processes, scale.collectives_bytes, scale.budget_s),
+        has_mfu,
+    )
 
 
 def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> Scale:
@@ -94,7 +103,6 @@ def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> S
         memory=(min(tokens[-1], 4096), *_widths(model)),
         dtypes=(dtype,),
         collectives_bytes=tuple(sorted({*GIVEN_BYTES, *(min(size, 2**25) for size in block_bytes)})),
-        unit_values=min(block, MOST_UNIT_VALUES),
         budget_s=BUDGET_S,
         rotated_bytes=ROTATED_BYTES,
     )
@@ -185,11 +193,5 @@ def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
 
 
 def _describe_age(path: Path) -> str:
-    """Return "this machine as it measured itself 3 hours ago; ..."."""
-    seconds = time.time() - path.stat().st_mtime
-    unit, length = next(
-        (each for each in (("day", 86400), ("hour", 3600)) if seconds >= each[1]), ("minute", 60)
-    )
-    count = max(1, int(seconds // length))
-    ago = f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return f"this machine as it measured itself {ago}; delete {path} to measure it again"
+    measured_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    return f"this machine as it measured itself on {measured_at}; delete {path} to measure it again"

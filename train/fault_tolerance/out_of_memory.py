@@ -95,10 +95,10 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
     try:
         # late: only a failed run needs it
         from meshwright.parallel.planner.hardware import find_hardware, load_hardware
-        from meshwright.parallel.planner.host_memory import host_memory
         from meshwright.parallel.planner.machines import Machines
+        from meshwright.parallel.planner.unit_bytes import host_memory
+        from meshwright.train.planning.fit import suggest_savings
         from meshwright.train.planning.predict import predict_memory, run_workload
-        from meshwright.train.planning.savings import suggest_savings
 
         predicted = predict_memory(job, plan)
         yield _in_gib(

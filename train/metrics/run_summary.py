@@ -22,7 +22,7 @@ from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.device_defaults import describe_dtype
+from meshwright.train.planning.resolve import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.planning.device_defaults import dtype_on_device
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (
     Prediction,
@@ -27,7 +26,7 @@ from meshwright.train.planning.predict import (
     run_workload,
     search_plans,
 )
-from meshwright.train.planning.resolve import check_device_support
+from meshwright.train.planning.resolve import check_device_support, dtype_on_device
 
 
 def choose_for_run(
@@ -48,9 +47,8 @@ def choose_for_run(
     if kind is None:
         similar = load_hardware()[FALLBACK[device.type]]
         check_legal_plans(job, Machines(ranks.world_size, ranks.local_world_size, 0, similar))
-        measured = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
-        kind = measured.hardware
-        console.print(f"planner: {measured.line}")
+        kind, _, line = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
+        console.print(f"planner: {line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
     machines = this_machine(device, ranks, kind, smallest_memory())
 

@@ -1,5 +1,5 @@
-"""Whether a run fits into memory, and the nearest changes with which it fits, by the planner's memory
-model."""
+"""Whether a run fits into memory, the nearest changes with which it fits, and, after an out-of-memory error,
+the single changes of its plan that free the most memory; by the planner's memory model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,20 +10,40 @@ import torch
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS, on_mesh, with_activation_checkpoint
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.selective_policy import policy_mistakes
+from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
-from meshwright.parallel.planner.host_memory import HostMemory
 from meshwright.parallel.planner.machines import Machines
+from meshwright.parallel.planner.search_space import LEAST_MEMORY
+from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.predict import plan_for, predict_needs, search_leanest
+from meshwright.train.planning.predict import (
+    plan_for,
+    predict,
+    predict_memory,
+    predict_needs,
+    run_workload,
+    search_plans,
+)
 
 MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
 MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
 RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
+# the values of keys with which any number of processes can run; the first is suggested
+ANY_NUMBER: Mapping[str, tuple[object, ...]] = {
+    "parallel.strategy": (None,),
+    "parallel.dp_replicate": (1, "auto"),
+    "parallel.dp_shard": (-1, "auto"),
+    "train.global_batch_size": (-1,),
+}
+SHOWN = 3  # number of savings that are suggested
+WORTH = 0.01  # share of the peak: a change that frees less is not suggested
 
 
 @dataclass(frozen=True)
@@ -171,35 +191,29 @@ def _longest_that_fits(job: TrainingJob, machines: Machines) -> tuple[int, int] 
     """Return the longest sequence that fits (the job's, half of it, ...) and the bytes that it needs."""
     seq_len = job.seq_len
     while seq_len >= min(job.seq_len, MIN_SEQ_LEN):
-        # first scaled from the job's own length, which is traced once; if that fits, traced at this length
-        if _needed_bytes(job, machines, seq_len) is not None:
-            shorter = with_keys(job, {"train.seq_len": seq_len})
-            if (needed := _needed_bytes(shorter, machines)) is not None:
-                return seq_len, needed
+        if (needed := _needed_bytes(replace(job, seq_len=seq_len), machines)) is not None:
+            return seq_len, needed
         seq_len //= 2
     return None
 
 
-def _needed_bytes(job: TrainingJob, machines: Machines, seq_len: int | None = None) -> int | None:
-    """Return the bytes that a process needs; None if it does not fit or no plan is legal.
-
-    `seq_len`: scale the workload to sequences of that many tokens.
-    """
+def _needed_bytes(job: TrainingJob, machines: Machines) -> int | None:
+    """Return the bytes that a process needs; None if it does not fit or no plan is legal."""
+    if not _may_fit(job, machines):
+        return None
     try:
         if job.parallel.plan == "auto":
             # all open keys except tp have the values that need the least memory
-            ranked = search_leanest(job, machines, seq_len or job.seq_len).ranked
+            ranked = search_plans(job, machines, leanest=True).ranked
             return ranked[0].needed_bytes if ranked else None
-        if not _may_fit(job, machines):
-            return None
-        _, host, needed = predict_needs(job, plan_for(job, machines), machines, seq_len)
+        _, host, needed = predict_needs(job, plan_for(job, machines), machines)
     except PlanError:
         return None
     return needed if machines.fits(needed, host) else None
 
 
 def _may_fit(job: TrainingJob, machines: Machines) -> bool:
-    """Whether parameters and both moments alone fit: a quick test without tracing the model."""
+    """Whether parameters and both moments alone fit: a quick test, because each trace takes seconds."""
     bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
     held = bytes_each * model_of(job.model).parameters / machines.processes
     host = HostMemory(state=int(held)) if job.parallel.cpu_offload else HostMemory()
@@ -218,15 +232,10 @@ def _on_any_number(job: TrainingJob) -> tuple[Mapping[str, object], TrainingJob]
     keys that leave them open. With parallel.plan=auto both are unchanged."""
     if job.parallel.plan == "auto":
         return {}, job
-    parallel, left_open = job.parallel, dict[str, object]()
-    if parallel.strategy is not None:
-        left_open["parallel.strategy"] = None
-    if parallel.dp_replicate not in ("auto", 1):
-        left_open["parallel.dp_replicate"] = 1
-    if parallel.dp_shard not in ("auto", -1):
-        left_open["parallel.dp_shard"] = -1
-    if job.global_batch_size != -1:
-        left_open["train.global_batch_size"] = -1
+    requested = {**vars(job.parallel), "global_batch_size": job.global_batch_size}
+    left_open = {
+        key: values[0] for key, values in ANY_NUMBER.items() if requested[key.partition(".")[2]] not in values
+    }
     micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
     opened = {**left_open, "parallel.plan": "manual", "train.micro_batch_size": micro_batch_size}
     return left_open, with_keys(job, opened)
@@ -240,3 +249,101 @@ def with_keys(job: TrainingJob, keys: Mapping[str, Any]) -> TrainingJob:
             name, value = "parallel", replace(job.parallel, **{name: value})
         job = replace(job, **{name: value})
     return job
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A change that frees memory.
+
+    Args:
+        keys: config keys to set, and their values
+        freed_bytes: reduction of the peak memory of a process
+        slower: relative change of the step time (below 0: faster); None if unknown
+    """
+
+    keys: Mapping[str, object]
+    freed_bytes: int
+    slower: float | None
+
+    def describe(self) -> str:
+        """Return the change in one line, with the memory that it frees."""
+        time = "" if self.slower is None else f", a step takes {self.slower:+.0%}"
+        return f"{as_options(self.keys)}: {self.freed_bytes / GIB:.2f} GiB less{time}"
+
+
+def suggest_savings(job: TrainingJob, plan: Plan, machines: Machines) -> list[Saving]:
+    """Return the changes that free the most memory under `plan`, the largest first.
+
+    Data, model and global batch stay the same.
+    """
+    model, world_size = model_of(job.model).units, plan.mesh.world_size
+    peak_bytes, step_s, _ = _estimate(job, plan, machines)
+    savings = []
+    for keys, changed in _changes(job, plan, model):
+        of_optimizer = {"state_dtype": "bfloat16"} if changed is plan else {}
+        if validate(changed, model, world_size, job.seq_len):
+            continue
+        try:
+            needed, changed_s, host = _estimate(replace(job, **of_optimizer), changed, machines)  # type: ignore[arg-type]
+        except PlanError:
+            continue
+        time_known = step_s and changed_s and "parallel.cpu_offload" not in keys  # whose copies are not timed
+        if (freed := peak_bytes - needed) > WORTH * peak_bytes and not machines.host_problem(host):
+            savings.append(Saving(keys, freed, changed_s / step_s - 1 if time_known else None))
+    return sorted(savings, key=lambda saving: -saving.freed_bytes)[:SHOWN]
+
+
+def _estimate(job: TrainingJob, plan: Plan, machines: Machines) -> tuple[int, float, HostMemory]:
+    """Return the peak bytes of a process on its device, the seconds of a step (0 if the hardware is unknown),
+    and the host memory."""
+    host = host_memory(plan, run_workload(job, plan))
+    if machines.hardware is None:
+        memory, step_s = predict_memory(job, plan), 0.0
+    else:
+        predicted = predict(job, plan, machines.hardware, machines.per_node)
+        memory, step_s = predicted.memory, predicted.timeline.step_s
+    return memory.peak_bytes + machines.kept_bytes(host), step_s, host
+
+
+def _changes(job: TrainingJob, plan: Plan, model: ModelUnits) -> Iterator[tuple[Mapping[str, object], Plan]]:
+    """Yield changes that may free memory, as config keys and as a plan: the same plan for the one key that no
+    plan has, optim.state_dtype. Of several values of one key only the strongest."""
+
+    def of_plan(name: str, value: Any) -> tuple[Mapping[str, object], Plan]:
+        return {f"parallel.{name}": value}, replace(plan, **{name: value})
+
+    # what keeps the batches, which some keys would change
+    mesh, batch = plan.mesh, {"train.global_batch_size": plan.global_batch_size}
+    micro = {"train.micro_batch_size": plan.micro_batch_size} if job.micro_batch_size == "auto" else {}
+    modes = {u.activation_checkpoint for u in plan.units if model.checkpointed.issuperset(u.modules)}
+    can_select = not any(policy_mistakes(job.parallel.selective_policy, model.attention_ops))
+    for mode, helps in (("full", modes - {"full"}), ("selective", modes & {"none", "offload"})):
+        if helps and (mode == "full" or can_select):
+            units = with_activation_checkpoint(plan.units, mode, job.parallel, model)
+            yield {"parallel.activation_checkpoint": mode}, replace(plan, units=units)
+    if plan.micro_batch_size % 2 == 0:
+        half = plan.micro_batch_size // 2
+        halved = replace(plan, micro_batch_size=half, accumulation=2 * plan.accumulation)
+        yield {"train.micro_batch_size": half, **batch}, halved
+    for name in ("reshard_after_forward", "reduce_gradients", "reshard_after_backward"):
+        least, last = LEAST_MEMORY[name], len(plan.units) - 1  # the last is never resharded after its forward
+        changed = tuple(
+            unit if (i, name) == (last, "reshard_after_forward") else replace(unit, **{name: least})
+            for i, unit in enumerate(plan.units)
+        )
+        if changed != plan.units:
+            yield {f"parallel.{name}": least}, replace(plan, units=changed)
+    if not plan.loss_chunk_tokens or plan.loss_chunk_tokens > LOSS_CHUNK_TOKENS:
+        yield of_plan("loss_chunk_tokens", LOSS_CHUNK_TOKENS)
+    meshes = [{"dp_replicate": 1, "dp_shard": mesh.data_parallel}] if mesh.dp_replicate > 1 else []
+    if mesh.dp_shard % 2 == 0:
+        meshes += [{axis: 2 * getattr(mesh, axis), "dp_shard": mesh.dp_shard // 2} for axis in ("cp", "tp")]
+    for degrees in meshes:
+        keys = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+        yield {**keys, **micro, **batch}, on_mesh(plan, replace(mesh, **degrees), job.parallel, model)
+    if job.state_dtype == "float32":
+        yield {"optim.state_dtype": "bfloat16"}, plan
+    if plan.storage_dtype == "float32":
+        yield of_plan("storage_dtype", "bfloat16")
+    if not plan.cpu_offload:
+        yield of_plan("cpu_offload", True)

@@ -10,19 +10,18 @@ from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
 from meshwright.parallel.planner.search_space import least_memory
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.model.build import freeze, training_flops
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.device_defaults import best_attention, best_dtype
-from meshwright.train.planning.resolve import make_shape, plan_run
+from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
 
 
@@ -85,28 +84,21 @@ def plan_for(job: TrainingJob, machines: Machines) -> Plan:
 
 
 def predict_needs(
-    job: TrainingJob, plan: Plan, machines: Machines, seq_len: int | None = None
+    job: TrainingJob, plan: Plan, machines: Machines
 ) -> tuple[PredictedMemory, HostMemory, int]:
-    """Return the memory of one rank, its host memory, and the device memory that its process needs; with
-    `seq_len` of the workload scaled to sequences of that many tokens."""
+    """Return the memory of one rank, its host memory, and the device memory that its process needs."""
     work = run_workload(job, plan)
-    work = work.shortened(seq_len) if seq_len else work
     memory, host = predict_step_memory(plan, work), host_memory(plan, work)
     return memory, host, machines.needed_bytes(memory, host)
 
 
-def search_plans(job: TrainingJob, machines: Machines) -> SearchResult:
-    """Search all legal plans of the job. Raises PlanError if there are none."""
-    units, shape = model_of(job.model).units, _shape_on(job, machines)
-    return search(job.parallel, units, shape, machines, partial(run_workload, job))
-
-
-def search_leanest(job: TrainingJob, machines: Machines, seq_len: int) -> SearchResult:
-    """Search the plans that need the least memory, with sequences of `seq_len` tokens."""
-    units = model_of(job.model).units
-    parallel, shape = least_memory(job.parallel, _shape_on(job, machines), len(units.checkpointed))
-    shape = dataclasses.replace(shape, seq_len=seq_len)
-    return search(parallel, units, shape, machines, lambda plan: run_workload(job, plan).shortened(seq_len))
+def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) -> SearchResult:
+    """Search all legal plans of the job, or with `leanest` those that need the least memory. Raises PlanError
+    if there are none."""
+    units, parallel, shape = model_of(job.model).units, job.parallel, _shape_on(job, machines)
+    if leanest:
+        parallel, shape = least_memory(parallel, shape, len(units.checkpointed))
+    return search(parallel, units, shape, machines, partial(run_workload, job))
 
 
 def check_legal_plans(job: TrainingJob, machines: Machines) -> None:

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from meshwright.parallel.planner.allocator import ALIGNMENT_BYTES, PAGE_BYTES, StreamPool
-from meshwright.parallel.planner.ledger import KEPT, Ledger
+from meshwright.parallel.planner.ledger import ALIGNMENT_BYTES, KEPT, PAGE_BYTES, Ledger, StreamPool
 
 MIB = 2**20
 

@@ -13,9 +13,8 @@ from meshwright.parallel.planner.cost_model import step_times, with_kernel
 from meshwright.parallel.planner.hardware import load_hardware, share_at
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.device_defaults import attention_on_device, best_attention, check_attention
 from meshwright.train.planning.predict import predict_memory, run_workload
-from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.resolve import attention_on_device, best_attention, check_attention, plan_run
 from tests.support.plans import fullest, plan_of, report_of
 from tests.support.simulated import simulated
 from tests.support.worlds import run_ranks

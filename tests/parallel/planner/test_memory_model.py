@@ -9,12 +9,11 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, PredictedMemory, StepMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
-from meshwright.parallel.planner import allocator, memory_model
+from meshwright.parallel.planner import ledger, memory_model
 from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.host_memory import HostMemory, host_memory
 from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.unit_bytes import least_bytes, whole_gradient_bytes
+from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory, least_bytes, whole_gradient_bytes
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
@@ -338,8 +337,8 @@ def test_what_comes_before_the_first_trained_module_keeps_nothing_and_has_no_bac
 @pytest.fixture
 def exact_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools that grow by bytes, without cuBLAS's workspaces."""
-    monkeypatch.setattr(allocator, "PAGE_BYTES", 1)
-    monkeypatch.setattr(allocator, "ALIGNMENT_BYTES", 1)
+    monkeypatch.setattr(ledger, "PAGE_BYTES", 1)
+    monkeypatch.setattr(ledger, "ALIGNMENT_BYTES", 1)
     monkeypatch.setattr(memory_model, "WORKSPACE_BYTES", 0)
 
 

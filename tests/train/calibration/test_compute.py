@@ -8,12 +8,14 @@ import torch
 from meshwright.train.calibration.compute import (
     FEW,
     MANY,
+    AttentionShape,
+    Run,
+    Timer,
     attention_work,
-    better,
+    combine,
     graph_seconds,
     measure_product,
 )
-from meshwright.train.calibration.timing import AttentionShape, Run, Timer
 
 
 class FixedClock(Timer):
@@ -28,7 +30,7 @@ class FixedClock(Timer):
             run()
         return next(self.given)
 
-    seconds = host_seconds
+    core_seconds = host_seconds
 
 
 def test_operations_are_counted_as_the_planner_does() -> None:
@@ -49,8 +51,8 @@ def test_a_graph_and_a_kernel_are_told_apart_by_the_length_of_two_chains() -> No
         assert graph_seconds(FixedClock(40e-6, 30e-6)) == pytest.approx((20e-6, 0.0)), "never below zero"
 
 
-def test_the_better_of_two_rounds_counts() -> None:
+def test_equal_measurements_are_combined_part_by_part() -> None:
     first = {"matmul": {"float32": [(1.0, 5.0), (2.0, 9.0)]}, "graph_s": 3.0, "copy_bytes_s": 7.0}
     second = {"matmul": {"float32": [(1.0, 6.0), (2.0, 8.0)]}, "graph_s": 2.0, "copy_bytes_s": 8.0}
-    best = {"matmul": {"float32": [(1.0, 6.0), (2.0, 9.0)]}, "graph_s": 2.0, "copy_bytes_s": 8.0}
-    assert better(first, second) == best
+    best = combine([first, second], lambda key, values: min(values) if key == "graph_s" else max(values))
+    assert best == {"matmul": {"float32": [[1.0, 6.0], [2.0, 9.0]]}, "graph_s": 2.0, "copy_bytes_s": 8.0}

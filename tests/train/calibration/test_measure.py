@@ -44,7 +44,6 @@ def test_the_sizes_are_those_of_the_model() -> None:
     assert scale.attention == [measure.AttentionShape(2, 8, 4, 8, 32)]
     assert scale.dtypes == ("float32",)
     block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
-    assert scale.unit_values == block
     assert 4 * block in scale.collectives_bytes
     given = job_scale(job_of("--train.micro_batch_size=1", "--parallel.tp=1"), 2, CPU)
     assert {tokens for tokens, _, _ in given.products} == {32}
@@ -75,7 +74,7 @@ def measure_twice(folder: str, stance: str) -> list[tuple[str, Hardware]]:
     with torch.compiler.set_stance(stance):
         both = [measure_here(job, ranks, CPU, printed.append) for _ in range(2)]
     assert printed == [f"measuring this machine with {ranks.world_size} processes, up to a minute"]
-    return [(measured.line, measured.hardware) for measured in both]
+    return [(line, hardware) for hardware, _, line in both]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,8 @@ def test_processes_measure_once_and_agree(tmp_path: Path, processes: int, stance
     kept = dataclasses.replace(read_hardware(path), name=HERE)
     for (first, measured), (second, read) in results:
         assert first.startswith("measured this machine for ")
-        assert second == f"this machine as it measured itself 1 minute ago; delete {path} to measure it again"
+        assert second.startswith("this machine as it measured itself on 20")
+        assert second.endswith(f"; delete {path} to measure it again")
         assert measured == read == kept
     assert set(kept.collectives_s) == ({*COLLECTIVES, ALL_TO_ALL} if processes > 1 else set())
     assert kept.host.unit_s >= 0  # a difference of two times, which a busy machine can make 0

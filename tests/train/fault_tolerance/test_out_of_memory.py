@@ -18,10 +18,10 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import OutOfMemory
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory, is_out_of_memory
 from meshwright.train.main import main
-from meshwright.train.planning import savings
+from meshwright.train.planning import fit
+from meshwright.train.planning.fit import suggest_savings
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.savings import suggest_savings
 from meshwright.train.step import train_step
 from tests.support.forks import fork
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_status, write_text
@@ -117,8 +117,8 @@ def test_each_saving_is_what_the_planner_predicts_for_its_keys_and_the_same_batc
     model: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a run without a global batch size, whose global batch is one micro batch of every rank."""
-    monkeypatch.setattr(savings, "SHOWN", 100)
-    monkeypatch.setattr(savings, "WORTH", -100.0)
+    monkeypatch.setattr(fit, "SHOWN", 100)
+    monkeypatch.setattr(fit, "WORTH", -100.0)
     config, hardware = parse_config(model), load_hardware()["h100-sxm"]
     plan = plan_run(config.job, 8)
     peak = predict_memory(config.job, plan).peak_bytes

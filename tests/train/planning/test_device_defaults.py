@@ -11,7 +11,7 @@ from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.plan.__main__ import main as plan_main
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.planning.device_defaults import (
+from meshwright.train.planning.resolve import (
     FAST_ON_CPUS,
     best_attention,
     best_dtype,
@@ -19,8 +19,9 @@ from meshwright.train.planning.device_defaults import (
     describe_dtype,
     dtype_on_device,
     gpu_dtype,
+    plan_on_device,
+    plan_run,
 )
-from meshwright.train.planning.resolve import plan_on_device, plan_run
 from tests.support.launch import EAGER, TINY, run, write_text
 
 AUTO = "--parallel.param_dtype=auto"

@@ -5,16 +5,15 @@ import pytest
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.parallel.planner.machines import Machines
+from meshwright.parallel.planner.unit_bytes import host_memory
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning import fit
-from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.fit import Suggestion, check_fits, fewest_processes, suggest_fits, with_keys
 from meshwright.train.planning.predict import predict_memory, run_workload
-from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.resolve import best_attention, best_dtype, plan_run
 from tests.support.launch import EAGER
 
 ODD = ["--parallel.tp=8", "--train.seq_len=7000", "--train.micro_batch_size=300"]

@@ -16,18 +16,17 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.parallel.planner.machines import Machines
+from meshwright.parallel.planner.unit_bytes import host_memory
 from meshwright.tools.plan.scaling import sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.memory import free_host_bytes
 from meshwright.train.planning import fit, run_plan
-from meshwright.train.planning.device_defaults import best_attention, best_dtype
 from meshwright.train.planning.fit import check_fits
 from meshwright.train.planning.predict import run_workload, search_plans
-from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.resolve import best_attention, best_dtype, plan_run
 from tests.support.control_groups import write_groups
 from tests.support.launch import EAGER, TINY
 from tests.support.worlds import run_ranks

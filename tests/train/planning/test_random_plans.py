@@ -22,15 +22,15 @@ from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_
 from meshwright.parallel.plan.strategy import STRATEGIES
 from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.host_memory import host_memory
 from meshwright.parallel.planner.machines import Machines
 from meshwright.parallel.planner.memory_model import predict_step_memory
+from meshwright.parallel.planner.unit_bytes import host_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.memory_bound import is_ample, memory_bound
 from meshwright.train.planning.predict import predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.run_plan import is_ample, memory_bound
 
 MANY = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 OF_THE_SEED = seed(os.environ["MESHWRIGHT_TESTS_SEED"])  # the tests' seed, which they print
