@@ -267,6 +267,14 @@ def _gathered_logits(self: Any, x: Tensor) -> Tensor:
     return _Exchange.apply(_linear(self, x), self.tensor_axis, _gather, _local_chunk, CHANNELS)
 
 
+def whole_logits(head: nn.Linear, logits: Tensor) -> Tensor:
+    """Return logits[B, T, V] of all ids, of a module whose style may give this rank's share of them."""
+    if logits.shape[-1] == head.out_features:
+        return logits
+    whole: Tensor = _Exchange.apply(logits, head.tensor_axis, _gather, _local_chunk, CHANNELS)
+    return whole
+
+
 def _whole_vocab(self: Any, ids_BT: Tensor) -> Tensor:
     x = F.embedding(ids_BT, _weight(self), self.padding_idx)
     return _leave(x, self.tensor_axis, split=False)

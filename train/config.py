@@ -231,6 +231,8 @@ class TrainConfig:
         gc_every_steps: optimizer steps between Python garbage collections, on all ranks after the same step;
             0 leaves the timing to Python, which pauses each rank at a different moment
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
+        loss: MODULE:FUNCTION, a function of yours of logits and targets, which returns the sum of the loss,
+            in place of the cross entropy, which evaluations keep (docs/your-training.md); null: ours
         hooks: classes of yours, MODULE:CLASS, for what is to happen beside the steps (docs/your-training.md)
     """
 
@@ -246,9 +248,14 @@ class TrainConfig:
     eval_sequences: int = bounded(64, low=0)
     gc_every_steps: int = bounded(50, low=0)
     freeze: tuple[str, ...] = ()
+    loss: str | None = None
     hooks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.loss is not None:
+            check_name("train.loss", self.loss)
+            if self.z_loss:
+                raise ValueError("train.z_loss is part of the loss that train.loss replaces: remove one")
         for hook in self.hooks:
             check_name("train.hooks", hook)
 
@@ -383,6 +390,7 @@ class TrainingJob:
         freeze: fqn patterns of parameters that are not trained
         document_mask: attention does not cross documents
         z_loss: weight of the squared log-partition of the logits
+        loss: as in TrainConfig
         state_dtype: dtype of the optimizer's two moments
         saves: checkpoints are written, and a run without the memory for it ends
     """
@@ -395,6 +403,7 @@ class TrainingJob:
     freeze: tuple[str, ...]
     document_mask: bool
     z_loss: float
+    loss: str | None
     state_dtype: Literal["float32", "bfloat16"]
     saves: bool
 
@@ -426,6 +435,7 @@ class Config:
             freeze=train.freeze,
             document_mask=self.data.document_mask,
             z_loss=train.z_loss,
+            loss=train.loss,
             state_dtype=self.optim.state_dtype,
             saves=self.checkpoint.every != 0 and self.checkpoint.on_error == "stop",
         )

@@ -41,7 +41,7 @@ class Evaluation(Hook):
         data, training, limit = self._data, self._training, self._config.eval_sequences
         sets, ranks = (data.evaluated, data.sequences, data.batch), (data.device, data.group)
         scores = score_sets(
-            training.sharded.model, *sets, limit, *ranks, training.loss_of, self._stop.should_stop
+            training.sharded.model, *sets, limit, *ranks, training.score_of, self._stop.should_stop
         )
         if scores:
             self._hooks.on_evaluation(step, scores)

@@ -55,7 +55,7 @@ from meshwright.train.metrics.clock import StepClock
 from meshwright.train.metrics.collector import GradientNorms, Metrics, make_rates
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.metrics.writer import open_rows
-from meshwright.train.model.trained_model import model_of
+from meshwright.train.model.trained_model import find_loss, model_of
 from meshwright.train.optim.optimizer import learning_rate
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.profiling import profilers
@@ -63,6 +63,7 @@ from meshwright.train.recompiles import Recompiles
 from meshwright.train.run import Run
 from meshwright.train.state import files_beside, load_states, restore
 from meshwright.train.training import build_training
+from meshwright.train.user_code import find
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -142,6 +143,10 @@ def run(config: Config, ranks: RankInfo) -> bool:
 def find_yours(config: Config) -> Sequence[Callable[[Run], Hook]]:
     """Import what the config names of yours for the loop, and return the hooks. Raises ConfigError."""
     learning_rate(config.optim, 1, config.train.steps)
+    if config.train.loss:
+        find_loss(config.train.loss, model_of(config.model).vocab_size)
+    if config.data.factory:
+        find("data.factory", config.data.factory)
     return find_hooks(config.train.hooks)
 
 

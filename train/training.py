@@ -20,11 +20,13 @@ from meshwright.train.step import StepResult, train_step
 
 @dataclass(frozen=True)
 class Training:
-    """What an optimizer step consists of. Model and optimizer are updated in place."""
+    """What an optimizer step consists of. Model and optimizer are updated in place. `score_of`: the loss of
+    evaluations, which is our own also with a `train.loss`."""
 
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer
     loss_of: LossOf
+    score_of: LossOf
     grad_clip: float
 
     def step(
@@ -64,5 +66,7 @@ def fill_training(
     fill(sharded)
     torch.cuda.empty_cache()  # the memory of the full tensors returns to the GPU; does nothing without one
     optimizer = build_optimizer(sharded.model, optim, seed)
-    loss_of = model_of(job.model).loss(sharded.plan, job.z_loss)
-    return Training(sharded, optimizer, loss_of, grad_clip)
+    model, plan = model_of(job.model), sharded.plan
+    loss_of = model.loss(plan, job.z_loss, job.loss)
+    score_of = model.loss(plan, 0.0) if job.loss else loss_of
+    return Training(sharded, optimizer, loss_of, score_of, grad_clip)

@@ -13,7 +13,13 @@ from typing import Any
 from meshwright.models.llama import LlamaConfig
 from meshwright.train.errors import ConfigError
 
-KEYS = ("model.factory", "data.factory", "optim.schedule", "train.hooks")  # whose values are such names
+KEYS = (
+    "model.factory",
+    "data.factory",
+    "optim.schedule",
+    "train.hooks",
+    "train.loss",
+)  # whose values are such names
 _allowed = {LlamaConfig.factory}  # and what the user's command names
 
 

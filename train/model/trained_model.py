@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from meshwright.models.loss import LogitsLoss
+from meshwright.models.loss import IGNORE_INDEX, LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
@@ -35,6 +35,7 @@ from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.factory import call_factory
+from meshwright.train.user_code import find
 
 HF_CONFIG = "hf_config.json"  # in a checkpoint: what transformers needs to build the model
 EXAMPLE_TOKENS = 16
@@ -219,14 +220,33 @@ class TrainedModel:
         else:
             materialize(sharded, seed)
 
-    def loss(self, plan: Plan, z_loss: float) -> LossOf:
-        """Return the loss of training, compiled if the plan says so."""
+    def loss(self, plan: Plan, z_loss: float, name: str | None = None) -> LossOf:
+        """Return the loss of training: of a function of yours, with a `name` (`train.loss`); else what the
+        model computes, or that of its logits, compiled if the plan says so. Raises ConfigError."""
+        if name is not None:
+            given = find_loss(name, self.vocab_size)
+            return lambda model, batch, divisor: (
+                given(self._logits(model, batch), batch.targets) / (1.0 if divisor is None else divisor)
+            )
         if self.computes_loss:
             return loss_of_forward
         loss = LogitsLoss(z_loss)
         if plan.compile.enabled:
             compile_module(loss, plan.compile)
-        return LossOfLogits(self.example, self.config.factory, loss)
+        return LossOfLogits(self._logits, loss)
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the logits[B, t, V] of a batch."""
+        if self.computes_loss:
+            logits = model(batch.tokens, None, batch.first, None, batch.positions)
+            from meshwright.parallel.tensor_parallel import whole_logits  # late: few runs need it
+
+            return whole_logits(model.get_submodule(self.logits[0]), logits)  # type: ignore[arg-type]
+        args, kwargs = call_arguments(tree_map_only(Tensor, lambda _: batch.tokens, self.example))
+        if batch.positions is not None:
+            kwargs[position_argument(model)] = batch.positions.expand_as(batch.tokens)
+        logits_of_model: Tensor = logits_of(model(*args, **kwargs), self.config.factory)
+        return logits_of_model
 
     def texts(self) -> Mapping[str, str]:
         """Return files about the model that each checkpoint keeps, by name."""
@@ -245,19 +265,37 @@ class LossOfLogits(nn.Module):
     """The loss of a model that gives logits: in float32, of the targets of the batch, which are the tokens
     one position later, and divided by the number of targets of the global batch."""
 
-    def __init__(self, example: Example, factory: str, loss: LogitsLoss) -> None:
+    def __init__(self, logits: Callable[[nn.Module, Batch], Tensor], loss: LogitsLoss) -> None:
         super().__init__()
-        self.example, self.factory, self.of_logits = example, factory, loss
+        self.logits, self.of_logits = logits, loss
 
     def forward(self, model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:
-        args, kwargs = call_arguments(tree_map_only(Tensor, lambda _: batch.tokens, self.example))
-        if batch.positions is not None:
-            kwargs[position_argument(model)] = batch.positions.expand_as(batch.tokens)
-        logits = logits_of(model(*args, **kwargs), self.factory)
+        logits = self.logits(model, batch)
         if divisor is None:
             divisor = torch.ones((), device=logits.device)  # not None, which would compile another graph
         loss: Tensor = self.of_logits(logits, batch.targets, divisor)
         return loss
+
+
+def find_loss(name: str, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function that `train.loss` names. Raises ConfigError if it is not a sum over the targets
+    that count, which the rest of training relies on."""
+    function: Callable[[Tensor, Tensor], Tensor] = find("train.loss", name)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 4, vocab_size, generator=generator, requires_grad=True)
+    targets = torch.randint(vocab_size, (2, 4), generator=generator)
+    once, twice = function(logits, targets), function(torch.cat((logits, logits)), targets.repeat(2, 1))
+    nothing = function(logits, torch.full_like(targets, IGNORE_INDEX))
+    sizes = [tuple(loss.shape) for loss in (once, twice, nothing)]
+    if sizes != [()] * 3 or not once.requires_grad:
+        raise ConfigError(f"train.loss={name} must return a scalar with a gradient, not shapes {sizes}")
+    if not torch.allclose(twice, 2 * once, rtol=1e-3) or nothing.item() != 0:
+        raise ConfigError(
+            f"train.loss={name} must return the sum over the targets that are not {IGNORE_INDEX}: of random "
+            f"logits it is {once.item():.6g}, of the same twice {twice.item():.6g}, and without targets "
+            f"{nothing.item():.6g}. Training divides it by the targets of the global batch"
+        )
+    return function
 
 
 def logits_of(result: Any, factory: str) -> Any:
