@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan, UnitPlan
-from meshwright.parallel.structure import structure
+from meshwright.parallel.structure import convert
 from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
@@ -34,21 +34,54 @@ def plan_to_yaml(plan: Plan) -> str:
     return to_yaml(plan_to_dict(plan))
 
 
+def diff_plans(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
+    """Return the values that differ between two plans, as text, by field; {} if the plans are equal."""
+    of_a, of_b = _fields(a), _fields(b)
+    return {
+        name: (of_a.get(name, "none"), of_b.get(name, "none"))
+        for name in {**of_a, **of_b}
+        if of_a.get(name) != of_b.get(name)
+    }
+
+
+def _fields(plan: Plan) -> dict[str, str]:
+    """Return each field of a plan as text, by section and name; one of units with the units of each value."""
+    data = plan_to_dict(plan)
+    data |= {"global_batch_size": plan.global_batch_size, "units": {"names": join_names([u.name for u in plan.units])}}
+    texts = {}
+    for section, values in data.items():
+        inner = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {section: values}
+        texts |= {name: _value_text(value) for name, value in inner.items()}
+    for field in dataclasses.fields(UnitPlan)[1:]:
+        names: dict[str, list[str]] = {}
+        for unit in plan.units:
+            names.setdefault(_value_text(getattr(unit, field.name)), []).append(unit.name)
+        each = [f"{text} in {', '.join(join_names(of_value))}" for text, of_value in names.items()]
+        texts[f"units.{field.name}"] = "; ".join(each if each[1:] else names)
+    return texts
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(value)}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def load_plan(path: Path) -> Plan:
-    """Read a plan file and check its keys and types; `plan_file_mistakes` checks the rules. Raises PlanError,
-    which names the file and, where known, the line, key or value."""
+    """Read a plan file and check its keys and types; `plan_file_mistakes` checks the rules. Raises PlanError
+    that lists all mistakes, each with the file and, where known, the line, key or value."""
     try:
         data = load_mapping(path)
     except YamlError as error:
         raise PlanError(f"plan file {error}") from None
-    place = f"plan file {path}"
-    try:
-        for key, expand in (("modules", _names), ("units", _read_units)):
-            if isinstance(data.get(key), list):
-                data[key] = _expand_all(data[key], expand, f"{place}: {key}")
-        return structure(Plan, data, place)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    mistakes = list[str]()
+    for key, expand in (("modules", _names), ("units", _read_units)):
+        if isinstance(data.get(key), list):
+            data[key] = _expand_all(data[key], expand, key, mistakes)
+    plan: Plan = convert(Plan, data, "", mistakes)
+    if mistakes:
+        raise PlanError("\n".join(one_line(f"plan file {path}: {mistake}") for mistake in mistakes))
+    return plan
 
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
@@ -105,43 +138,43 @@ def _lists(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _expand_all(entries: list[Any], expand: Callable[[Any, str], list[Any]], place: str) -> list[Any]:
-    """Expand every entry, which may be a range. MAX_RANGE bounds the result, because a short file with ranges
-    can stand for any number of units."""
-    expanded: list[Any] = []
+def _expand_all(entries: list[Any], expand: Callable[..., list[Any]], key: str, found: list[str]) -> list[Any]:
+    """Return what the entries stand for, which may be ranges; nothing, and mistakes in `found`, if one is
+    wrong. MAX_RANGE bounds the result, because a short file can stand for any number of units."""
+    expanded, mistakes = list[Any](), list[str]()
     for entry in entries:
-        expanded += expand(entry, place)
+        expanded += expand(entry, mistakes)
         if len(expanded) > MAX_RANGE:
-            raise ValueError(f"{place}: the ranges expand to more than {MAX_RANGE} names, which is the limit")
-    return expanded
+            mistakes.append(f"the ranges expand to more than {MAX_RANGE} names, which is the limit")
+            break
+    found += [f"{key}: {mistake}" for mistake in mistakes]
+    return [] if mistakes else expanded
 
 
-def _read_units(entry: Any, place: str) -> list[UnitPlan]:
-    """Return the units that an entry stands for, with the settings of the entry."""
+def _read_units(entry: Any, mistakes: list[str]) -> list[UnitPlan]:
+    """Return the units that an entry stands for, with the settings of the entry; [] if it is wrong."""
     if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
-        raise ValueError(
-            f"{place}: each entry needs a key 'unit' with a name, not {one_line(repr(entry), 200)}"
-        )
-    name = entry["unit"]
+        mistakes.append(f"each entry needs a key 'unit' with a name, not {one_line(repr(entry), 200)}")
+        return []
+    name, wrong = entry["unit"], list[str]()
     if "modules" in entry:
-        raise ValueError(
-            f"{place}: unit {name}: unknown key modules: remove it; the unit's name lists its modules, as in "
-            "first+second"
-        )
-    names = _names(name, place)
-    settings = {key: value for key, value in entry.items() if key != "unit"}
-    first = structure(UnitPlan, {"modules": [], **settings}, f"{place}: unit {name}")
-    return [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
+        wrong.append("unknown key modules: remove it; the unit's name lists its modules, as in first+second")
+    settings = {key: value for key, value in entry.items() if key not in ("unit", "modules")}
+    first = convert(UnitPlan, {"modules": [], **settings}, "", wrong)
+    mistakes += [f"unit {name}: {each}" for each in wrong]
+    names = _names(name, mistakes)
+    return [] if wrong else [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
 
 
-def _names(name: Any, place: str) -> list[Any]:
-    """Return the names that an entry such as layers.[0-31] stands for."""
+def _names(name: Any, mistakes: list[str]) -> list[Any]:
+    """Return the names that an entry such as layers.[0-31] stands for; [] if it is wrong."""
     match = _RANGE.fullmatch(name) if isinstance(name, str) else None
     if not match:
         return [name]
     before, low, high, after = match.groups()
     if int(high) < int(low) or int(high) - int(low) >= MAX_RANGE:
-        raise ValueError(f"{place}: {name} must be a range of 1 to {MAX_RANGE} units, low to high")
+        mistakes.append(f"{name} must be a range of 1 to {MAX_RANGE} units, low to high")
+        return []
     return [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
 
 

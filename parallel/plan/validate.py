@@ -12,8 +12,6 @@ from meshwright.parallel.plan.float8_rules import float8_mistakes
 from meshwright.parallel.plan.mistakes import Mistake, contradictions, file_line
 from meshwright.parallel.plan.rules import nearest, split_styles
 from meshwright.parallel.plan.schema import (
-    ACTIVATION_CHECKPOINTS,
-    REDUCE_GRADIENTS,
     MeshPlan,
     ModelUnits,
     Plan,
@@ -26,23 +24,21 @@ from meshwright.parallel.plan.selective_policy import is_op
 
 
 def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> list[Mistake]:
-    """Return the mistakes in a plan for this model and number of processes; [] if there are none."""
+    """Return the mistakes in a plan for this model and number of processes; [] if there are none. The types
+    of its values are checked before, where it is made or read."""
     mistakes = [*_mesh_mistakes(plan.mesh, world_size)]
-    if plan.micro_batch_size < 1:
-        mistakes.append(Mistake("micro_batch_size", f"={plan.micro_batch_size} must be at least 1"))
     mistakes += rules.compile_mistakes(plan.compile)
-    mistakes += rules.dtype_mistakes("storage_dtype", plan.storage_dtype)
     mistakes += rules.storage_mistakes(plan)
     mistakes += rules.kernel_mistakes(plan, model)
-    if structure := [*_structure_mistakes(plan, model)]:
-        return mistakes + structure  # the other rules rely on modules and the order of units
+    structure = [*_structure_mistakes(plan, model)]
+    if structure or plan.mesh.world_size != world_size:
+        return mistakes + structure  # the other rules rely on degrees, modules and the order of units
     mistakes += _style_mistakes(plan, model, seq_len)
     mistakes += rules.context_mistakes(plan, model, seq_len)
     mistakes += rules.written_mistakes(plan.mesh, model.written)
     mistakes += rules.unsharded_mistakes(plan, model)
-    mesh_fits = not any(mistake.field.startswith("mesh") for mistake in mistakes)
     mistakes += rules.async_tp_mistakes(plan)
-    mistakes += float8_mistakes(plan, model, mesh_fits)
+    mistakes += float8_mistakes(plan, model)
     mistakes += _all_units_mistakes(plan, model)
     mistakes += _dtype_chain_mistakes(plan)
     return mistakes
@@ -57,15 +53,10 @@ def plan_file_mistakes(
 
 
 def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
-    low = {axis: degree for axis, degree in vars(mesh).items() if degree < 1}
-    for axis, degree in low.items():
-        message = f"={degree} must be at least 1"
-        rest = " (or -1: all that is left)" if axis == "dp_shard" else ""
-        yield Mistake(f"mesh.{axis}", message, key_message=message + rest)
-    if not low and mesh.world_size != world_size:
+    if mesh.world_size != world_size:
         sizes = f"{mesh.world_size} processes, but this run has {world_size}"
         product = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in mesh.axes)
-        fixed = mesh.world_size // max(1, mesh.dp_shard)
+        fixed = mesh.world_size // mesh.dp_shard
         rest = ", or dp_shard=-1, which takes the rest" if world_size % fixed == 0 else ""
         yield Mistake(
             "mesh",
@@ -142,13 +133,8 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
             "units.unshard_in_backward",
             "=false is for units of embeddings: the backward of other modules reads their weights: use true",
         )
-    yield from rules.choice_mistakes("units.reduce_gradients", unit.reduce_gradients, REDUCE_GRADIENTS)
-    yield from rules.dtype_mistakes("units.param_dtype", unit.param_dtype)
-    yield from rules.dtype_mistakes("units.reduce_dtype", unit.reduce_dtype)
-    if unit.output_dtype != "same":
-        yield from rules.dtype_mistakes("units.output_dtype", unit.output_dtype)
-        if len(unit.modules) > 1:
-            yield Mistake("units.output_dtype", f"={unit.output_dtype} is for units of one module: use same")
+    if unit.output_dtype != "same" and len(unit.modules) > 1:
+        yield Mistake("units.output_dtype", f"={unit.output_dtype} is for units of one module: use same")
     yield from _activation_mistakes(plan, unit, model)
     if unit.compiled and model.compiled.isdisjoint(unit.modules):
         yield Mistake("units.compiled", "=true, but this model compiles none of its modules: use false")
@@ -159,14 +145,13 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
 
 
 def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mistake]:
-    """Check that activation checkpointing has a known kind and only its settings, and fits the unit."""
+    """Check that activation checkpointing has only the settings of its kind, and fits the unit."""
     mode, budget, ops = unit.activation_checkpoint, unit.activation_budget, unit.saved_ops
-    if mode != "none" and mode in ACTIVATION_CHECKPOINTS and not model.checkpointed.issuperset(unit.modules):
+    if mode != "none" and not model.checkpointed.issuperset(unit.modules):
         others = ", ".join(sorted(set(unit.modules) - model.checkpointed))
         yield Mistake(
             "units.activation_checkpoint", f"={mode} is for blocks, but {others} is not one: use none"
         )
-    yield from rules.choice_mistakes("units.activation_checkpoint", mode, ACTIVATION_CHECKPOINTS)
     if mode == "budget":
         yield from rules.budget_mistakes(unit, plan.compile.backend)
     elif budget != 1.0:
@@ -190,8 +175,6 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mista
     key = f"{phase}_prefetch"
     field, prefetch = f"units.{key}", getattr(unit, key)
     if isinstance(prefetch, int):
-        if prefetch < 0:
-            yield Mistake(field, f"={prefetch} must be 0 (none) or a number of units ahead")
         return
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     names, by_name = [other.name for other in order], {other.name: other for other in order}
@@ -264,7 +247,7 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         yield Mistake("tensor.styles", "tp=1 needs an empty styles table: make a new plan")
     elif tp > 1 and not styles and model.styles:
         yield Mistake("tensor.styles", "tp > 1 needs the styles of the weights: make a new plan")
-    if tp <= 1 or not styles:
+    if tp == 1 or not styles:
         return
     patterns = [pattern for table in model.styles.values() for pattern in table]
     wrong = [

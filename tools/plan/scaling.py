@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.mistakes import planned_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.explain import describe_choices, needed_gib
 from meshwright.parallel.planner.hardware import Hardware
@@ -117,10 +118,9 @@ def row_json(gpus: int, row: Prediction | str, tokens: float | None) -> dict[str
 def settings_of(plan: Plan) -> dict[str, Any]:
     """Return degrees and settings of a plan. Those of the middle unit stand for all blocks, because the first
     and the last unit are not blocks."""
-    mesh, unit = plan.mesh, plan.units[len(plan.units) // 2]
-    exchange = plan.context.exchange if mesh.cp > 1 else "none"
-    found = {**vars(unit), **vars(mesh), **vars(plan), "cp_exchange": exchange}
-    return {key: found[key] for key in (*COLUMNS, "accumulation")}
+    planned = {key.partition(".")[2]: values[len(values) // 2] for key, values in planned_keys(plan).items()}
+    exchange = planned["cp_exchange"] if plan.mesh.cp > 1 else "none"
+    return {**{key: planned[key] for key in COLUMNS}, "cp_exchange": exchange, "accumulation": plan.accumulation}
 
 
 def sweep_text(rows: Rows, tokens: float | None) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.models.attention import DOCUMENT_MASK_KERNELS, HALF_PRECISION_KERNELS, KERNELS
+from meshwright.parallel.config import Dtype
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import TrainingJob
@@ -94,7 +95,7 @@ def best_dtype(hardware: "Hardware | None") -> str:
     return "bfloat16" if rates.get("bfloat16", 0.0) > rates.get("float32", 0.0) else "float32"
 
 
-def dtype_on_device(device: torch.device) -> str:
+def dtype_on_device(device: torch.device) -> Dtype:
     """Return the dtype that `auto` resolves to on this process's device."""
     return _choose_dtype(device)[0]
 
@@ -105,7 +106,7 @@ def describe_dtype(device: torch.device) -> str:
     return f"param_dtype: auto is {dtype}: {reason}"
 
 
-def gpu_dtype(capability: tuple[int, int]) -> tuple[str, str]:
+def gpu_dtype(capability: tuple[int, int]) -> tuple[Dtype, str]:
     """Return the dtype for a GPU of this CUDA compute capability, and the reason."""
     newer = capability >= AMPERE
     reason = "of compute capability {}.{} multiplies {}".format(
@@ -114,7 +115,7 @@ def gpu_dtype(capability: tuple[int, int]) -> tuple[str, str]:
     return "bfloat16" if newer else "float32", f"a GPU {reason}"
 
 
-def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[str, str]:
+def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[Dtype, str]:
     """Return the dtype for a CPU of which torch reports these capabilities, and the reason.
 
     `onednn`: this build of torch has oneDNN; without it, as on a Mac, nothing uses the instructions.
@@ -128,7 +129,7 @@ def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[str, str]:
     )
 
 
-def _choose_dtype(device: torch.device) -> tuple[str, str]:
+def _choose_dtype(device: torch.device) -> tuple[Dtype, str]:
     if device.type == "cuda":
         return gpu_dtype(torch.cuda.get_device_capability(device))
     return cpu_dtype(torch.cpu.get_capabilities(), torch.backends.mkldnn.is_available())

@@ -38,8 +38,8 @@ strategy: shard_grad_op, reshard_after_forward: 0 -> reshard_after_forward=0 ...
 strategy: ddp, dp_replicate: 1 -> parallel.dp_replicate=1 ... parallel.strategy=ddp ... means 8
 strategy: hybrid_shard, dp_shard: 32, world_size: 32 -> dp_shard=32 ... means 8
 strategy: hybrid_shard, world_size: 12 -> =hybrid_shard: dp_replicate= ... this run has 12
-strategy: ddp, dp_shard: 8, dp_replicate: 4, param_dtype: float16
- -> parallel.dp_replicate=4 & parallel.dp_shard=8 & parallel.param_dtype=float16
+strategy: ddp, dp_shard: 8, dp_replicate: 4, attention: flush
+ -> parallel.dp_replicate=4 & parallel.dp_shard=8 & parallel.attention=flush
 # tensor parallelism
 tp: 16, world_size: 16 -> parallel.tp=16 ... divide model.n_kv_heads=8 ... 1, 2, 4 or 8
 tp: 2, seq_len: 63 -> parallel.tp=2 ... divide train.seq_len=63 ... Use 1.
@@ -66,11 +66,14 @@ reshard_after_forward: 3 -> parallel.reshard_after_forward=3 ... dp_shard=8 ... 
 reshard_after_forward: 0 -> parallel.reshard_after_forward=0 ... true, false, 2, 4
 reshard_after_forward: 8, dp_replicate: 2 -> =8 ... dp_shard=4 ... true, false, 2
 reshard_after_forward: 2, tp: 2 -> reshard_after_forward=2 ... tp=2 ... use true or false
-backward_prefetch: -3 -> parallel.backward_prefetch=-3 ... 0 (none)
-unit_min_params: -1 -> parallel.unit_min_params=-1 ... 0 (a unit per block)
+backward_prefetch: -3 -> parallel.backward_prefetch=-3 ... at least 0
+unit_min_params: -1 -> parallel.unit_min_params=-1 ... at least 0
 # dtypes and kernels
-param_dtype: float16 -> parallel.param_dtype=float16 ... gradient scaler ... use bfloat16
-reduce_dtype: float64 -> parallel.reduce_dtype=float64 ... float32, bfloat16
+param_dtype: float16 -> parallel.param_dtype='float16' ... auto, float32, bfloat16
+# values of another type, which a config made in Python can have
+tp: 2.0 -> parallel.tp=2.0 must be auto or an integer
+reshard_after_forward: 'false' -> parallel.reshard_after_forward='false' must be auto or true or false or an
+tp_modules: head, cpu_offload: 1 -> parallel.tp_modules='head' ... a list & parallel.cpu_offload=1 ... true or
 storage_dtype: bfloat16 -> parallel.storage_dtype=bfloat16 ... param_dtype=bfloat16
 attention: flush -> parallel.attention=flush ... cpu
 loss_chunk_tokens: 3 -> parallel.loss_chunk_tokens=3 ... 0 (all ... at least 64
@@ -96,7 +99,7 @@ compile: {backend: eager, mode: max-autotune} -> mode=max-autotune ... default
 compile: {mode: fast} -> parallel.compile.mode=fast ... default ... max-autotune
 compile: {backend: indctor} -> parallel.compile.backend=indctor ... mean inductor?
 # activation checkpointing
-activation_checkpoint: half -> parallel.activation_checkpoint=half ... none, full, selective
+activation_checkpoint: half -> parallel.activation_checkpoint='half' ... none, full, selective
 activation_checkpoint: budget, activation_budget: -0.5 -> parallel.activation_budget=-0.5 ... between 0
 activation_checkpoint: budget, activation_budget: 1.5
  -> parallel.activation_budget=1.5 ... between 0 ... and 1
@@ -182,8 +185,8 @@ layers.2: {unit: 'layers.[3-0]'} -> layers.[3-0] ... low to high
 layers.2: {unit: 'layers.[0-99999999]'} -> layers.[0-99999999] ... 10000
 # mesh and batch
 mesh: {dp_shard: 16} -> 16 processes ... this run has 8 ... start 16 ... new plan
-mesh: {tp: -2} -> mesh: tp=-2 ... at least 1
-context: {exchange: ring} -> context: exchange=ring ... heads, gather
+mesh: {tp: -2} -> mesh.tp=-2 ... integer >= 1
+context: {exchange: ring} -> context.exchange='ring' ... heads, gather
 # the modules of units
 layers.2: {unit: layers.22} -> unit layers.22 ... no module layers.22 ... mean layers.2?
 layers.2: {unit: layers.1} -> unit layers.1 ... in 2 units ... once
@@ -192,11 +195,11 @@ embed: {unit: embed+layers.0} -> module layers.0 is in 2 units
 plan: {modules: [embed]} -> modules ... 1, the model has 6 ... layers.0 ... make a new plan
 # single units
 layers.2: {reshard_after_forward: -4} -> unit layers.2: reshard_after_forward=-4 ... dp_shard=8
-layers.2: {reduce_gradients: last} -> =last ... every_micro_batch, last_micro_batch
-layers.2: {reduce_dtype: float16} -> unit layers.2: reduce_dtype=float16 ... gradient scaler
-layers.2: {output_dtype: fp32} -> unit layers.2: output_dtype=fp32 ... float32, bfloat16
+layers.2: {reduce_gradients: last} -> ='last' ... every_micro_batch, last_micro_batch
+layers.2: {reduce_dtype: float16} -> unit layers.2: reduce_dtype='float16' ... float32, bfloat16
+layers.2: {output_dtype: fp32} -> unit layers.2: output_dtype='fp32' ... same, float32, bfloat16
 layers.2: {unshard_in_backward: false} -> unit layers.2: unshard_in_backward=false ... use true
-layers.2: {activation_checkpoint: some} -> activation_checkpoint=some ... none, full, selective
+layers.2: {activation_checkpoint: some} -> activation_checkpoint='some' ... none, full, selective
 layers.2: {activation_checkpoint: budget, compiled: false}
  -> activation_checkpoint=budget ... compiling is off ... full
 layers.2: {activation_budget: 0.5} -> activation_budget=0.5 ... =budget ... use 1.0
@@ -210,7 +213,7 @@ head: {activation_checkpoint: full} -> unit head: activation_checkpoint=full ...
 embed: {compiled: true} -> unit embed: compiled=true ... use false
 head: {output_dtype: bfloat16} -> unit head: output_dtype=bfloat16 ... loss ... use same
 # prefetch lists
-layers.2: {forward_prefetch: -1} -> unit layers.2: forward_prefetch=-1 ... 0 (none)
+layers.2: {forward_prefetch: -1} -> unit layers.2: forward_prefetch=-1 ... integer >= 0
 layers.2: {forward_prefetch: [layers.9]} -> forward_prefetch ... layers.9 ... mean layers.
 layers.2: {forward_prefetch: [layers.2]} -> forward_prefetch names the unit itself ... remove it
 layers.2: {forward_prefetch: [head, head]} -> forward_prefetch names head twice ... once
@@ -225,7 +228,7 @@ compile: {enabled: false} -> units layers.0 to head (5): compiled=true ... compi
 tensor: {sequence_parallel: true} -> tensor: sequence_parallel=true ... tp=1 ... use false
 tensor: {styles: {head: logits}} -> tensor: tp=1 ... styles ... make a new plan
 float8: {linears: [layers.*.wq]} -> float8: recipe=none ... no linears
-float8: {recipe: fp8} -> float8: recipe=fp8 ... none, tensorwise, rowwise
+float8: {recipe: fp8} -> float8.recipe='fp8' ... none, tensorwise, rowwise
 float8: {recipe: rowwise, linears: [wq]} -> float8: linears: wq ... layers.*.wq, layers.*.wo
 float8: {recipe: tensorwise} -> recipe=tensorwise ... min_dim or tp, or use none
 context: {cores: [layers.*.core]} -> context: cp=1 ... use []
@@ -275,10 +278,12 @@ param_dtype: bfloat16, model: tied | embed+head: {output_dtype: float32}
 param_dtype: bfloat16, model: tied | embed+head: {param_dtype: float32}
  -> embed+head returns float32 ... computes in bfloat16: set the same param_dtype on both
 # all mistakes come in one report, those of like units once
-layers.1: {reshard_after_forward: 3, reduce_dtype: half},
- layers.2: {reshard_after_forward: 3, reduce_dtype: half},
- compile: {mode: fast}, mesh: {dp_shard: 4}
- -> plan's mesh & compile.mode & units layers.1 to layers.2 (2): reshard & layers.1 to layers.2 (2): reduce
+layers.1: {reshard_after_forward: 3, activation_budget: 0.5},
+ layers.2: {reshard_after_forward: 3, activation_budget: 0.5}, compile: {mode: fast}
+ -> compile.mode & units layers.1 to layers.2 (2): reshard & layers.1 to layers.2 (2): activation_budget
+layers.1: {reduce_dtype: half, compiled: 1}, layers.2: {reduce_dtype: half}, mesh: {dp_shard: 0}
+ -> layers.1: reduce_dtype & layers.1: compiled=1 & layers.2: reduce_dtype & mesh.dp_shard=0
+compile: {mode: fast}, mesh: {dp_shard: 4} -> plan's mesh & compile.mode
 """
 
 
