@@ -8,8 +8,8 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 
-# The config keys of those fields of a plan whose names differ from them. The others decide a field of the same
-# name: parallel.tp that of the mesh, parallel.param_dtype that of every unit.
+# The config keys that decide a field of another name. The others decide one of the same name: parallel.tp that
+# of the mesh, parallel.param_dtype that of every unit.
 OTHER_KEYS = {
     "mesh": "parallel",
     "micro_batch_size": "train.micro_batch_size",
@@ -66,7 +66,7 @@ def key_line(mistake: Mistake, strategy: str | None = None) -> str:
 
 
 def key_of(field: str) -> str:
-    """Return the config key that decides a field of a plan, such as mesh.tp; a config key itself unchanged."""
+    """Return the config key that decides a field of a plan, such as mesh.tp; a config key unchanged."""
     section, _, name = field.rpartition(".")
     if section.partition(".")[0] in ("parallel", "train"):
         return field
@@ -77,7 +77,10 @@ def planned_keys(plan: Plan) -> dict[str, list[Any]]:
     """Return, for each config key that a plan decides, its value in the plan: a single one, or those of all
     units in the order of the plan."""
     found = {**vars(plan), **vars(plan.mesh), **vars(plan.tensor), "cp_exchange": plan.context.exchange}
-    keys = {"train.micro_batch_size": [plan.micro_batch_size], "train.global_batch_size": [plan.global_batch_size]}
+    keys = {
+        "train.micro_batch_size": [plan.micro_batch_size],
+        "train.global_batch_size": [plan.global_batch_size],
+    }
     for field in dataclasses.fields(ParallelConfig):
         key = f"parallel.{field.name}"
         if field.name in ("compile", "float8"):

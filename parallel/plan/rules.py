@@ -6,14 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.plan.mistakes import Mistake
-from meshwright.parallel.plan.schema import (
-    MeshPlan,
-    ModelUnits,
-    Plan,
-    TensorPlan,
-    UnitPlan,
-    find_style,
-)
+from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan, find_style
 
 # Styles of modules in a sharding table; parallel/tensor_parallel.py implements them.
 STYLE_NAMES = (

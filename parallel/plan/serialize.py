@@ -5,7 +5,7 @@ Consecutive units with the same settings whose names differ by one number share 
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +36,35 @@ def plan_to_yaml(plan: Plan) -> str:
 
 def diff_plans(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
     """Return the values that differ between two plans, as text, by field; {} if the plans are equal."""
-    of_a, of_b = _fields(a), _fields(b)
-    return {
-        name: (of_a.get(name, "none"), of_b.get(name, "none"))
-        for name in {**of_a, **of_b}
-        if of_a.get(name) != of_b.get(name)
-    }
+    of_a, of_b = dict(_fields(a)), dict(_fields(b))
+    pairs = {name: (of_a.get(name, "none"), of_b.get(name, "none")) for name in of_a | of_b}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _fields(plan: Plan) -> dict[str, str]:
-    """Return each field of a plan as text, by section and name; one of units with the units of each value."""
-    data = plan_to_dict(plan)
-    data |= {"global_batch_size": plan.global_batch_size, "units": {"names": join_names([u.name for u in plan.units])}}
-    texts = {}
-    for section, values in data.items():
-        inner = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {section: values}
-        texts |= {name: _value_text(value) for name, value in inner.items()}
-    for field in dataclasses.fields(UnitPlan)[1:]:
+def _fields(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield each field of a plan with its value as text, that of units with the units of each value."""
+    for key, value in plan_to_dict(plan).items():
+        if key != "units":
+            yield from _leaves(key, value)
+    yield "global_batch_size", str(plan.global_batch_size)
+    yield "units", ", ".join(join_names([unit.name for unit in plan.units]))
+    for field in dataclasses.fields(UnitPlan)[1:]:  # all but the modules
         names: dict[str, list[str]] = {}
         for unit in plan.units:
-            names.setdefault(_value_text(getattr(unit, field.name)), []).append(unit.name)
-        each = [f"{text} in {', '.join(join_names(of_value))}" for text, of_value in names.items()]
-        texts[f"units.{field.name}"] = "; ".join(each if each[1:] else names)
-    return texts
+            names.setdefault(_to_text(getattr(unit, field.name)), []).append(unit.name)
+        each = [f"{text} in {', '.join(join_names(units))}" for text, units in names.items()]
+        yield f"units.{field.name}", "; ".join(each if each[1:] else names)
 
 
-def _value_text(value: Any) -> str:
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    else:
+        yield name, _to_text(value)
+
+
+def _to_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(value)}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -138,7 +141,9 @@ def _lists(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _expand_all(entries: list[Any], expand: Callable[..., list[Any]], key: str, found: list[str]) -> list[Any]:
+def _expand_all(
+    entries: list[Any], expand: Callable[..., list[Any]], key: str, found: list[str]
+) -> list[Any]:
     """Return what the entries stand for, which may be ranges; nothing, and mistakes in `found`, if one is
     wrong. MAX_RANGE bounds the result, because a short file can stand for any number of units."""
     expanded, mistakes = list[Any](), list[str]()

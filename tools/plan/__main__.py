@@ -7,16 +7,14 @@ and HSDP. `python -m tools.plan diff A.yaml B.yaml` lists the differences betwee
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.plan.serialize import load_plan
+from meshwright.parallel.plan.serialize import diff_plans, load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.machines import Machines, machines_of_kind
 from meshwright.tools.cli import (
@@ -122,12 +120,13 @@ def compare_files(options: argparse.Namespace) -> None:
     """Print the differences between two plan files. Raises PlanError for a file that is not a plan."""
     differences = diff_plans(load_plan(Path(options.a)), load_plan(Path(options.b)))
     if options.json:
-        rows = [dataclasses.asdict(difference) for difference in differences]
+        rows = [{"key": key, "a": a, "b": b} for key, (a, b) in differences.items()]
         print(json.dumps({"same": not rows, "differences": rows}, indent=2))
     elif not differences:
         print("the two plans are the same")
     else:
-        print(f"{options.a} -> {options.b}", *map(describe_difference, differences), sep="\n")
+        lines = (f"{key}: {a} -> {b}" for key, (a, b) in differences.items())
+        print(f"{options.a} -> {options.b}", *lines, sep="\n")
 
 
 def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
@@ -292,7 +291,7 @@ def make_diff_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON document: same, and differences {where, key, a, b}",
+        help="print one JSON document: same, and differences {key, a, b}",
     )
     return parser
 

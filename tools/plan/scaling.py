@@ -120,7 +120,11 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     and the last unit are not blocks."""
     planned = {key.partition(".")[2]: values[len(values) // 2] for key, values in planned_keys(plan).items()}
     exchange = planned["cp_exchange"] if plan.mesh.cp > 1 else "none"
-    return {**{key: planned[key] for key in COLUMNS}, "cp_exchange": exchange, "accumulation": plan.accumulation}
+    return {
+        **{key: planned[key] for key in COLUMNS},
+        "cp_exchange": exchange,
+        "accumulation": plan.accumulation,
+    }
 
 
 def sweep_text(rows: Rows, tokens: float | None) -> str:
