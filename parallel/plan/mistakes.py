@@ -8,8 +8,8 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 
-# The config keys that decide a field of another name. The others decide one of the same name: parallel.tp that
-# of the mesh, parallel.param_dtype that of every unit.
+# The config keys that decide a field of another name. The others decide one of the same name: parallel.tp
+# that of the mesh, parallel.param_dtype that of every unit.
 OTHER_KEYS = {
     "mesh": "parallel",
     "micro_batch_size": "train.micro_batch_size",
@@ -31,13 +31,11 @@ class Mistake:
         field: the plan's field, such as mesh.tp or units.param_dtype; a config key if no field has the value
         message: value, rule and fix: the text after the field's name ("=3 must divide ...") or a sentence
         units: names of the units that break the rule, if it is a rule for single units
-        key_message: the message for a plan made from config keys, if it differs
     """
 
     field: str
     message: str
     units: tuple[str, ...] = ()
-    key_message: str = ""
 
 
 def file_line(mistake: Mistake) -> str:
@@ -56,13 +54,12 @@ def key_line(mistake: Mistake, strategy: str | None = None) -> str:
 
     `strategy`: the value of `parallel.strategy`, which decides the mesh if it is set.
     """
-    message = mistake.key_message or mistake.message
-    if message[0] not in "=: ":
+    if mistake.message[0] not in "=: ":
         return file_line(mistake)
     key = key_of(mistake.field)
     if strategy and mistake.field == "mesh":
         key = f"parallel.strategy={strategy}"
-    return one_line(key + message)
+    return one_line(key + mistake.message)
 
 
 def key_of(field: str) -> str:

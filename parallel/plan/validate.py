@@ -54,14 +54,12 @@ def plan_file_mistakes(
 
 def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
     if mesh.world_size != world_size:
-        sizes = f"{mesh.world_size} processes, but this run has {world_size}"
         product = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in mesh.axes)
-        fixed = mesh.world_size // mesh.dp_shard
-        rest = ", or dp_shard=-1, which takes the rest" if world_size % fixed == 0 else ""
+        rest = "" if world_size % (mesh.world_size // mesh.dp_shard) else " (dp_shard=-1 takes the rest)"
         yield Mistake(
             "mesh",
-            f"the plan's mesh is for {sizes}: start {mesh.world_size}, or make a new plan",
-            key_message=f": {product} is {sizes}: use {mesh.world_size} processes, or other degrees{rest}",
+            f": {product} is {mesh.world_size} processes, but this run has {world_size}: use "
+            f"{mesh.world_size} processes, or a plan with other degrees{rest}",
         )
 
 
@@ -227,7 +225,7 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
 
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
     """Check that tensor-parallel styles name the model's weights, and split a part fully or not at all."""
-    styles, tp, known = plan.tensor.styles, plan.mesh.tp, (*rules.STYLE_NAMES, "loss")
+    styles, tp = plan.tensor.styles, plan.mesh.tp
     if tp > 1 and not model.styles:
         why = model.why_no_styles or (
             "this model has no tensor-parallel styles: use 1, or describe(..., styles={...})"
@@ -251,11 +249,6 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         return
     patterns = [pattern for table in model.styles.values() for pattern in table]
     wrong = [
-        f"{p}: {style} is not a style.{nearest(style, known)}"
-        for p, style in styles.items()
-        if style not in known
-    ]
-    wrong += [
         f"{p} is not one of this model's patterns.{nearest(p, patterns)}" for p in styles if p not in patterns
     ]
     if wrong:
@@ -270,10 +263,10 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         elif styles_of_part != allowed[2]:
             split.append(part)
     yield from (Mistake("tensor.styles", message) for message in wrong)
-    if not wrong and 0 < len(model.shared_parts.intersection(split)) < len(model.shared_parts):
-        share = f"{' and '.join(sorted(model.shared_parts))} share a weight"
-        key_message = f"={split}: {share} in this model: list both or neither"
-        yield Mistake("tensor.styles", f"{share}: split both or neither", key_message=key_message)
+    whole = model.shared_parts.difference(split)
+    if not wrong and whole and whole != model.shared_parts:
+        parts = f"{' and '.join(model.shared_parts - whole)} but not {' and '.join(whole)}"
+        yield Mistake("tensor.styles", f" splits {parts}, which share a weight: split both or neither")
     tokens = seq_len // plan.mesh.cp * plan.tensor.sequence_parallel
     yield from rules.tensor_mistakes(tp, split, tokens, model)
 

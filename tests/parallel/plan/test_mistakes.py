@@ -50,7 +50,7 @@ tp: 9, world_size: 9, tp_modules: [feed_forward] -> ffn_dim=48 ... 1, 2, 4, 8 or
 tp: 32, world_size: 32, tp_modules: [embedding, head] -> right
 tp: 2, tp_modules: [hed, hed] -> parallel.tp_modules: hed ... mean head?
 tp: 2, tp_modules: [xyz] -> tp_modules: xyz ... embedding, attention, feed_forward
-tp: 2, tp_modules: [head], model: tied -> tp_modules=['head'] ... embedding and head
+tp: 2, tp_modules: [head], model: tied -> tp_modules splits head but not embedding, ... share a weight ... both or neither
 async_tp: true -> parallel.async_tp=true ... tp=1 ... use false, or tp > 1
 async_tp: true, tp: 2, sequence_parallel: false -> async_tp=true ... sequence_parallel=true
 async_tp: true, tp: 2, compile: {backend: aot_eager} -> async_tp=true ... inductor ... or async_tp=false
@@ -184,7 +184,7 @@ layers.2: {reshard_after_forward: 'true'} -> reshard_after_forward='true' ... tr
 layers.2: {unit: 'layers.[3-0]'} -> layers.[3-0] ... low to high
 layers.2: {unit: 'layers.[0-99999999]'} -> layers.[0-99999999] ... 10000
 # mesh and batch
-mesh: {dp_shard: 16} -> 16 processes ... this run has 8 ... start 16 ... new plan
+mesh: {dp_shard: 16} -> mesh: dp_replicate=1 x dp_shard=16 ... 16 processes ... this run has 8 ... use 16
 mesh: {tp: -2} -> mesh.tp=-2 ... integer >= 1
 context: {exchange: ring} -> context.exchange='ring' ... heads, gather
 # the modules of units
@@ -237,7 +237,7 @@ mesh: {cp: 1} -> right
 cp: 2 | context: {cores: []} -> context: cores=[] ... ['layers.*.core']
 # styles
 tp: 2 | tensor: {styles: {}} -> tensor: tp > 1 ... styles ... make a new plan
-tp: 2 | tensor.styles: {layers.*.wq: colwize} -> tensor: layers.*.wq: colwize ... mean colwise?
+tp: 2 | tensor.styles: {layers.*.wq: colwize} -> tensor: part attention ... layers.*.wq is colwize, must be colwise
 tp: 2 | tensor.styles: {layers.*.wq: rowwise} -> tensor: part attention ... layers.*.wq is rowwise ... colwise
 tp: 2 | tensor.styles: {layers.*.wq: whole_colwise} -> layers.*.wq is whole_colwise ... colwise
 tp: 2 | tensor.styles: {head.output: gathered_logits}
@@ -248,7 +248,7 @@ tp: 2 | tensor.styles: {layers.1.wq: whole_colwise} -> tensor: layers.1.wq ... l
 tp: 2 | tensor.styles: {layers.*.norm: whole_sequence, layers.*.wq: whole_colwise, layers.*.wo: whole_rowwise}
  -> right
 tp: 2 | tensor.styles: {head.output: gathered_logits, head.loss: null} -> right
-tp: 2, model: tied | tensor.styles: {embed: whole_vocab} -> tensor: ... share a weight ... both or neither
+tp: 2, model: tied | tensor.styles: {embed: whole_vocab} -> tensor: styles splits head but not embedding ... share a weight ... both or neither
 # units missing, out of order, joined
 layers.1: null -> units: ... layers.1 is in no unit ... add it
 layers.0: {unit: layers.1}, layers.1: {unit: layers.0}
@@ -283,7 +283,7 @@ layers.1: {reshard_after_forward: 3, activation_budget: 0.5},
  -> compile.mode & units layers.1 to layers.2 (2): reshard & layers.1 to layers.2 (2): activation_budget
 layers.1: {reduce_dtype: half, compiled: 1}, layers.2: {reduce_dtype: half}, mesh: {dp_shard: 0}
  -> layers.1: reduce_dtype & layers.1: compiled=1 & layers.2: reduce_dtype & mesh.dp_shard=0
-compile: {mode: fast}, mesh: {dp_shard: 4} -> plan's mesh & compile.mode
+compile: {mode: fast}, mesh: {dp_shard: 4} -> 4 processes & compile.mode
 """
 
 
@@ -341,7 +341,7 @@ def test_a_value_of_another_type_or_missing_is_named_wherever_it_is(tmp_path: Pa
 def test_a_plan_of_another_model_or_size_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     path = write_edited(tmp_path, plan_of(), {})
     check_lines(
-        mistakes_in(path, processes=4), "8 processes ... this run has 4 ... start 8, or make a new plan"
+        mistakes_in(path, processes=4), "8 processes ... this run has 4 ... use 8 processes, or a plan with"
     )
     check_lines(
         mistakes_in(path, make_model(5)), "6, the model has 7 ... head instead of layers.4 ... new plan"

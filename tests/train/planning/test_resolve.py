@@ -130,7 +130,7 @@ def test_keys_and_the_plan_files_own_mistakes_come_in_one_report(plan_file: Path
 
 def test_a_plan_file_of_another_model_or_world_is_refused(plan_file: Path) -> None:
     for processes, key, facts in (
-        (4, "--run.seed=1", "8 processes ... this run has 4 ... start 8, or make a new plan"),
+        (4, "--run.seed=1", "8 processes ... this run has 4 ... use 8 processes, or a plan"),
         (8, "--model.n_layers=2", "34, the model has 4 ... make a new plan"),
         (8, "--model.tie_embeddings=true", "tok_embeddings and head share a parameter ... one unit"),
     ):
