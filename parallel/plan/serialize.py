@@ -6,14 +6,16 @@ Consecutive units with the same settings whose names differ by one number share 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.structure import convert
 from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
 
+T = TypeVar("T")
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
 MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama has 126
@@ -25,7 +27,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         key: _lists(value) if isinstance(value, dict) else value
         for key, value in _lists(dataclasses.asdict(dataclasses.replace(plan, units=()))).items()
     }
-    units = [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)]
+    units = [{"unit": name, **_lists(dataclasses.asdict(unit))} for name, unit in group_units(plan.units)]
+    for unit in units:
+        del unit["modules"]  # whose names are its own
     return plain | {"modules": join_names(plan.modules), "units": units}
 
 
@@ -89,29 +93,24 @@ def load_plan(path: Path) -> Plan:
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
     """Group consecutive units with the same settings: (name of the entry, its first unit)."""
-    groups: list[list[UnitPlan]] = []
-    for unit in units:
-        # repr, because True == 1
-        if (
-            groups
-            and _is_next(groups[-1][-1].name, unit.name)
-            and repr(_settings(groups[-1][0])) == repr(_settings(unit))
-        ):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
+    groups = _group_ranges(units, attrgetter("name"), lambda unit: repr(unit.settings))  # because True == 1
     return [(_range_name([unit.name for unit in group]), group[0]) for group in groups]
 
 
 def join_names(names: Sequence[str]) -> list[str]:
     """Join consecutive numbered names into ranges such as layers.[0-31]."""
-    groups: list[list[str]] = []
-    for name in names:
-        if groups and _is_next(groups[-1][-1], name):
-            groups[-1].append(name)
+    return list(map(_range_name, _group_ranges(names, str, lambda _: "")))
+
+
+def _group_ranges(items: Sequence[T], name: Callable[[T], str], alike: Callable[[T], Any]) -> list[list[T]]:
+    """Group consecutive items whose names differ by one number and that are alike."""
+    groups: list[list[T]] = []
+    for item in items:
+        if groups and _is_next(name(groups[-1][-1]), name(item)) and alike(groups[-1][0]) == alike(item):
+            groups[-1].append(item)
         else:
-            groups.append([name])
-    return [_range_name(group) for group in groups]
+            groups.append([item])
+    return groups
 
 
 def _range_name(names: Sequence[str]) -> str:
@@ -131,10 +130,6 @@ def _is_next(name: str, following: str) -> bool:
     if str(int(number)) != number:  # 09 would be read back as 9
         return False
     return following == f"{before}{int(number) + 1}{after}"
-
-
-def _settings(unit: UnitPlan) -> dict[str, Any]:
-    return {key: value for key, value in _lists(dataclasses.asdict(unit)).items() if key != "modules"}
 
 
 def _lists(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,11 @@ from meshwright.parallel.plan.mistakes import Mistake
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import MeshPlan
 
-
 ZERO3, ZERO2 = "gathered parameters freed after use", "parameters stay gathered until the backward"
 COPIES = "every process holds everything, only gradients are reduced"
 # The names of FSDP1's ShardingStrategy (torch.distributed.fsdp), in lower case, and ddp -> the processes that
-# parameters are sharded over ("all", those of a "node", or "none"); whether gathered parameters are freed after
-# the forward (None: nothing is gathered); a phrase for people
+# parameters are sharded over ("all", those of a "node", or "none"); whether gathered parameters are freed
+# after the forward (None: nothing is gathered); a phrase for people
 STRATEGIES: dict[str, tuple[str, bool | None, str]] = {
     "full_shard": ("all", True, f"ZeRO-3: sharded over all processes, {ZERO3}"),
     "shard_grad_op": ("all", False, f"ZeRO-2: sharded over all processes, {ZERO2}"),

@@ -25,8 +25,9 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
+from meshwright.tools.plan import compare, scaling
 from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
-from meshwright.tools.plan.compare import compare_strategies, comparison_json, comparison_text
+from meshwright.tools.plan.compare import compare_strategies
 from meshwright.tools.plan.export import (
     PLAN_SUFFIXES,
     TIMELINE_SUFFIXES,
@@ -44,7 +45,7 @@ from meshwright.tools.plan.report import (
     make_report,
     time_to_train,
 )
-from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json, sweep_text
+from meshwright.tools.plan.scaling import read_sweep, sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -95,15 +96,15 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
     counts = read_sweep(options.sweep)
-    rows = sweep(job, counts, options.gpus_per_node, _find_hardware(options, max(counts)))
-    output = sweep_json if options.json else sweep_text
-    print(output(rows, options.tokens))
+    hardware = _find_hardware(options, max(counts))
+    rows = sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
+    print(json.dumps({"sweep": rows}, indent=2) if options.json else scaling.as_text(rows, options.tokens))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a comparison of DDP, FSDP and HSDP for the training."""
     compared = compare_strategies(job, options.gpus, options.gpus_per_node)
-    print(comparison_json(compared) if options.json else comparison_text(compared))
+    print(json.dumps(compared, indent=2) if options.json else compare.as_text(compared))
 
 
 def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
@@ -157,8 +158,15 @@ def _document(options: argparse.Namespace, report: PlanReport, check: PlanCheck 
 PROG = "tools.plan"
 KEYS = "[--section.key=value ...]"
 NEED_GPU = ("tokens", "timeline", "min_gpus", "sweep")
-# Options that --compare and --sweep, which show several plans, refuse.
 OF_ONE_PLAN = ("save", "timeline", "check")
+# options -> those that they refuse, and why
+CONFLICTS = {
+    "compare": (
+        ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
+        "which shows only the memory and the collectives of each strategy",
+    ),
+    "sweep": (OF_ONE_PLAN, "which makes several plans (one with --gpus)"),
+}
 EPILOG = """\
 Every config key is accepted too, as --section.key=value, and overrides the file. `python -m train.main -h` documents
 all of them. With --parallel.plan=auto the planner chooses the keys that the config leaves at auto: degrees, activation
@@ -317,44 +325,25 @@ def _check_names(config_arguments: Sequence[str]) -> None:
 
 def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
     """Refuse options that conflict, or that need another one."""
-    if options.compare:
-        _refuse(
-            options,
-            ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
-            "not available with --compare, which shows only the memory and the collectives of each strategy",
-        )
-        return
-    if options.sweep:
-        _refuse(
-            options, OF_ONE_PLAN, "not available with --sweep, which makes several plans (one with --gpus)"
-        )
-    if options.gpu:
-        _check_file(options, job)
-        return
+    for option, (refused, reason) in CONFLICTS.items():
+        for name in refused if getattr(options, option) else ():
+            if getattr(options, name):
+                raise ConfigError(
+                    f"{_option(name)}: not available with --{option}, {reason}: remove the option"
+                )
+    plan, kinds = job.parallel.plan, ", ".join(load_hardware())
+    from_file = plan not in ("auto", "manual")
     for name in NEED_GPU:
-        if getattr(options, name):
+        if getattr(options, name) and not options.gpu:
+            raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {kinds}, or --gpu here")
+        if getattr(options, name) and from_file and name in ("min_gpus", "sweep"):
             raise ConfigError(
-                f"{_option(name)} needs --gpu KIND, one of {', '.join(load_hardware())}, or --gpu here"
+                f"{_option(name)}: parallel.plan={plan} is a file for one number of GPUs: use auto or manual"
             )
-    if job.parallel.plan == "auto":
+    if plan == "auto" and not options.gpu and not options.compare:
         raise ConfigError(
-            "parallel.plan=auto needs --gpu KIND to predict memory and speed, one of "
-            + ", ".join([*load_hardware(), "here"])
+            f"parallel.plan=auto needs --gpu KIND to predict memory and speed, one of {kinds}, here"
         )
-
-
-def _check_file(options: argparse.Namespace, job: TrainingJob) -> None:
-    if job.parallel.plan not in ("auto", "manual") and (options.min_gpus or options.sweep):
-        name = "--min-gpus" if options.min_gpus else "--sweep"
-        raise ConfigError(
-            f"{name}: parallel.plan={job.parallel.plan} is a file for one number of GPUs: use auto or manual"
-        )
-
-
-def _refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> None:
-    for name in names:
-        if getattr(options, name):
-            raise ConfigError(f"{_option(name)}: {reason}: remove the option")
 
 
 def _option(name: str) -> str:

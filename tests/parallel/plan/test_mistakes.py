@@ -50,7 +50,8 @@ tp: 9, world_size: 9, tp_modules: [feed_forward] -> ffn_dim=48 ... 1, 2, 4, 8 or
 tp: 32, world_size: 32, tp_modules: [embedding, head] -> right
 tp: 2, tp_modules: [hed, hed] -> parallel.tp_modules: hed ... mean head?
 tp: 2, tp_modules: [xyz] -> tp_modules: xyz ... embedding, attention, feed_forward
-tp: 2, tp_modules: [head], model: tied -> tp_modules splits head but not embedding, ... share a weight ... both or neither
+tp: 2, tp_modules: [head], model: tied
+ -> tp_modules splits head but not embedding, ... share a weight ... both or neither
 async_tp: true -> parallel.async_tp=true ... tp=1 ... use false, or tp > 1
 async_tp: true, tp: 2, sequence_parallel: false -> async_tp=true ... sequence_parallel=true
 async_tp: true, tp: 2, compile: {backend: aot_eager} -> async_tp=true ... inductor ... or async_tp=false
@@ -237,7 +238,7 @@ mesh: {cp: 1} -> right
 cp: 2 | context: {cores: []} -> context: cores=[] ... ['layers.*.core']
 # styles
 tp: 2 | tensor: {styles: {}} -> tensor: tp > 1 ... styles ... make a new plan
-tp: 2 | tensor.styles: {layers.*.wq: colwize} -> tensor: part attention ... layers.*.wq is colwize, must be colwise
+tp: 2 | tensor.styles: {layers.*.wq: colwize} -> part attention ... layers.*.wq is colwize ... colwise
 tp: 2 | tensor.styles: {layers.*.wq: rowwise} -> tensor: part attention ... layers.*.wq is rowwise ... colwise
 tp: 2 | tensor.styles: {layers.*.wq: whole_colwise} -> layers.*.wq is whole_colwise ... colwise
 tp: 2 | tensor.styles: {head.output: gathered_logits}
@@ -248,7 +249,8 @@ tp: 2 | tensor.styles: {layers.1.wq: whole_colwise} -> tensor: layers.1.wq ... l
 tp: 2 | tensor.styles: {layers.*.norm: whole_sequence, layers.*.wq: whole_colwise, layers.*.wo: whole_rowwise}
  -> right
 tp: 2 | tensor.styles: {head.output: gathered_logits, head.loss: null} -> right
-tp: 2, model: tied | tensor.styles: {embed: whole_vocab} -> tensor: styles splits head but not embedding ... share a weight ... both or neither
+tp: 2, model: tied | tensor.styles: {embed: whole_vocab}
+ -> tensor: styles splits head but not embedding ... share a weight ... both or neither
 # units missing, out of order, joined
 layers.1: null -> units: ... layers.1 is in no unit ... add it
 layers.0: {unit: layers.1}, layers.1: {unit: layers.0}
