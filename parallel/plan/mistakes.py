@@ -2,6 +2,7 @@
 field."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
@@ -89,8 +90,11 @@ def planned_keys(plan: Plan) -> dict[str, list[Any]]:
     return {key: values for key, values in keys.items() if key not in _SELECTING}
 
 
-def contradictions(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[str]:
-    """Return a line for each config key that contradicts the plan file, which would silently override it."""
+def contradictions(
+    config: ParallelConfig, plan: Plan, model: ModelUnits, batch: Mapping[str, int | str]
+) -> list[str]:
+    """Return a line for each config key that contradicts the plan file, which would silently override it.
+    `batch`: the keys of the batch's sizes in the section `train`."""
     blocks = [model.checkpointed.issuperset(unit.modules) for unit in plan.units]
     planned = planned_keys(plan)
     planned["parallel.reshard_after_forward"].pop()  # that of the last unit, which is never resharded
@@ -98,8 +102,9 @@ def contradictions(config: ParallelConfig, plan: Plan, model: ModelUnits) -> lis
         key = f"parallel.{name}"
         planned[key] = [value for value, is_block in zip(planned[key], blocks, strict=True) if is_block]
     default, lines = _values(ParallelConfig()), []
-    for key, requested in _values(config).items():
-        left_open = requested in (default[key], "auto") or (key == "parallel.dp_shard" and requested == -1)
+    for key, requested in {**_values(config), **batch}.items():
+        rest = key in ("parallel.dp_shard", "train.global_batch_size") and requested == -1
+        left_open = rest or requested in (default.get(key, "auto"), "auto")
         found = planned.get(key, [])
         if left_open or key in _SELECTING or repr(requested) in map(repr, found):  # repr, because True == 1
             continue

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshwright.parallel.config import ParallelConfig
@@ -45,11 +45,20 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
 
 
 def plan_file_mistakes(
-    plan: Plan, path: Path, config: ParallelConfig, model: ModelUnits, world_size: int, seq_len: int
+    plan: Plan,
+    path: Path,
+    config: ParallelConfig,
+    model: ModelUnits,
+    world_size: int,
+    seq_len: int,
+    batch: Mapping[str, int | str] | None = None,
 ) -> list[str]:
-    """Return a line for each mistake in a plan file, and for each config key that contradicts it."""
+    """Return a line for each mistake in a plan file, and for each config key that contradicts it. `batch`:
+    as in `contradictions`."""
     mistakes = validate(plan, model, world_size, seq_len)
-    return contradictions(config, plan, model) + [f"plan file {path}: {file_line(m)}" for m in mistakes]
+    given = batch if batch and plan.mesh.world_size == world_size else {}
+    lines = contradictions(config, plan, model, given)
+    return lines + [f"plan file {path}: {file_line(mistake)}" for mistake in mistakes]
 
 
 def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:

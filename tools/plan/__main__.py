@@ -25,27 +25,10 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
-from meshwright.tools.plan import compare, scaling
-from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
-from meshwright.tools.plan.compare import compare_strategies
-from meshwright.tools.plan.export import (
-    PLAN_SUFFIXES,
-    TIMELINE_SUFFIXES,
-    check_target,
-    save_plan,
-    save_timeline,
-)
+from meshwright.tools.plan import check as checking
+from meshwright.tools.plan import compare, export, scaling
+from meshwright.tools.plan import report as reporting
 from meshwright.tools.plan.here import HERE, measure_this_machine
-from meshwright.tools.plan.report import (
-    PlanReport,
-    as_json,
-    as_text,
-    find_fewest,
-    find_kind,
-    make_report,
-    time_to_train,
-)
-from meshwright.tools.plan.scaling import read_sweep, sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -71,46 +54,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print the report on one plan, and write the requested files. One that does not fit is no error."""
     if options.save:  # never overwritten, because a run may use it
-        check_target("--save", options.save, PLAN_SUFFIXES, overwrites=False)
+        export.check_target("--save", options.save, export.PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
-        check_target("--timeline", options.timeline, TIMELINE_SUFFIXES, overwrites=True)
+        export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
     if options.gpu:
         hardware = _find_hardware(options, options.gpus or options.gpus_per_node)
-        gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
+        gpus = options.gpus or reporting.find_fewest(job, options.gpus_per_node, hardware)
         machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
     else:
         machines = Machines(options.gpus, min(options.gpus, options.gpus_per_node))
-    report = make_report(job, machines)
-    check = check_run(job, report.plan) if options.check else None
+    report = reporting.make_report(job, machines)
+    check = checking.check_run(job, report.plan) if options.check else None
     written = _write(options, report)
     if options.json:
         print(json.dumps(_document(options, report, check), indent=2))
     else:
         first = [f"fewest GPUs: {machines.processes}"] if options.min_gpus else []
-        last = [*([check_text(check)] if check else []), *(f"wrote {path}" for path in written)]
-        print("\n\n".join([*first, as_text(report, options.tokens), *last]))
+        last = [*([checking.as_text(check)] if check else []), *(f"wrote {path}" for path in written)]
+        print("\n\n".join([*first, reporting.as_text(report, options.tokens), *last]))
     if check and check.wrong:
         sys.exit(EXIT_DIFFERS)
 
 
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
-    counts = read_sweep(options.sweep)
+    counts = scaling.read_sweep(options.sweep)
     hardware = _find_hardware(options, max(counts))
-    rows = sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
+    rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
     print(json.dumps({"sweep": rows}, indent=2) if options.json else scaling.as_text(rows, options.tokens))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a comparison of DDP, FSDP and HSDP for the training."""
-    compared = compare_strategies(job, options.gpus, options.gpus_per_node)
+    compared = compare.compare_strategies(job, options.gpus, options.gpus_per_node)
     print(json.dumps(compared, indent=2) if options.json else compare.as_text(compared))
 
 
 def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
     """Return the kind that --gpu names, or this machine as it measures itself."""
     if options.gpu != HERE:
-        return find_kind(options.gpu, "--gpu")
+        return reporting.find_kind(options.gpu, "--gpu")
     print(f"{HERE}: this machine measures itself, up to a minute, unless it has before", file=sys.stderr)
     here = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
     print(here.line, file=sys.stderr)
@@ -130,7 +113,7 @@ def compare_files(options: argparse.Namespace) -> None:
         print(f"{options.a} -> {options.b}", *lines, sep="\n")
 
 
-def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
+def _write(options: argparse.Namespace, report: reporting.PlanReport) -> list[Path]:
     """Write the requested files, and return their paths."""
     mesh, hardware = report.plan.mesh, report.machines.hardware
     kind = hardware.name if hardware else "GPUs"
@@ -138,21 +121,23 @@ def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
     title = f"{of} on {mesh.world_size} {kind}"
     if options.timeline and report.prediction:
         degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
-        save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
+        export.save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
     if options.save:
-        save_plan(options.save, report.plan, [title, *report.reasons])
+        export.save_plan(options.save, report.plan, [title, *report.reasons])
     return [path for path in (options.save, options.timeline) if path]
 
 
-def _document(options: argparse.Namespace, report: PlanReport, check: PlanCheck | None) -> dict[str, Any]:
-    document = as_json(report)
+def _document(
+    options: argparse.Namespace, report: reporting.PlanReport, check: checking.PlanCheck | None
+) -> dict[str, Any]:
+    document = reporting.as_json(report)
     if options.min_gpus:
         document["min_gpus"] = report.machines.processes
     if options.tokens and report.prediction:
-        document["time_to_train"] = time_to_train(
+        document["time_to_train"] = reporting.time_to_train(
             report.prediction, report.machines.processes, options.tokens
         )
-    return document | ({"check": check_json(check)} if check else {})
+    return document | ({"check": checking.as_json(check)} if check else {})
 
 
 PROG = "tools.plan"

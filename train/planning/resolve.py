@@ -28,25 +28,10 @@ def read_plan(job: TrainingJob, model: ModelUnits, world_size: int) -> Plan:
             "plan file, such as plan.yaml in the folder of a run"
         )
     plan = load_plan(path)
-    mistakes = plan_file_mistakes(plan, path, job.parallel, model, world_size, job.seq_len)
-    if plan.mesh.world_size == world_size:
-        mistakes += _batch_mistakes(job, plan)
-    if mistakes:
+    batch = {f"train.{key}": getattr(job, key) for key in ("micro_batch_size", "global_batch_size")}
+    if mistakes := plan_file_mistakes(plan, path, job.parallel, model, world_size, job.seq_len, batch):
         raise PlanError("\n".join(mistakes))
     return plan
-
-
-def _batch_mistakes(job: TrainingJob, plan: Plan) -> list[str]:
-    """Return a line for each batch size of the config that contradicts the plan file."""
-    mistakes = []
-    for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
-        requested, planned = getattr(job, key), getattr(plan, key)
-        if requested not in (left_open, planned):
-            mistakes.append(
-                f"train.{key}={requested}, but the plan file {job.parallel.plan} has {planned}: change one "
-                "of them"
-            )
-    return mistakes
 
 
 def plan_on_device(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
