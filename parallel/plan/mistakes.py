@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.serialize import value_text
 
 # The config keys that decide a field of another name. The others decide one of the same name: parallel.tp
 # that of the mesh, parallel.param_dtype that of every unit.
@@ -21,7 +22,7 @@ OTHER_KEYS = {
     "units.saved_ops": "parallel.selective_policy",
     "units.compiled": "parallel.compile.enabled",
 }
-_SELECTING = ("parallel.float8.linears", "parallel.float8.min_dim")  # a plan lists the linears they select
+_SELECTING = {"parallel.float8.linears", "parallel.float8.min_dim"}  # a plan lists the linears they select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +75,16 @@ def key_of(field: str) -> str:
 def planned_keys(plan: Plan) -> dict[str, list[Any]]:
     """Return, for each config key that a plan decides, its value in the plan: a single one, or those of all
     units in the order of the plan."""
-    found = {**vars(plan), **vars(plan.mesh), **vars(plan.tensor), "cp_exchange": plan.context.exchange}
-    keys = {
-        "train.micro_batch_size": [plan.micro_batch_size],
-        "train.global_batch_size": [plan.global_batch_size],
-    }
-    for field in dataclasses.fields(ParallelConfig):
-        key = f"parallel.{field.name}"
-        if field.name in ("compile", "float8"):
-            keys |= {f"{key}.{name}": [value] for name, value in vars(found[field.name]).items()}
-        elif field.name in found:
-            keys[key] = [found[field.name]]
-        elif hasattr(plan.units[0], field.name):
-            keys[key] = [getattr(unit, field.name) for unit in plan.units]
-    return {key: values for key, values in keys.items() if key not in _SELECTING}
+    fields = {**vars(plan), **vars(plan.mesh), **vars(plan.tensor), "cp_exchange": plan.context.exchange}
+    keys = {f"train.{name}": [getattr(plan, name)] for name in ("micro_batch_size", "global_batch_size")}
+    for key in _values(ParallelConfig()).keys() - _SELECTING:
+        section, _, name = key.removeprefix("parallel.").rpartition(".")
+        of_plan = vars(getattr(plan, section)) if section else fields
+        if name in of_plan:
+            keys[key] = [of_plan[name]]
+        elif hasattr(plan.units[0], name):
+            keys[key] = [getattr(unit, name) for unit in plan.units]
+    return keys
 
 
 def contradictions(
@@ -108,10 +105,10 @@ def contradictions(
         found = planned.get(key, [])
         if left_open or key in _SELECTING or repr(requested) in map(repr, found):  # repr, because True == 1
             continue
-        values = ", ".join(dict.fromkeys(map(_format_value, found)))
+        values = ", ".join(dict.fromkeys(map(value_text, found)))
         file = f"the plan file {config.plan}"
         rule = f", but {file} has {values}" if found else f" is decided by {file}"
-        lines.append(f"{key}={_format_value(requested)}{rule}: remove the key, or edit the file")
+        lines.append(f"{key}={value_text(requested)}{rule}: remove the key, or edit the file")
     return lines
 
 
@@ -124,7 +121,3 @@ def _values(config: ParallelConfig) -> dict[str, object]:
         for key, value in vars(holder).items()
         if key not in ("plan", "compile", "float8")
     }
-
-
-def _format_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

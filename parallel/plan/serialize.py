@@ -55,7 +55,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(UnitPlan)[1:]:  # all but the modules
         names: dict[str, list[str]] = {}
         for unit in plan.units:
-            names.setdefault(_to_text(getattr(unit, field.name)), []).append(unit.name)
+            names.setdefault(value_text(getattr(unit, field.name)), []).append(unit.name)
         each = [f"{text} in {', '.join(join_names(units))}" for text, units in names.items()]
         yield f"units.{field.name}", "; ".join(each if each[1:] else names)
 
@@ -65,10 +65,11 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
     else:
-        yield name, _to_text(value)
+        yield name, value_text(value)
 
 
-def _to_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return a value of a plan or of a key as in YAML: null, true, [a, b]."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(value)}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
