@@ -30,15 +30,17 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     mistakes += rules.compile_mistakes(plan.compile)
     mistakes += rules.storage_mistakes(plan)
     mistakes += rules.kernel_mistakes(plan, model)
-    structure = [*_structure_mistakes(plan, model)]
-    if structure or plan.mesh.world_size != world_size:
-        return mistakes + structure  # the other rules rely on degrees, modules and the order of units
+    if structure := [*_structure_mistakes(plan, model)]:
+        return mistakes + structure  # the other rules rely on modules and the order of units
     mistakes += _style_mistakes(plan, model, seq_len)
     mistakes += rules.context_mistakes(plan, model, seq_len)
     mistakes += rules.written_mistakes(plan.mesh, model.written)
     mistakes += rules.unsharded_mistakes(plan, model)
     mistakes += rules.async_tp_mistakes(plan)
-    mistakes += float8_mistakes(plan, model)
+    if plan.mesh.world_size != world_size:
+        return mistakes  # the other rules rely on the number of shards
+    if not any(mistake.field.startswith("mesh") for mistake in mistakes):
+        mistakes += float8_mistakes(plan, model)  # whose sizes depend on the degrees
     mistakes += _all_units_mistakes(plan, model)
     mistakes += _dtype_chain_mistakes(plan)
     return mistakes
