@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from meshwright.parallel.model.describe import describe as describe
     from meshwright.parallel.model.materialize import load_weights as load_weights
     from meshwright.parallel.model.materialize import materialize as materialize
-    from meshwright.parallel.plan.diff import diff_plans as diff_plans
     from meshwright.parallel.plan.make import RunShape as RunShape
     from meshwright.parallel.plan.make import make_plan as make_plan
     from meshwright.parallel.plan.schema import ModelUnits as ModelUnits
     from meshwright.parallel.plan.schema import Plan as Plan
+    from meshwright.parallel.plan.serialize import diff_plans as diff_plans
     from meshwright.parallel.plan.serialize import load_plan as load_plan
     from meshwright.parallel.plan.serialize import plan_to_table as plan_to_table
     from meshwright.parallel.plan.serialize import plan_to_yaml as plan_to_yaml
@@ -51,7 +51,7 @@ _PUBLIC = {
     "plan_to_table": "parallel.plan.serialize",
     "plan_to_yaml": "parallel.plan.serialize",
     "load_plan": "parallel.plan.serialize",
-    "diff_plans": "parallel.plan.diff",
+    "diff_plans": "parallel.plan.serialize",
     "build_mesh": "parallel.mesh",
     "apply_plan": "parallel.apply",
     "ShardedModel": "parallel.sharded_model",

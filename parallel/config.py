@@ -4,6 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Auto = Literal["auto"]
+Dtype = Literal["float32", "bfloat16"]  # float16 would need a gradient scaler
+Exchange = Literal["heads", "gather"]
+ReduceGradients = Literal["every_micro_batch", "last_micro_batch"]
+ActivationCheckpoint = Literal["none", "full", "selective", "budget", "offload"]
+Recipe = Literal["none", "tensorwise", "rowwise"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Float8Config:
             tensorwise only
     """
 
-    recipe: Literal["none", "tensorwise", "rowwise"] = "none"
+    recipe: Recipe = "none"
     linears: tuple[str, ...] = ("layers.*",)
     min_dim: int = 1024
     all_gather: bool = False
@@ -128,24 +133,24 @@ class ParallelConfig:
     dp_replicate: Auto | int = "auto"
     dp_shard: Auto | int = "auto"
     cp: Auto | int = "auto"
-    cp_exchange: Literal["auto", "heads", "gather"] = "auto"
+    cp_exchange: Literal[Auto, Exchange] = "auto"
     tp: Auto | int = "auto"
     tp_modules: tuple[str, ...] = TP_MODULES
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: Auto | bool | int = "auto"
     reshard_after_backward: Auto | bool = "auto"
-    reduce_gradients: Literal["auto", "every_micro_batch", "last_micro_batch"] = "auto"
+    reduce_gradients: Literal[Auto, ReduceGradients] = "auto"
     forward_prefetch: Auto | int = "auto"
     backward_prefetch: Auto | int = "auto"
-    activation_checkpoint: Literal["auto", "none", "full", "selective", "budget", "offload"] = "auto"
+    activation_checkpoint: Literal[Auto, ActivationCheckpoint] = "auto"
     activation_checkpoint_blocks: Auto | int = "auto"
     selective_policy: str = "matmul"
     activation_budget: float = 0.5
     unit_min_params: int = 0
-    storage_dtype: str = "float32"
-    param_dtype: str = "float32"
-    reduce_dtype: str = "float32"
+    storage_dtype: Dtype = "float32"
+    param_dtype: Literal[Auto, Dtype] = "float32"
+    reduce_dtype: Dtype = "float32"
     cpu_offload: bool = False
     attention: str = "auto"
     loss_chunk_tokens: Auto | int = "auto"

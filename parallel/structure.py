@@ -39,7 +39,7 @@ def structure(cls: type[T], data: Any, place: str) -> T:
     ValueError that lists all mistakes, each with `place` (a file), key and value.
     """
     mistakes: list[str] = []
-    converted: T = _convert(cls, data, "", mistakes)
+    converted: T = convert(cls, data, "", mistakes)
     if mistakes:
         raise ValueError(report(place, mistakes))
     return converted
@@ -66,25 +66,28 @@ def wrong_keys(given: Iterable[Any], known: Sequence[str], place: str = "") -> l
     return mistakes
 
 
-def _convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bool = True) -> Any:
+def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bool = True) -> Any:
     """Convert the value to the target type; dataclasses, lists and mappings by element, so that every mistake
-    has its place. Not `strict`: text may be a number, as the keys of YAML and JSON are."""
+    has its place: `mistakes` gets a line for each, and the result is then of no use.
+
+    Not `strict`: text may be a number, as the keys of YAML and JSON are.
+    """
     kind, inner = get_origin(target), get_args(target)
     if isinstance(target, type) and dataclasses.is_dataclass(target) and isinstance(value, dict):
         fields = _fields(target)
         if value.keys() != fields.keys():
             mistakes += wrong_keys(value, list(fields), place)
         parts = {
-            key: _convert(fields[key], part, _join(place, key), mistakes)
+            key: convert(fields[key], part, _join(place, key), mistakes)
             for key, part in value.items()
             if key in fields
         }
         return None if mistakes else target(**parts)
     if kind is tuple and inner[1:] == (...,) and isinstance(value, list):
-        return tuple(_convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
+        return tuple(convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
     if kind in (dict, Mapping) and isinstance(value, dict):
         return {
-            _convert(inner[0], key, f"{place}: key", mistakes, strict=False): _convert(
+            convert(inner[0], key, f"{place}: key", mistakes, strict=False): convert(
                 inner[1], part, _join(place, key), mistakes
             )
             for key, part in value.items()
@@ -104,14 +107,22 @@ def _fields(cls: type) -> dict[str, Any]:
 
 def _rule(error: str, target: Any) -> str:
     """Return the violated rule, from msgspec's "Expected `int`, got `str` - at `$[0]`"."""
+    kinds = get_args(target)
     if get_origin(target) is Literal:
-        return f" must be one of {', '.join(map(str, get_args(target)))}"
+        return f" must be one of {', '.join(map(str, kinds))}"
+    if any(get_origin(kind) is Literal for kind in kinds):
+        return f" must be {' or '.join(map(_name_type, kinds))}"
     message, _, element = error.partition(" - at `$")
     expected = re.fullmatch(r"Expected `([\w |]+)`(.*?)(?:, got .*)?", message, re.DOTALL)
     if not expected:
         return f": {message}"
     types = " or ".join(_TYPE_NAMES.get(name, name) for name in expected[1].split(" | "))
     return f"{f': {element[:-1]}' if element else ''} must be {types}{expected[2].removesuffix('.0')}"
+
+
+def _name_type(kind: Any) -> str:
+    names = get_args(kind) if get_origin(kind) is Literal else [_TYPE_NAMES[kind.__name__]]
+    return ", ".join(map(str, names))
 
 
 def _join(place: str, key: object) -> str:

@@ -6,10 +6,8 @@ from math import prod
 
 from meshwright.parallel.config import Float8Config
 from meshwright.parallel.plan.mistakes import Mistake
-from meshwright.parallel.plan.rules import choice_mistakes
 from meshwright.parallel.plan.schema import Float8Plan, ModelUnits, Plan, TensorPlan
 
-RECIPES = ("tensorwise", "rowwise")
 MULTIPLE = 16  # every dimension of a float8 product must be a multiple of it (torch._scaled_mm)
 
 
@@ -25,20 +23,15 @@ def make_float8(config: Float8Config, model: ModelUnits, tensor: TensorPlan, tp:
 
 
 def float8_config_mistakes(config: Float8Config, model: ModelUnits) -> Iterator[Mistake]:
-    """Check `min_dim`, and that every pattern matches a linear of a block."""
-    if config.recipe != "none" and config.min_dim < 1:
-        yield Mistake("parallel.float8.min_dim", f"={config.min_dim} must be at least 1")
+    """Check that every pattern matches a linear of a block."""
     for pattern in dict.fromkeys(config.linears) if config.recipe != "none" else ():
         if not _matching([pattern], model):
             known = f"use {', '.join(model.linears)}"
             yield Mistake("float8.linears", f": {pattern} matches no linear of a block: {known}")
 
 
-def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[Mistake]:
-    """Check the plan's float8 section.
-
-    If the mesh is wrong (`mesh_fits` is false), local sizes, which depend on its degrees, are not checked.
-    """
+def float8_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
+    """Check the plan's float8 section."""
     float8, recipe = plan.float8, f"={plan.float8.recipe}"
     if float8.recipe == "none":
         if float8.linears or float8.all_gather:
@@ -47,12 +40,10 @@ def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[
                 "=none has no linears and gathers nothing in float8: choose a recipe, or use no linears and "
                 "all_gather=false",
             )
-    elif float8.recipe not in RECIPES:
-        yield from choice_mistakes("float8.recipe", float8.recipe, ("none", *RECIPES))
     elif unknown := [p for p in float8.linears if p not in model.linears]:
         yield Mistake("float8.linears", f": {unknown[0]} is not one of {', '.join(model.linears)}")
     else:
-        yield from _size_mistakes(plan, model) if mesh_fits else ()
+        yield from _size_mistakes(plan, model)
         if float8.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
             yield Mistake(
                 "float8.recipe",
@@ -127,5 +118,5 @@ def _matching(patterns: Iterable[str], model: ModelUnits) -> list[str]:
 def _local_size(pattern: str, size: tuple[int, int], styles: Mapping[str, str], tp: int) -> tuple[int, int]:
     """Return the outputs and inputs of a linear's local part on one tp rank."""
     outputs, inputs = size
-    style, tp = styles.get(pattern, ""), max(tp, 1)
+    style = styles.get(pattern, "")
     return (outputs // tp if style == "colwise" else outputs, inputs // tp if style == "rowwise" else inputs)

@@ -14,6 +14,7 @@ from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_f
 from meshwright.parallel.plan.mistakes import Mistake, key_line
 from meshwright.parallel.plan.rules import heads_of_rank, nearest, split_styles, splits_tokens
 from meshwright.parallel.plan.schema import (
+    AXES,
     ContextPlan,
     MeshPlan,
     ModelUnits,
@@ -25,8 +26,13 @@ from meshwright.parallel.plan.schema import (
 from meshwright.parallel.plan.selective_policy import blocks_of_every, policy_mistakes, saved_ops
 from meshwright.parallel.plan.strategy import resolve_strategy
 from meshwright.parallel.plan.validate import validate
+from meshwright.parallel.structure import convert
 
 LOSS_CHUNK_TOKENS = 2048  # large enough for matrix products at full speed
+LOWEST = {
+    **dict.fromkeys(AXES, 1),
+    **dict.fromkeys(("forward_prefetch", "backward_prefetch", "unit_min_params", "loss_chunk_tokens"), 0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +61,34 @@ class RunShape:
 
 
 def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
-    """Resolve a config into a plan. Raises PlanError that lists all mistakes, one line each."""
-    config, mistakes = _resolve_config(config, model, shape)
+    """Resolve a config into a plan. Raises PlanError that lists all mistakes, one line each; values of a
+    wrong type or below the lowest first, and alone."""
+    config, mistakes = _resolve_config(_check_values(config, shape), model, shape)
     plan = _make_plan(config, model, shape)
-    plan_mistakes = validate(plan, model, shape.world_size, shape.seq_len)
-    if plan.mesh.world_size != shape.world_size and config.dp_shard in ("auto", -1):
-        # The user did not choose this dp_shard, and it changes with the fix of the mesh: a value that does
-        # not divide it is not a second mistake.
-        plan_mistakes = [m for m in plan_mistakes if m.field != "units.reshard_after_forward"]
-    mistakes += [*plan_mistakes, *_batch_mistakes(plan, shape)]
+    mistakes += validate(plan, model, shape.world_size, shape.seq_len)
+    if plan.mesh.world_size == shape.world_size:
+        mistakes += _batch_mistakes(plan, shape)
     if mistakes:
         raise PlanError("\n".join(key_line(mistake, config.strategy) for mistake in mistakes))
     return plan
+
+
+def _check_values(config: ParallelConfig, shape: RunShape) -> ParallelConfig:
+    """Return the config with lists as tuples. Raises PlanError that lists the values of another type than
+    their key, which a config made in Python can have, and those below the lowest."""
+    lines = list[str]()
+    config = convert(ParallelConfig, dataclasses.asdict(config), "parallel", lines)
+    if not lines:
+        given = {f"parallel.{key}": (getattr(config, key), lowest) for key, lowest in LOWEST.items()}
+        given["parallel.float8.min_dim"] = config.float8.min_dim, 1
+        given["train.micro_batch_size"] = shape.micro_batch_size, 1
+        for key, (value, lowest) in given.items():
+            rest = " (or -1: all that is left)" if key == "parallel.dp_shard" else ""
+            if value != "auto" and value < lowest and not (rest and value == -1):
+                lines.append(f"{key}={value} must be at least {lowest}{rest}")
+    if lines:
+        raise PlanError("\n".join(lines))
+    return config
 
 
 def _resolve_config(
@@ -78,18 +100,12 @@ def _resolve_config(
     """
     mistakes = list[Mistake]()
     if config.strategy:
-        inner = max(_resolve(config.tp, 1), 1) * max(_resolve(config.cp, 1), 1)
+        inner = _resolve(config.tp, 1) * _resolve(config.cp, 1)
         config, mistakes = resolve_strategy(config, inner, shape.world_size, shape.gpus_per_node)
     for part in dict.fromkeys(() if config.tp_modules == TP_MODULES else config.tp_modules):
         if model.styles and part not in model.styles:
             hint = nearest(part, model.styles) or f" Use {', '.join(model.styles)}."
             mistakes.append(Mistake("parallel.tp_modules", f": {part} is not a part of this model.{hint}"))
-    if config.unit_min_params < 0:
-        mistakes.append(
-            Mistake(
-                "parallel.unit_min_params", f"={config.unit_min_params} must be 0 (a unit per block) or more"
-            )
-        )
     blocks, mode = config.activation_checkpoint_blocks, config.activation_checkpoint
     message = ""
     if blocks != "auto" and not 0 <= blocks <= len(model.checkpointed):
@@ -100,7 +116,6 @@ def _resolve_config(
         )
     if message:
         mistakes.append(Mistake("parallel.activation_checkpoint_blocks", message))
-        config = dataclasses.replace(config, activation_checkpoint_blocks="auto")
     if mode == "selective" and (wrong := [*policy_mistakes(config.selective_policy, model.attention_ops)]):
         mistakes += wrong
         config = dataclasses.replace(config, activation_checkpoint="none")
@@ -111,13 +126,8 @@ def _resolve_config(
 
 
 def _batch_mistakes(plan: Plan, shape: RunShape) -> Iterator[Mistake]:
-    """Check that the global batch is a multiple of micro batch size x data-parallel degree.
-
-    Skipped for a mesh or a micro batch that `validate` refuses, so that one mistake is one line.
-    """
+    """Check that the global batch is a multiple of micro batch size x data-parallel degree."""
     mesh, micro, global_batch = plan.mesh, plan.micro_batch_size, shape.global_batch_size
-    if micro < 1 or min(vars(mesh).values()) < 1 or mesh.world_size != shape.world_size:
-        return
     per_pass = micro * mesh.data_parallel
     if global_batch != -1 and (global_batch <= 0 or global_batch % per_pass):
         yield Mistake(
@@ -131,13 +141,12 @@ def _batch_mistakes(plan: Plan, shape: RunShape) -> Iterator[Mistake]:
 def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
     """Make the plan from the keys as they are, right or wrong."""
     mesh = _make_mesh(config, shape.world_size)
-    data_parallel = max(mesh.data_parallel, 1)
     micro_batch_size: Any = shape.micro_batch_size
     if micro_batch_size == "auto":
         micro_batch_size = (
-            1 if shape.global_batch_size == -1 else max(1, shape.global_batch_size // data_parallel)
+            1 if shape.global_batch_size == -1 else max(1, shape.global_batch_size // mesh.data_parallel)
         )
-    per_pass = max(micro_batch_size, 1) * data_parallel
+    per_pass = micro_batch_size * mesh.data_parallel
     tensor = _make_tensor(config, model, mesh.tp)
     context = _make_context(config, model, mesh, tensor)
     gathers = context.exchange == "gather"
@@ -152,7 +161,7 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         attention=_resolve(config.attention, kernel if model.attention_kernels else ""),
         loss_chunk_tokens=_loss_chunk(
             config,
-            micro_batch_size * shape.seq_len // max(mesh.cp, 1),
+            micro_batch_size * shape.seq_len // mesh.cp,
             tensor,
             has_loss=bool(model.attention_kernels),
         ),
@@ -188,7 +197,7 @@ def _make_mesh(config: ParallelConfig, world_size: int) -> MeshPlan:
     replicate, tp, cp = (_resolve(degree, 1) for degree in (config.dp_replicate, config.tp, config.cp))
     shard = _resolve(config.dp_shard, -1)
     if shard == -1:
-        shard = max(world_size // max(replicate * tp * cp, 1), 1)
+        shard = max(world_size // (replicate * tp * cp), 1)
     return MeshPlan(replicate, shard, tp, cp)
 
 
@@ -196,7 +205,7 @@ def _make_context(
     config: ParallelConfig, model: ModelUnits, mesh: MeshPlan, tensor: TensorPlan
 ) -> ContextPlan:
     """Return the exchange around attention: of heads if every rank gets whole ones, else by gathering."""
-    if mesh.cp <= 1:
+    if mesh.cp == 1:
         return ContextPlan()
     heads = heads_of_rank(tensor, mesh.tp, model).values()
     possible = all(each % mesh.cp == 0 for each in heads) or not model.shifted_kernels
@@ -219,7 +228,7 @@ def on_mesh(plan: Plan, mesh: MeshPlan, config: ParallelConfig, model: ModelUnit
 
 def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPlan:
     """Return the style of every weight; parts that are not split get the `whole_` styles."""
-    if tp <= 1:
+    if tp == 1:
         return TensorPlan(sequence_parallel=False, styles={})
     styles: dict[str, str] = {}
     for part, table in model.styles.items():

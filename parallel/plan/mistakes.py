@@ -1,41 +1,28 @@
-"""Mistakes in a plan, reported by field of the plan file or by config key."""
+"""Mistakes in a plan, reported by field of the plan file or by config key, and which key decides which
+field."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from meshwright.parallel.config import CompileConfig, ParallelConfig
+from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.plan.schema import AXES, ModelUnits, Plan
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.serialize import value_text
 
-_PLAN_FIELDS = (
-    *("cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens", "fused_projections", "async_tp"),
-    *("float8.recipe", "float8.linears", "float8.all_gather"),
-    *(f"compile.{field.name}" for field in dataclasses.fields(CompileConfig)),
-)
-_UNIT_FIELDS = (
-    *("reshard_after_forward", "reshard_after_backward", "reduce_gradients"),
-    *("forward_prefetch", "backward_prefetch", "activation_checkpoint"),
-    *("activation_budget", "param_dtype", "reduce_dtype"),
-)
-# The config key that decides each field of a plan.
-KEYS = {
+# The config keys that decide a field of another name. The others decide one of the same name: parallel.tp
+# that of the mesh, parallel.param_dtype that of every unit.
+OTHER_KEYS = {
     "mesh": "parallel",
-    **{f"mesh.{axis}": f"parallel.{axis}" for axis in AXES},
     "micro_batch_size": "train.micro_batch_size",
     "accumulation": "train.global_batch_size",
-    "tensor.sequence_parallel": "parallel.sequence_parallel",
     "context.exchange": "parallel.cp_exchange",
     "tensor.styles": "parallel.tp_modules",
-    **{field: f"parallel.{field}" for field in _PLAN_FIELDS},
-    **{f"units.{field}": f"parallel.{field}" for field in _UNIT_FIELDS},
     "units.modules": "parallel.unit_min_params",
     "units.saved_ops": "parallel.selective_policy",
     "units.compiled": "parallel.compile.enabled",
 }
-_LINEAR_FILTERS = (
-    "parallel.float8.linears",
-    "parallel.float8.min_dim",
-)  # a plan file lists the linears that they select
+_SELECTING = {"parallel.float8.linears", "parallel.float8.min_dim"}  # a plan lists the linears they select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +33,11 @@ class Mistake:
         field: the plan's field, such as mesh.tp or units.param_dtype; a config key if no field has the value
         message: value, rule and fix: the text after the field's name ("=3 must divide ...") or a sentence
         units: names of the units that break the rule, if it is a rule for single units
-        key_message: the message for a plan made from config keys, if it differs
     """
 
     field: str
     message: str
     units: tuple[str, ...] = ()
-    key_message: str = ""
 
 
 def file_line(mistake: Mistake) -> str:
@@ -71,29 +56,59 @@ def key_line(mistake: Mistake, strategy: str | None = None) -> str:
 
     `strategy`: the value of `parallel.strategy`, which decides the mesh if it is set.
     """
-    message = mistake.key_message or mistake.message
-    if message[0] not in "=: ":
+    if mistake.message[0] not in "=: ":
         return file_line(mistake)
-    key = KEYS.get(mistake.field, mistake.field)
+    key = key_of(mistake.field)
     if strategy and mistake.field == "mesh":
         key = f"parallel.strategy={strategy}"
-    return one_line(key + message)
+    return one_line(key + mistake.message)
 
 
-def contradictions(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[str]:
-    """Return a line for each config key that contradicts the plan file, which would silently override it."""
+def key_of(field: str) -> str:
+    """Return the config key that decides a field of a plan, such as mesh.tp; a config key unchanged."""
+    section, _, name = field.rpartition(".")
+    if section.partition(".")[0] in ("parallel", "train"):
+        return field
+    return OTHER_KEYS.get(field, f"parallel.{field if section in ('compile', 'float8') else name}")
+
+
+def planned_keys(plan: Plan) -> dict[str, list[Any]]:
+    """Return, for each config key that a plan decides, its value in the plan: a single one, or those of all
+    units in the order of the plan."""
+    fields = {**vars(plan), **vars(plan.mesh), **vars(plan.tensor), "cp_exchange": plan.context.exchange}
+    keys = {f"train.{name}": [getattr(plan, name)] for name in ("micro_batch_size", "global_batch_size")}
+    for key in _values(ParallelConfig()).keys() - _SELECTING:
+        section, _, name = key.removeprefix("parallel.").rpartition(".")
+        of_plan = vars(getattr(plan, section)) if section else fields
+        if name in of_plan:
+            keys[key] = [of_plan[name]]
+        elif hasattr(plan.units[0], name):
+            keys[key] = [getattr(unit, name) for unit in plan.units]
+    return keys
+
+
+def contradictions(
+    config: ParallelConfig, plan: Plan, model: ModelUnits, batch: Mapping[str, int | str]
+) -> list[str]:
+    """Return a line for each config key that contradicts the plan file, which would silently override it.
+    `batch`: the keys of the batch's sizes in the section `train`."""
+    blocks = [model.checkpointed.issuperset(unit.modules) for unit in plan.units]
+    planned = planned_keys(plan)
+    planned["parallel.reshard_after_forward"].pop()  # that of the last unit, which is never resharded
+    for name in ("activation_checkpoint", "activation_budget"):
+        key = f"parallel.{name}"
+        planned[key] = [value for value, is_block in zip(planned[key], blocks, strict=True) if is_block]
     default, lines = _values(ParallelConfig()), []
-    for key, requested in _values(config).items():
-        left_open = requested in (default[key], "auto") or (key == "parallel.dp_shard" and requested == -1)
-        if left_open or key in _LINEAR_FILTERS:
+    for key, requested in {**_values(config), **batch}.items():
+        rest = key in ("parallel.dp_shard", "train.global_batch_size") and requested == -1
+        left_open = rest or requested in (default.get(key, "auto"), "auto")
+        found = planned.get(key, [])
+        if left_open or key in _SELECTING or repr(requested) in map(repr, found):  # repr, because True == 1
             continue
-        planned = _planned_values(key, plan, model)
-        if repr(requested) in map(repr, planned):  # repr, because True == 1
-            continue
-        values = ", ".join(dict.fromkeys(map(_format_value, planned)))
+        values = ", ".join(dict.fromkeys(map(value_text, found)))
         file = f"the plan file {config.plan}"
-        rule = f", but {file} has {values}" if planned else f" is decided by {file}"
-        lines.append(f"{key}={_format_value(requested)}{rule}: remove the key, or edit the file")
+        rule = f", but {file} has {values}" if found else f" is decided by {file}"
+        lines.append(f"{key}={value_text(requested)}{rule}: remove the key, or edit the file")
     return lines
 
 
@@ -106,27 +121,3 @@ def _values(config: ParallelConfig) -> dict[str, object]:
         for key, value in vars(holder).items()
         if key not in ("plan", "compile", "float8")
     }
-
-
-def _planned_values(key: str, plan: Plan, model: ModelUnits) -> list[object]:
-    """Return the plan's values for a config key, in all units to which the key applies; [] if the plan has no
-    field of that name."""
-    if key == "parallel.cp_exchange":  # whose field has a shorter name
-        return [plan.context.exchange]
-    for field, decided_by in KEYS.items():
-        section, _, name = field.rpartition(".")
-        if decided_by != key or name != key.rpartition(".")[2]:
-            continue
-        if section != "units":
-            return [getattr(getattr(plan, section) if section else plan, name)]
-        units: Sequence[object] = plan.units
-        if name == "reshard_after_forward":
-            units = plan.units[:-1]  # the last is never resharded
-        if name in ("activation_checkpoint", "activation_budget"):
-            units = [unit for unit in plan.units if model.checkpointed.issuperset(unit.modules)]
-        return [getattr(unit, name) for unit in units]
-    return []
-
-
-def _format_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,16 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.plan.mistakes import Mistake
-from meshwright.parallel.plan.schema import (
-    CP_EXCHANGES,
-    DTYPES,
-    MeshPlan,
-    ModelUnits,
-    Plan,
-    TensorPlan,
-    UnitPlan,
-    find_style,
-)
+from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan, find_style
 
 # Styles of modules in a sharding table; parallel/tensor_parallel.py implements them.
 STYLE_NAMES = (
@@ -33,24 +24,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return the hint " Did you mean NAME?" for the end of a message, or ""."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-def choice_mistakes(field: str, value: str, known: Iterable[str]) -> Iterator[Mistake]:
-    """Check that a value is one of a few names."""
-    if value not in known:
-        yield Mistake(field, f"={value} is not one of {', '.join(known)}")
-
-
-def dtype_mistakes(field: str, value: str) -> Iterator[Mistake]:
-    """Check a dtype of parameters, gradients or outputs."""
-    if value == "float16":
-        yield Mistake(
-            field,
-            "=float16 needs a gradient scaler, which this trainer does not have: "
-            "use bfloat16, which has the range of float32",
-        )
-    else:
-        yield from choice_mistakes(field, value, DTYPES)
 
 
 def storage_mistakes(plan: Plan) -> Iterator[Mistake]:
@@ -124,7 +97,8 @@ def compile_mistakes(config: CompileConfig) -> Iterator[Mistake]:
     elif mode != "default":
         from torch._inductor import list_mode_options
 
-        yield from choice_mistakes("compile.mode", mode, list_mode_options())
+        if mode not in (modes := list_mode_options()):
+            yield Mistake("compile.mode", f"={mode} is not one of {', '.join(modes)}")
 
 
 def budget_mistakes(unit: UnitPlan, backend: str) -> Iterator[Mistake]:
@@ -156,7 +130,7 @@ def reshard_mistakes(reshard: bool | int, mesh: MeshPlan) -> Iterator[Mistake]:
     """
     shard, tp = mesh.shards, mesh.tp
     name = "dp_shard" if mesh.cp == 1 else "dp_shard x cp"
-    if type(reshard) is not int or min(vars(mesh).values()) < 1:  # a degree below 1 is a mistake of the mesh
+    if type(reshard) is not int:
         return
     if tp > 1:
         yield Mistake(
@@ -184,7 +158,7 @@ def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnit
     common = math.gcd(*sizes.values())
     valid = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
     for key, value in sizes.items():
-        if tp <= 1 or value % tp == 0:
+        if value % tp == 0:
             continue
         message = f"={tp} must divide {key}={value}. Use {' or '.join(valid.rsplit(', ', 1))}."
         if key == "model.vocab_size" and 128 % tp == 0:
@@ -221,8 +195,7 @@ def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mi
     """Check context parallelism: the model's cores, the sizes that the degree must divide, and the attention
     kernel. Messages list the valid degrees."""
     cp, tp, context = plan.mesh.cp, plan.mesh.tp, plan.context
-    yield from choice_mistakes("context.exchange", context.exchange, CP_EXCHANGES)
-    if cp <= 1:
+    if cp == 1:
         if context.cores:
             yield Mistake("context.cores", "cp=1 exchanges nothing: use [], or make a new plan")
         return
@@ -284,7 +257,7 @@ def heads_of_rank(tensor: TensorPlan, tp: int, model: ModelUnits) -> dict[str, i
         if any(find_style(tensor, pattern) == "whole_colwise" for pattern in table)
         for key in model.tp_divides.get(part, {})
     }
-    return {key: heads if key in whole else heads // max(tp, 1) for key, heads in model.core_heads.items()}
+    return {key: heads if key in whole else heads // tp for key, heads in model.core_heads.items()}
 
 
 def splits_tokens(styles: Mapping[str, str]) -> bool:

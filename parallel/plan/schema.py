@@ -5,16 +5,22 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from meshwright.parallel.config import CompileConfig
-from meshwright.parallel.structure import Count, Integer
+from meshwright.parallel.config import (
+    ActivationCheckpoint,
+    CompileConfig,
+    Dtype,
+    Exchange,
+    Recipe,
+    ReduceGradients,
+)
+from meshwright.parallel.structure import Count, Integer, Natural
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in tp have consecutive ranks
-DTYPES = ("float32", "bfloat16")
-REDUCE_GRADIENTS = ("every_micro_batch", "last_micro_batch")
-CP_EXCHANGES = ("heads", "gather")
-ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget", "offload")
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+REDUCE_GRADIENTS: tuple[ReduceGradients, ...] = get_args(ReduceGradients)
+CP_EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,10 @@ class ModelUnits:
 class MeshPlan:
     """Degrees of the mesh axes; their product is the number of processes."""
 
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-    cp: int = 1
+    dp_replicate: Count
+    dp_shard: Count
+    tp: Count
+    cp: Count = 1
 
     @property
     def world_size(self) -> int:
@@ -117,7 +123,7 @@ class ContextPlan:
         cores: attention's cores, by fqn pattern; empty: each rank holds whole sequences
     """
 
-    exchange: str = "heads"
+    exchange: Exchange = "heads"
     cores: tuple[str, ...] = ()
 
 
@@ -126,12 +132,11 @@ class Float8Plan:
     """Products in float8.
 
     Args:
-        recipe: none, tensorwise, rowwise
         linears: the linears that multiply in float8, by fqn pattern
         all_gather: gather their weights in float8 too
     """
 
-    recipe: str
+    recipe: Recipe
     linears: tuple[str, ...]
     all_gather: bool
 
@@ -145,29 +150,28 @@ class UnitPlan:
             embedding: they are then not gathered for it
         reshard_after_backward: false keeps the gathered parameters from one micro batch to the next, until
             the last of a step
-        reduce_gradients: every_micro_batch, or last_micro_batch: whole gradients are summed on every rank
-            until then
+        reduce_gradients: last_micro_batch: whole gradients are summed on every rank until then
         forward_prefetch, backward_prefetch: units whose all-gathers this unit starts early: the number of
             next units, or a list of names
         saved_ops: for activation_checkpoint=selective
         activation_budget: for activation_checkpoint=budget
-        output_dtype: the dtype to which the unit's output is cast, or "same"
+        output_dtype: the dtype to which the unit's output is cast
     """
 
     modules: tuple[str, ...]
     reshard_after_forward: bool | Integer
     unshard_in_backward: bool
     reshard_after_backward: bool
-    reduce_gradients: str
-    forward_prefetch: Integer | tuple[str, ...]
-    backward_prefetch: Integer | tuple[str, ...]
-    activation_checkpoint: str
+    reduce_gradients: ReduceGradients
+    forward_prefetch: Natural | tuple[str, ...]
+    backward_prefetch: Natural | tuple[str, ...]
+    activation_checkpoint: ActivationCheckpoint
     saved_ops: tuple[str, ...]
     activation_budget: float
     compiled: bool
-    param_dtype: str
-    reduce_dtype: str
-    output_dtype: str
+    param_dtype: Dtype
+    reduce_dtype: Dtype
+    output_dtype: Literal["same", Dtype]
 
     @cached_property
     def name(self) -> str:
@@ -202,9 +206,9 @@ class Plan:
     tensor: TensorPlan
     context: ContextPlan = field(default=ContextPlan(), kw_only=True)
     cpu_offload: bool
-    storage_dtype: str
+    storage_dtype: Dtype
     attention: str
-    loss_chunk_tokens: Integer
+    loss_chunk_tokens: Natural
     fused_projections: bool
     async_tp: bool
     float8: Float8Plan

@@ -5,15 +5,17 @@ Consecutive units with the same settings whose names differ by one number share 
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.parallel.errors import PlanError, fold, one_line
 from meshwright.parallel.plan.schema import Plan, UnitPlan
-from meshwright.parallel.structure import structure
+from meshwright.parallel.structure import convert
 from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
 
+T = TypeVar("T")
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
 MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama has 126
@@ -25,7 +27,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         key: _lists(value) if isinstance(value, dict) else value
         for key, value in _lists(dataclasses.asdict(dataclasses.replace(plan, units=()))).items()
     }
-    units = [{"unit": name, **_settings(unit)} for name, unit in group_units(plan.units)]
+    units = [{"unit": name, **_lists(dataclasses.asdict(unit))} for name, unit in group_units(plan.units)]
+    for unit in units:
+        del unit["modules"]  # whose names are its own
     return plain | {"modules": join_names(plan.modules), "units": units}
 
 
@@ -34,48 +38,80 @@ def plan_to_yaml(plan: Plan) -> str:
     return to_yaml(plan_to_dict(plan))
 
 
+def diff_plans(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
+    """Return the values that differ between two plans, as text, by field; {} if the plans are equal."""
+    of_a, of_b = dict(_fields(a)), dict(_fields(b))
+    pairs = {name: (of_a.get(name, "none"), of_b.get(name, "none")) for name in of_a | of_b}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _fields(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield each field of a plan with its value as text, that of units with the units of each value."""
+    for key, value in plan_to_dict(plan).items():
+        if key != "units":
+            yield from _leaves(key, value)
+    yield "global_batch_size", str(plan.global_batch_size)
+    yield "units", ", ".join(join_names([unit.name for unit in plan.units]))
+    for field in dataclasses.fields(UnitPlan)[1:]:  # all but the modules
+        names: dict[str, list[str]] = {}
+        for unit in plan.units:
+            names.setdefault(value_text(getattr(unit, field.name)), []).append(unit.name)
+        each = [f"{text} in {', '.join(join_names(units))}" for text, units in names.items()]
+        yield f"units.{field.name}", "; ".join(each if each[1:] else names)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    else:
+        yield name, value_text(value)
+
+
+def value_text(value: Any) -> str:
+    """Return a value of a plan or of a key as in YAML: null, true, [a, b]."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(value)}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def load_plan(path: Path) -> Plan:
-    """Read a plan file and check its keys and types; `plan_file_mistakes` checks the rules. Raises PlanError,
-    which names the file and, where known, the line, key or value."""
+    """Read a plan file and check its keys and types; `plan_file_mistakes` checks the rules. Raises PlanError
+    that lists all mistakes, each with the file and, where known, the line, key or value."""
     try:
         data = load_mapping(path)
     except YamlError as error:
         raise PlanError(f"plan file {error}") from None
-    place = f"plan file {path}"
-    try:
-        for key, expand in (("modules", _names), ("units", _read_units)):
-            if isinstance(data.get(key), list):
-                data[key] = _expand_all(data[key], expand, f"{place}: {key}")
-        return structure(Plan, data, place)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    mistakes = list[str]()
+    for key, expand in (("modules", _names), ("units", _read_units)):
+        if isinstance(data.get(key), list):
+            data[key] = _expand_all(data[key], expand, key, mistakes)
+    plan: Plan = convert(Plan, data, "", mistakes)
+    if mistakes:
+        raise PlanError("\n".join(one_line(f"plan file {path}: {mistake}") for mistake in mistakes))
+    return plan
 
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
     """Group consecutive units with the same settings: (name of the entry, its first unit)."""
-    groups: list[list[UnitPlan]] = []
-    for unit in units:
-        # repr, because True == 1
-        if (
-            groups
-            and _is_next(groups[-1][-1].name, unit.name)
-            and repr(_settings(groups[-1][0])) == repr(_settings(unit))
-        ):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
+    groups = _group_ranges(units, attrgetter("name"), lambda unit: repr(unit.settings))  # because True == 1
     return [(_range_name([unit.name for unit in group]), group[0]) for group in groups]
 
 
 def join_names(names: Sequence[str]) -> list[str]:
     """Join consecutive numbered names into ranges such as layers.[0-31]."""
-    groups: list[list[str]] = []
-    for name in names:
-        if groups and _is_next(groups[-1][-1], name):
-            groups[-1].append(name)
+    return list(map(_range_name, _group_ranges(names, str, lambda _: "")))
+
+
+def _group_ranges(items: Sequence[T], name: Callable[[T], str], alike: Callable[[T], Any]) -> list[list[T]]:
+    """Group consecutive items whose names differ by one number and that are alike."""
+    groups: list[list[T]] = []
+    for item in items:
+        if groups and _is_next(name(groups[-1][-1]), name(item)) and alike(groups[-1][0]) == alike(item):
+            groups[-1].append(item)
         else:
-            groups.append([name])
-    return [_range_name(group) for group in groups]
+            groups.append([item])
+    return groups
 
 
 def _range_name(names: Sequence[str]) -> str:
@@ -97,51 +133,49 @@ def _is_next(name: str, following: str) -> bool:
     return following == f"{before}{int(number) + 1}{after}"
 
 
-def _settings(unit: UnitPlan) -> dict[str, Any]:
-    return {key: value for key, value in _lists(dataclasses.asdict(unit)).items() if key != "modules"}
-
-
 def _lists(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _expand_all(entries: list[Any], expand: Callable[[Any, str], list[Any]], place: str) -> list[Any]:
-    """Expand every entry, which may be a range. MAX_RANGE bounds the result, because a short file with ranges
-    can stand for any number of units."""
-    expanded: list[Any] = []
+def _expand_all(
+    entries: list[Any], expand: Callable[..., list[Any]], key: str, found: list[str]
+) -> list[Any]:
+    """Return what the entries stand for, which may be ranges; nothing, and mistakes in `found`, if one is
+    wrong. MAX_RANGE bounds the result, because a short file can stand for any number of units."""
+    expanded, mistakes = list[Any](), list[str]()
     for entry in entries:
-        expanded += expand(entry, place)
+        expanded += expand(entry, mistakes)
         if len(expanded) > MAX_RANGE:
-            raise ValueError(f"{place}: the ranges expand to more than {MAX_RANGE} names, which is the limit")
-    return expanded
+            mistakes.append(f"the ranges expand to more than {MAX_RANGE} names, which is the limit")
+            break
+    found += [f"{key}: {mistake}" for mistake in mistakes]
+    return [] if mistakes else expanded
 
 
-def _read_units(entry: Any, place: str) -> list[UnitPlan]:
-    """Return the units that an entry stands for, with the settings of the entry."""
+def _read_units(entry: Any, mistakes: list[str]) -> list[UnitPlan]:
+    """Return the units that an entry stands for, with the settings of the entry; [] if it is wrong."""
     if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
-        raise ValueError(
-            f"{place}: each entry needs a key 'unit' with a name, not {one_line(repr(entry), 200)}"
-        )
-    name = entry["unit"]
+        mistakes.append(f"each entry needs a key 'unit' with a name, not {one_line(repr(entry), 200)}")
+        return []
+    name, wrong = entry["unit"], list[str]()
     if "modules" in entry:
-        raise ValueError(
-            f"{place}: unit {name}: unknown key modules: remove it; the unit's name lists its modules, as in "
-            "first+second"
-        )
-    names = _names(name, place)
-    settings = {key: value for key, value in entry.items() if key != "unit"}
-    first = structure(UnitPlan, {"modules": [], **settings}, f"{place}: unit {name}")
-    return [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
+        wrong.append("unknown key modules: remove it; the unit's name lists its modules, as in first+second")
+    settings = {key: value for key, value in entry.items() if key not in ("unit", "modules")}
+    first = convert(UnitPlan, {"modules": [], **settings}, "", wrong)
+    mistakes += [f"unit {name}: {each}" for each in wrong]
+    names = _names(name, mistakes)
+    return [] if wrong else [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
 
 
-def _names(name: Any, place: str) -> list[Any]:
-    """Return the names that an entry such as layers.[0-31] stands for."""
+def _names(name: Any, mistakes: list[str]) -> list[Any]:
+    """Return the names that an entry such as layers.[0-31] stands for; [] if it is wrong."""
     match = _RANGE.fullmatch(name) if isinstance(name, str) else None
     if not match:
         return [name]
     before, low, high, after = match.groups()
     if int(high) < int(low) or int(high) - int(low) >= MAX_RANGE:
-        raise ValueError(f"{place}: {name} must be a range of 1 to {MAX_RANGE} units, low to high")
+        mistakes.append(f"{name} must be a range of 1 to {MAX_RANGE} units, low to high")
+        return []
     return [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
 
 

@@ -1,40 +1,24 @@
 """Common names for data parallelism, and the degrees and resharding that they stand for."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.plan.mistakes import Mistake
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import MeshPlan
 
-
-@dataclass(frozen=True)
-class Strategy:
-    """The settings that a name stands for.
-
-    Args:
-        meaning: a phrase for people
-        shards: the processes that parameters are sharded over: "all", those of a "node", or "none"
-        reshard: free gathered parameters after the forward; None if there is nothing to free
-    """
-
-    meaning: str
-    shards: str
-    reshard: bool | None
-
-
-# The names of FSDP1's ShardingStrategy (torch.distributed.fsdp), in lower case, and ddp.
-STRATEGIES = {
-    "full_shard": Strategy(
-        "ZeRO-3: sharded over all processes, gathered parameters freed after use", "all", True
-    ),
-    "shard_grad_op": Strategy(
-        "ZeRO-2: sharded over all processes, parameters stay gathered until the backward", "all", False
-    ),
-    "no_shard": Strategy("every process holds everything, only gradients are reduced", "none", None),
-    "ddp": Strategy("every process holds everything, only gradients are reduced", "none", None),
-    "hybrid_shard": Strategy("HSDP: ZeRO-3 within each node, replicated across nodes", "node", True),
-    "hybrid_shard_zero2": Strategy("HSDP: ZeRO-2 within each node, replicated across nodes", "node", False),
+ZERO3, ZERO2 = "gathered parameters freed after use", "parameters stay gathered until the backward"
+COPIES = "every process holds everything, only gradients are reduced"
+# The names of FSDP1's ShardingStrategy (torch.distributed.fsdp), in lower case, and ddp -> the processes that
+# parameters are sharded over ("all", those of a "node", or "none"); whether gathered parameters are freed
+# after the forward (None: nothing is gathered); a phrase for people
+STRATEGIES: dict[str, tuple[str, bool | None, str]] = {
+    "full_shard": ("all", True, f"ZeRO-3: sharded over all processes, {ZERO3}"),
+    "shard_grad_op": ("all", False, f"ZeRO-2: sharded over all processes, {ZERO2}"),
+    "no_shard": ("none", None, COPIES),
+    "ddp": ("none", None, COPIES),
+    "hybrid_shard": ("node", True, "HSDP: ZeRO-3 within each node, replicated across nodes"),
+    "hybrid_shard_zero2": ("node", False, "HSDP: ZeRO-2 within each node, replicated across nodes"),
 }
 
 
@@ -46,13 +30,13 @@ def strategy_settings(
     `inner`: tp x cp, of which a node has gpus_per_node / inner. Degrees that do not divide the number of
     processes are rounded down here; the check of the mesh reports them.
     """
-    strategy = STRATEGIES[config.strategy or ""]
+    shards, reshard, _ = STRATEGIES[config.strategy or ""]
     data_parallel = max(world_size // inner, 1)
     node_shards = max(min(gpus_per_node, world_size) // inner, 1)
-    shard = {"all": data_parallel, "node": node_shards, "none": 1}[strategy.shards]
+    shard = {"all": data_parallel, "node": node_shards, "none": 1}[shards]
     settings: dict[str, int | bool] = {"dp_replicate": max(data_parallel // shard, 1), "dp_shard": shard}
-    if strategy.reshard is not None:
-        settings["reshard_after_forward"] = strategy.reshard
+    if reshard is not None:
+        settings["reshard_after_forward"] = reshard
     return settings
 
 
@@ -81,11 +65,7 @@ def resolve_strategy(
 
 def describe_strategy(name: str, mesh: MeshPlan) -> str:
     """Return one line on what the strategy means, and its degrees in this run."""
-    strategy = STRATEGIES[name]
-    single_node = (
-        "; one node: nothing is replicated" if strategy.shards == "node" and mesh.dp_replicate == 1 else ""
-    )
-    return (
-        f"strategy {name}: {strategy.meaning} (dp_replicate {mesh.dp_replicate}, dp_shard "
-        f"{mesh.dp_shard}{single_node})"
-    )
+    shards, _, meaning = STRATEGIES[name]
+    one_node = "; one node: nothing is replicated" if shards == "node" and mesh.dp_replicate == 1 else ""
+    degrees = f"dp_replicate {mesh.dp_replicate}, dp_shard {mesh.dp_shard}{one_node}"
+    return f"strategy {name}: {meaning} ({degrees})"

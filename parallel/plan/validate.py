@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshwright.parallel.config import ParallelConfig
@@ -12,8 +12,6 @@ from meshwright.parallel.plan.float8_rules import float8_mistakes
 from meshwright.parallel.plan.mistakes import Mistake, contradictions, file_line
 from meshwright.parallel.plan.rules import nearest, split_styles
 from meshwright.parallel.plan.schema import (
-    ACTIVATION_CHECKPOINTS,
-    REDUCE_GRADIENTS,
     MeshPlan,
     ModelUnits,
     Plan,
@@ -26,12 +24,10 @@ from meshwright.parallel.plan.selective_policy import is_op
 
 
 def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> list[Mistake]:
-    """Return the mistakes in a plan for this model and number of processes; [] if there are none."""
+    """Return the mistakes in a plan for this model and number of processes; [] if there are none. The types
+    of its values are checked before, where it is made or read."""
     mistakes = [*_mesh_mistakes(plan.mesh, world_size)]
-    if plan.micro_batch_size < 1:
-        mistakes.append(Mistake("micro_batch_size", f"={plan.micro_batch_size} must be at least 1"))
     mistakes += rules.compile_mistakes(plan.compile)
-    mistakes += rules.dtype_mistakes("storage_dtype", plan.storage_dtype)
     mistakes += rules.storage_mistakes(plan)
     mistakes += rules.kernel_mistakes(plan, model)
     if structure := [*_structure_mistakes(plan, model)]:
@@ -40,37 +36,41 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     mistakes += rules.context_mistakes(plan, model, seq_len)
     mistakes += rules.written_mistakes(plan.mesh, model.written)
     mistakes += rules.unsharded_mistakes(plan, model)
-    mesh_fits = not any(mistake.field.startswith("mesh") for mistake in mistakes)
     mistakes += rules.async_tp_mistakes(plan)
-    mistakes += float8_mistakes(plan, model, mesh_fits)
+    if plan.mesh.world_size != world_size:
+        return mistakes  # the other rules rely on the number of shards
+    if not any(mistake.field.startswith("mesh") for mistake in mistakes):
+        mistakes += float8_mistakes(plan, model)  # whose sizes depend on the degrees
     mistakes += _all_units_mistakes(plan, model)
     mistakes += _dtype_chain_mistakes(plan)
     return mistakes
 
 
 def plan_file_mistakes(
-    plan: Plan, path: Path, config: ParallelConfig, model: ModelUnits, world_size: int, seq_len: int
+    plan: Plan,
+    path: Path,
+    config: ParallelConfig,
+    model: ModelUnits,
+    world_size: int,
+    seq_len: int,
+    batch: Mapping[str, int | str] | None = None,
 ) -> list[str]:
-    """Return a line for each mistake in a plan file, and for each config key that contradicts it."""
+    """Return a line for each mistake in a plan file, and for each config key that contradicts it. `batch`:
+    as in `contradictions`."""
     mistakes = validate(plan, model, world_size, seq_len)
-    return contradictions(config, plan, model) + [f"plan file {path}: {file_line(m)}" for m in mistakes]
+    given = batch if batch and plan.mesh.world_size == world_size else {}
+    lines = contradictions(config, plan, model, given)
+    return lines + [f"plan file {path}: {file_line(mistake)}" for mistake in mistakes]
 
 
 def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
-    low = {axis: degree for axis, degree in vars(mesh).items() if degree < 1}
-    for axis, degree in low.items():
-        message = f"={degree} must be at least 1"
-        rest = " (or -1: all that is left)" if axis == "dp_shard" else ""
-        yield Mistake(f"mesh.{axis}", message, key_message=message + rest)
-    if not low and mesh.world_size != world_size:
-        sizes = f"{mesh.world_size} processes, but this run has {world_size}"
+    if mesh.world_size != world_size:
         product = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in mesh.axes)
-        fixed = mesh.world_size // max(1, mesh.dp_shard)
-        rest = ", or dp_shard=-1, which takes the rest" if world_size % fixed == 0 else ""
+        rest = "" if world_size % (mesh.world_size // mesh.dp_shard) else " (dp_shard=-1 takes the rest)"
         yield Mistake(
             "mesh",
-            f"the plan's mesh is for {sizes}: start {mesh.world_size}, or make a new plan",
-            key_message=f": {product} is {sizes}: use {mesh.world_size} processes, or other degrees{rest}",
+            f": {product} is {mesh.world_size} processes, but this run has {world_size}: use "
+            f"{mesh.world_size} processes, or a plan with other degrees{rest}",
         )
 
 
@@ -142,13 +142,8 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
             "units.unshard_in_backward",
             "=false is for units of embeddings: the backward of other modules reads their weights: use true",
         )
-    yield from rules.choice_mistakes("units.reduce_gradients", unit.reduce_gradients, REDUCE_GRADIENTS)
-    yield from rules.dtype_mistakes("units.param_dtype", unit.param_dtype)
-    yield from rules.dtype_mistakes("units.reduce_dtype", unit.reduce_dtype)
-    if unit.output_dtype != "same":
-        yield from rules.dtype_mistakes("units.output_dtype", unit.output_dtype)
-        if len(unit.modules) > 1:
-            yield Mistake("units.output_dtype", f"={unit.output_dtype} is for units of one module: use same")
+    if unit.output_dtype != "same" and len(unit.modules) > 1:
+        yield Mistake("units.output_dtype", f"={unit.output_dtype} is for units of one module: use same")
     yield from _activation_mistakes(plan, unit, model)
     if unit.compiled and model.compiled.isdisjoint(unit.modules):
         yield Mistake("units.compiled", "=true, but this model compiles none of its modules: use false")
@@ -159,14 +154,13 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mi
 
 
 def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mistake]:
-    """Check that activation checkpointing has a known kind and only its settings, and fits the unit."""
+    """Check that activation checkpointing has only the settings of its kind, and fits the unit."""
     mode, budget, ops = unit.activation_checkpoint, unit.activation_budget, unit.saved_ops
-    if mode != "none" and mode in ACTIVATION_CHECKPOINTS and not model.checkpointed.issuperset(unit.modules):
+    if mode != "none" and not model.checkpointed.issuperset(unit.modules):
         others = ", ".join(sorted(set(unit.modules) - model.checkpointed))
         yield Mistake(
             "units.activation_checkpoint", f"={mode} is for blocks, but {others} is not one: use none"
         )
-    yield from rules.choice_mistakes("units.activation_checkpoint", mode, ACTIVATION_CHECKPOINTS)
     if mode == "budget":
         yield from rules.budget_mistakes(unit, plan.compile.backend)
     elif budget != 1.0:
@@ -190,8 +184,6 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mista
     key = f"{phase}_prefetch"
     field, prefetch = f"units.{key}", getattr(unit, key)
     if isinstance(prefetch, int):
-        if prefetch < 0:
-            yield Mistake(field, f"={prefetch} must be 0 (none) or a number of units ahead")
         return
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     names, by_name = [other.name for other in order], {other.name: other for other in order}
@@ -244,7 +236,7 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
 
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
     """Check that tensor-parallel styles name the model's weights, and split a part fully or not at all."""
-    styles, tp, known = plan.tensor.styles, plan.mesh.tp, (*rules.STYLE_NAMES, "loss")
+    styles, tp = plan.tensor.styles, plan.mesh.tp
     if tp > 1 and not model.styles:
         why = model.why_no_styles or (
             "this model has no tensor-parallel styles: use 1, or describe(..., styles={...})"
@@ -264,15 +256,10 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         yield Mistake("tensor.styles", "tp=1 needs an empty styles table: make a new plan")
     elif tp > 1 and not styles and model.styles:
         yield Mistake("tensor.styles", "tp > 1 needs the styles of the weights: make a new plan")
-    if tp <= 1 or not styles:
+    if tp == 1 or not styles:
         return
     patterns = [pattern for table in model.styles.values() for pattern in table]
     wrong = [
-        f"{p}: {style} is not a style.{nearest(style, known)}"
-        for p, style in styles.items()
-        if style not in known
-    ]
-    wrong += [
         f"{p} is not one of this model's patterns.{nearest(p, patterns)}" for p in styles if p not in patterns
     ]
     if wrong:
@@ -287,10 +274,10 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         elif styles_of_part != allowed[2]:
             split.append(part)
     yield from (Mistake("tensor.styles", message) for message in wrong)
-    if not wrong and 0 < len(model.shared_parts.intersection(split)) < len(model.shared_parts):
-        share = f"{' and '.join(sorted(model.shared_parts))} share a weight"
-        key_message = f"={split}: {share} in this model: list both or neither"
-        yield Mistake("tensor.styles", f"{share}: split both or neither", key_message=key_message)
+    whole = model.shared_parts.difference(split)
+    if not wrong and whole and whole != model.shared_parts:
+        parts = f"{' and '.join(model.shared_parts - whole)} but not {' and '.join(whole)}"
+        yield Mistake("tensor.styles", f" splits {parts}, which share a weight: split both or neither")
     tokens = seq_len // plan.mesh.cp * plan.tensor.sequence_parallel
     yield from rules.tensor_mistakes(tp, split, tokens, model)
 

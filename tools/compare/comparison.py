@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.parallel.plan.diff import describe_difference, diff_plans
+from meshwright.parallel.plan.serialize import diff_plans
 from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, describe_changes, figures_of, series
 from meshwright.train.errors import ConfigError
 
@@ -270,7 +270,7 @@ def _agreement_notes(curves: Sequence[CurveDifference], steps: Sequence[int]) ->
 
 def _plan_differences(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
     if a.plan is not None and b.plan is not None:
-        return tuple(map(describe_difference, diff_plans(a.plan, b.plan)))
+        return tuple(f"{key}: {of_a} -> {of_b}" for key, (of_a, of_b) in diff_plans(a.plan, b.plan).items())
     return tuple(f"{run.folder}: {run.plan_problem}" for run in (a, b) if run.plan is None)
 
 

@@ -7,16 +7,14 @@ and HSDP. `python -m tools.plan diff A.yaml B.yaml` lists the differences betwee
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.parallel.plan.diff import describe_difference, diff_plans
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.plan.serialize import load_plan
+from meshwright.parallel.plan.serialize import diff_plans, load_plan
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.machines import Machines, machines_of_kind
 from meshwright.tools.cli import (
@@ -27,26 +25,10 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
-from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
-from meshwright.tools.plan.compare import compare_strategies, comparison_json, comparison_text
-from meshwright.tools.plan.export import (
-    PLAN_SUFFIXES,
-    TIMELINE_SUFFIXES,
-    check_target,
-    save_plan,
-    save_timeline,
-)
+from meshwright.tools.plan import check as checking
+from meshwright.tools.plan import compare, export, scaling
+from meshwright.tools.plan import report as reporting
 from meshwright.tools.plan.here import HERE, measure_this_machine
-from meshwright.tools.plan.report import (
-    PlanReport,
-    as_json,
-    as_text,
-    find_fewest,
-    find_kind,
-    make_report,
-    time_to_train,
-)
-from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json, sweep_text
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -72,46 +54,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print the report on one plan, and write the requested files. One that does not fit is no error."""
     if options.save:  # never overwritten, because a run may use it
-        check_target("--save", options.save, PLAN_SUFFIXES, overwrites=False)
+        export.check_target("--save", options.save, export.PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
-        check_target("--timeline", options.timeline, TIMELINE_SUFFIXES, overwrites=True)
+        export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
     if options.gpu:
         hardware = _find_hardware(options, options.gpus or options.gpus_per_node)
-        gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
+        gpus = options.gpus or reporting.find_fewest(job, options.gpus_per_node, hardware)
         machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
     else:
         machines = Machines(options.gpus, min(options.gpus, options.gpus_per_node))
-    report = make_report(job, machines)
-    check = check_run(job, report.plan) if options.check else None
+    report = reporting.make_report(job, machines)
+    check = checking.check_run(job, report.plan) if options.check else None
     written = _write(options, report)
     if options.json:
         print(json.dumps(_document(options, report, check), indent=2))
     else:
         first = [f"fewest GPUs: {machines.processes}"] if options.min_gpus else []
-        last = [*([check_text(check)] if check else []), *(f"wrote {path}" for path in written)]
-        print("\n\n".join([*first, as_text(report, options.tokens), *last]))
+        last = [*([checking.as_text(check)] if check else []), *(f"wrote {path}" for path in written)]
+        print("\n\n".join([*first, reporting.as_text(report, options.tokens), *last]))
     if check and check.wrong:
         sys.exit(EXIT_DIFFERS)
 
 
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
-    counts = read_sweep(options.sweep)
-    rows = sweep(job, counts, options.gpus_per_node, _find_hardware(options, max(counts)))
-    output = sweep_json if options.json else sweep_text
-    print(output(rows, options.tokens))
+    counts = scaling.read_sweep(options.sweep)
+    hardware = _find_hardware(options, max(counts))
+    rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
+    print(json.dumps({"sweep": rows}, indent=2) if options.json else scaling.as_text(rows, options.tokens))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a comparison of DDP, FSDP and HSDP for the training."""
-    compared = compare_strategies(job, options.gpus, options.gpus_per_node)
-    print(comparison_json(compared) if options.json else comparison_text(compared))
+    compared = compare.compare_strategies(job, options.gpus, options.gpus_per_node)
+    print(json.dumps(compared, indent=2) if options.json else compare.as_text(compared))
 
 
 def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
     """Return the kind that --gpu names, or this machine as it measures itself."""
     if options.gpu != HERE:
-        return find_kind(options.gpu, "--gpu")
+        return reporting.find_kind(options.gpu, "--gpu")
     print(f"{HERE}: this machine measures itself, up to a minute, unless it has before", file=sys.stderr)
     hardware, line = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
     print(line, file=sys.stderr)
@@ -122,15 +104,16 @@ def compare_files(options: argparse.Namespace) -> None:
     """Print the differences between two plan files. Raises PlanError for a file that is not a plan."""
     differences = diff_plans(load_plan(Path(options.a)), load_plan(Path(options.b)))
     if options.json:
-        rows = [dataclasses.asdict(difference) for difference in differences]
+        rows = [{"key": key, "a": a, "b": b} for key, (a, b) in differences.items()]
         print(json.dumps({"same": not rows, "differences": rows}, indent=2))
     elif not differences:
         print("the two plans are the same")
     else:
-        print(f"{options.a} -> {options.b}", *map(describe_difference, differences), sep="\n")
+        lines = (f"{key}: {a} -> {b}" for key, (a, b) in differences.items())
+        print(f"{options.a} -> {options.b}", *lines, sep="\n")
 
 
-def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
+def _write(options: argparse.Namespace, report: reporting.PlanReport) -> list[Path]:
     """Write the requested files, and return their paths."""
     mesh, hardware = report.plan.mesh, report.machines.hardware
     kind = hardware.name if hardware else "GPUs"
@@ -138,28 +121,37 @@ def _write(options: argparse.Namespace, report: PlanReport) -> list[Path]:
     title = f"{of} on {mesh.world_size} {kind}"
     if options.timeline and report.prediction:
         degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
-        save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
+        export.save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
     if options.save:
-        save_plan(options.save, report.plan, [title, *report.reasons])
+        export.save_plan(options.save, report.plan, [title, *report.reasons])
     return [path for path in (options.save, options.timeline) if path]
 
 
-def _document(options: argparse.Namespace, report: PlanReport, check: PlanCheck | None) -> dict[str, Any]:
-    document = as_json(report)
+def _document(
+    options: argparse.Namespace, report: reporting.PlanReport, check: checking.PlanCheck | None
+) -> dict[str, Any]:
+    document = reporting.as_json(report)
     if options.min_gpus:
         document["min_gpus"] = report.machines.processes
     if options.tokens and report.prediction:
-        document["time_to_train"] = time_to_train(
+        document["time_to_train"] = reporting.time_to_train(
             report.prediction, report.machines.processes, options.tokens
         )
-    return document | ({"check": check_json(check)} if check else {})
+    return document | ({"check": checking.as_json(check)} if check else {})
 
 
 PROG = "tools.plan"
 KEYS = "[--section.key=value ...]"
 NEED_GPU = ("tokens", "timeline", "min_gpus", "sweep")
-# Options that --compare and --sweep, which show several plans, refuse.
 OF_ONE_PLAN = ("save", "timeline", "check")
+# options -> those that they refuse, and why
+CONFLICTS = {
+    "compare": (
+        ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
+        "which shows only the memory and the collectives of each strategy",
+    ),
+    "sweep": (OF_ONE_PLAN, "which makes several plans (one with --gpus)"),
+}
 EPILOG = """\
 Every config key is accepted too, as --section.key=value, and overrides the file. `python -m train.main -h` documents
 all of them. With --parallel.plan=auto the planner chooses the keys that the config leaves at auto: degrees, activation
@@ -292,7 +284,7 @@ def make_diff_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON document: same, and differences {where, key, a, b}",
+        help="print one JSON document: same, and differences {key, a, b}",
     )
     return parser
 
@@ -318,44 +310,25 @@ def _check_names(config_arguments: Sequence[str]) -> None:
 
 def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
     """Refuse options that conflict, or that need another one."""
-    if options.compare:
-        _refuse(
-            options,
-            ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
-            "not available with --compare, which shows only the memory and the collectives of each strategy",
-        )
-        return
-    if options.sweep:
-        _refuse(
-            options, OF_ONE_PLAN, "not available with --sweep, which makes several plans (one with --gpus)"
-        )
-    if options.gpu:
-        _check_file(options, job)
-        return
+    for option, (refused, reason) in CONFLICTS.items():
+        for name in refused if getattr(options, option) else ():
+            if getattr(options, name):
+                raise ConfigError(
+                    f"{_option(name)}: not available with --{option}, {reason}: remove the option"
+                )
+    plan, kinds = job.parallel.plan, ", ".join(load_hardware())
+    from_file = plan not in ("auto", "manual")
     for name in NEED_GPU:
-        if getattr(options, name):
+        if getattr(options, name) and not options.gpu:
+            raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {kinds}, or --gpu here")
+        if getattr(options, name) and from_file and name in ("min_gpus", "sweep"):
             raise ConfigError(
-                f"{_option(name)} needs --gpu KIND, one of {', '.join(load_hardware())}, or --gpu here"
+                f"{_option(name)}: parallel.plan={plan} is a file for one number of GPUs: use auto or manual"
             )
-    if job.parallel.plan == "auto":
+    if plan == "auto" and not options.gpu and not options.compare:
         raise ConfigError(
-            "parallel.plan=auto needs --gpu KIND to predict memory and speed, one of "
-            + ", ".join([*load_hardware(), "here"])
+            f"parallel.plan=auto needs --gpu KIND to predict memory and speed, one of {kinds}, here"
         )
-
-
-def _check_file(options: argparse.Namespace, job: TrainingJob) -> None:
-    if job.parallel.plan not in ("auto", "manual") and (options.min_gpus or options.sweep):
-        name = "--min-gpus" if options.min_gpus else "--sweep"
-        raise ConfigError(
-            f"{name}: parallel.plan={job.parallel.plan} is a file for one number of GPUs: use auto or manual"
-        )
-
-
-def _refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> None:
-    for name in names:
-        if getattr(options, name):
-            raise ConfigError(f"{_option(name)}: {reason}: remove the option")
 
 
 def _option(name: str) -> str:

@@ -204,7 +204,7 @@ def _count(sent: Iterable[tuple[str, str, float]]) -> Traffic:
     return traffic
 
 
-def check_text(check: PlanCheck) -> str:
+def as_text(check: PlanCheck) -> str:
     """Return both tables, and the verdict."""
     collectives = [_cells(row) for row in check.collectives if row.limit is not None]
     small = [
@@ -238,7 +238,7 @@ def _cells(row: CheckedQuantity) -> tuple[str, ...]:
     return (row.name.replace("bytes", "GiB"), *sides, f"{row.difference:+8.2%}{over}")
 
 
-def check_json(check: PlanCheck) -> dict[str, Any]:
+def as_json(check: PlanCheck) -> dict[str, Any]:
     """Return the check as plain data, with counts and bytes."""
     rows = {"collectives": check.collectives, "memory": check.memory}
     return {"agrees": not check.wrong} | {

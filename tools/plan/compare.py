@@ -1,13 +1,12 @@
 """Compare DDP, FSDP and HSDP for one training, predicted and simulated (`--compare`)."""
 
 import dataclasses
-import json
+import itertools
 from typing import Any
 
-from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.plan.strategy import describe_strategy
-from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run, total_by_axis
 from meshwright.train.config import TrainingJob
@@ -19,15 +18,12 @@ COMPARED = {"no_shard": "DDP", "full_shard": "FSDP", "hybrid_shard": "HSDP"}
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-# by name of a strategy: its plan, the predicted memory, and the simulation of its step
-Compared = dict[str, tuple[Plan, StepMemory, Simulation]]
+def compare_strategies(job: TrainingJob, world_size: int, gpus_per_node: int) -> dict[str, Any]:
+    """Plan and simulate the training under each strategy. Return plain data: strategy -> mesh, predicted and
+    measured {peak_memory_gib, memory in GiB}, totals of collectives. `measured` is the simulation.
 
-
-def compare_strategies(job: TrainingJob, world_size: int, gpus_per_node: int) -> Compared:
-    """Plan and simulate the training under each strategy. The config's data-parallel degrees and resharding
-    are ignored.
-
-    HSDP shards within a node. If all processes share one node, each half of it counts as a node.
+    The config's data-parallel degrees and resharding are ignored. HSDP shards within a node. If all processes
+    share one node, each half of it counts as a node.
     """
     for key, default in (("plan", "manual"), ("strategy", None)):
         if (requested := getattr(job.parallel, key)) != default:
@@ -35,36 +31,37 @@ def compare_strategies(job: TrainingJob, world_size: int, gpus_per_node: int) ->
                 f"parallel.{key}={requested}: --compare makes a plan for each strategy: remove the key"
             )
     node = gpus_per_node if gpus_per_node < world_size else max(world_size // 2, 1)
-    compared = Compared()
+    compared = {}
     for name in COMPARED:
         under = _with_strategy(job, name)
         plan = plan_run(under, world_size, node)
-        compared[name] = plan, predict_memory(under, plan), simulate_run(under, plan)
+        simulation = simulate_run(under, plan)
+        sides = {"predicted": predict_memory(under, plan), "measured": simulation}
+        compared[name] = {
+            "mesh": dataclasses.asdict(plan.mesh),
+            **{
+                side: {"peak_memory_gib": m.peak_bytes / GIB, "memory": m.memory.gib()}
+                for side, m in sides.items()
+            },
+            "collectives": total_by_axis(simulation.collectives),
+        }
     return compared
 
 
-def comparison_json(compared: Compared) -> str:
-    """Return a JSON document: strategy -> mesh, predicted and measured {peak_memory_gib, memory in GiB},
-    totals of collectives. `measured` is the simulation."""
-    return json.dumps({name: _plain(*strategy) for name, strategy in compared.items()}, indent=2)
-
-
-def comparison_text(compared: Compared) -> str:
+def as_text(compared: dict[str, Any]) -> str:
     """Return a table and notes on its columns."""
-    head = [
-        "GiB per GPU",
-        *(f"{short} {side}" for short in COMPARED.values() for side in ("predicted", "measured")),
-    ]
-    sides = [side for _, *sides in compared.values() for side in sides]
-    simulations = [simulation for *_, simulation in compared.values()]
-    by_kind = [side.memory.gib() for side in sides]
-    rows = [[kind, *(_gib(gib[kind]) for gib in by_kind)] for kind in by_kind[0]]
-    rows.append(["total", *(_gib(side.peak_bytes / GIB) for side in sides)])
+    names = list(itertools.product(COMPARED, ("predicted", "measured")))
+    sides = [compared[name][side] for name, side in names]
+    head = ["GiB per GPU", *(f"{COMPARED[name]} {side}" for name, side in names)]
+    rows = [[kind, *(_gib(side["memory"][kind]) for side in sides)] for kind in sides[0]["memory"]]
+    rows.append(["total", *(_gib(side["peak_memory_gib"]) for side in sides)])
     for op in OPS:
-        moved = [sum(c.bytes for c in s.collectives if c.op == op) for s in simulations]
+        totals = [each["collectives"] for each in compared.values()]
+        moved = [sum(total["bytes"] for total in of_run if total["op"] == op) for of_run in totals]
         rows.append([op, *(cell for size in moved for cell in ("", _gib(size / GIB)))])
     notes = [
-        f"{COMPARED[name]}: {describe_strategy(name, plan.mesh)}" for name, (plan, *_) in compared.items()
+        f"{short}: {describe_strategy(name, MeshPlan(**compared[name]['mesh']))}"
+        for name, short in COMPARED.items()
     ]
     notes += [
         "predicted: compiled as configured, from the compiler's graphs. measured: all storages of one rank "
@@ -84,15 +81,6 @@ def _with_strategy(job: TrainingJob, strategy: str) -> TrainingJob:
         reshard_after_forward="auto",
     )
     return dataclasses.replace(job, parallel=parallel)
-
-
-def _plain(plan: Plan, predicted: StepMemory, simulation: Simulation) -> dict[str, Any]:
-    sides = {
-        name: {"peak_memory_gib": side.peak_bytes / GIB, "memory": side.memory.gib()}
-        for name, side in (("predicted", predicted), ("measured", simulation))
-    }
-    totals = total_by_axis(simulation.collectives)
-    return {"mesh": dataclasses.asdict(plan.mesh), **sides, "collectives": totals}
 
 
 def _gib(value: float) -> str:

@@ -2,7 +2,7 @@
 fits, and runners-up."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -201,16 +201,16 @@ TOO_LARGE = 3
 TITLES = {
     "tp": "tp",
     "cp": "cp",
-    "cp_exchange": "cp exchange",
-    "dp_replicate": "dp_replicate",
-    "dp_shard": "dp_shard",
+    "cp_exchange": "exchange",
+    "dp_replicate": "replicate",
+    "dp_shard": "shard",
     "activation_checkpoint": "activation checkpoint",
     "activation_checkpoint_blocks": "blocks",
     "reshard_after_forward": "reshard",
     "reduce_gradients": "reduce",
     "reshard_after_backward": "after backward",
     "prefetch": "prefetch",
-    "micro_batch_size": "micro batch",
+    "micro_batch_size": "micro",
 }
 
 
@@ -279,8 +279,8 @@ def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Itera
     """Yield tables of the runners-up and of the smallest plans that do not fit."""
     runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
     too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
-    divides = any(candidate.choices.cp > 1 for candidate in (choice.best, *runners_up, *too_large))
-    keys = [key for key in TITLES if divides or key not in ("cp", "cp_exchange")]
+    shown = (choice.best, *runners_up, *too_large)
+    keys = keys_to_show(TITLES, [candidate.choices.cp for candidate in shown])
     head = [*(TITLES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
     if runners_up:
         yield "runners-up:\n" + format_table(head, [_row(job, candidate, keys) for candidate in runners_up])
@@ -290,6 +290,12 @@ def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Itera
             f"too large for {machines.available_bytes / GIB:.1f} GiB, the smallest of "
             f"{len(choice.does_not_fit)}:\n" + format_table(head[: len(keys) + 1], rows)
         )
+
+
+def keys_to_show(keys: Iterable[str], cp: Iterable[int]) -> list[str]:
+    """Return the keys without those of context parallelism if none of the plans, with these degrees `cp`,
+    uses it."""
+    return [key for key in keys if max(cp) > 1 or key not in ("cp", "cp_exchange")]
 
 
 def _row(job: TrainingJob, candidate: Candidate, keys: Sequence[str]) -> Sequence[str]:

@@ -1,38 +1,25 @@
 """`python -m tools.plan --sweep gpus=8..4096`: the plan and the predicted speed for each number of GPUs."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.mistakes import planned_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.explain import describe_choices, needed_gib
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.machines import Machines, machines_of_kind
 from meshwright.tools.cli import format_table
-from meshwright.tools.plan.report import seconds, time_to_train
+from meshwright.tools.plan.report import TITLES, keys_to_show, seconds, time_to_train
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.fit import MAX_PROCESSES
 from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_needs, search_plans
 
 BAR = 30  # characters of the longest bar
-COLUMNS = {
-    "tp": "tp",
-    "cp": "cp",
-    "cp_exchange": "exchange",
-    "dp_replicate": "replicate",
-    "dp_shard": "shard",
-    "activation_checkpoint": "activation checkpoint",
-    "reshard_after_forward": "reshard",
-    "reduce_gradients": "reduce",
-    "reshard_after_backward": "after backward",
-    "micro_batch_size": "micro",
-}
-# by number of GPUs: the prediction of its plan, or why there is none
-Rows = Mapping[int, Prediction | str]
+COLUMNS = [key for key in TITLES if key not in ("activation_checkpoint_blocks", "prefetch")]
 
 
 def read_sweep(text: str) -> list[int]:
@@ -51,16 +38,23 @@ def read_sweep(text: str) -> list[int]:
     return [low * 2**n for n in range(MAX_PROCESSES.bit_length()) if low * 2**n <= high]
 
 
-def sweep(job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> Rows:
-    """Return for each number of GPUs the prediction of its plan (with plan=auto the best), or why there is
-    none. Raises PlanError with all reasons if none is possible."""
+def sweep(
+    job: TrainingJob,
+    counts: Sequence[int],
+    gpus_per_node: int,
+    hardware: Hardware,
+    tokens: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return for each number of GPUs its plan (with plan=auto the best) and figures, or the reason why there
+    is none. Raises PlanError with all reasons if none is possible. `tokens`: also the days for so many."""
     plan_row = _best_row if job.parallel.plan == "auto" else _config_row
-    rows = {gpus: plan_row(job, machines_of_kind(hardware, gpus, gpus_per_node)) for gpus in counts}
-    if all(isinstance(row, str) for row in rows.values()):
-        raise PlanError(
-            "--sweep: the run is possible on none of these numbers of GPUs.\n"
-            + "\n".join(f"  {gpus}: {reason}" for gpus, reason in rows.items())
-        )
+    rows = []
+    for gpus in counts:
+        planned = plan_row(job, machines_of_kind(hardware, gpus, gpus_per_node))
+        rows.append({"gpus": gpus, **_figures(planned, gpus, tokens)})
+    if not any(row["fits"] for row in rows):
+        reasons = "\n".join(f"  {row['gpus']}: {row['reason']}" for row in rows)
+        raise PlanError(f"--sweep: the run is possible on none of these numbers of GPUs.\n{reasons}")
     return rows
 
 
@@ -97,54 +91,47 @@ def _first_line(error: PlanError) -> str:
     return first + (f" (and {len(rest)} more)" if rest else "")
 
 
-def sweep_json(rows: Rows, tokens: float | None) -> str:
-    """Return the rows as a JSON document."""
-    return json.dumps({"sweep": [row_json(gpus, row, tokens) for gpus, row in rows.items()]}, indent=2)
-
-
-def row_json(gpus: int, row: Prediction | str, tokens: float | None) -> dict[str, Any]:
-    """Return a row as plain data; without a plan all values except gpus, fits and reason are null."""
+def _figures(row: Prediction | str, gpus: int, tokens: float | None) -> dict[str, Any]:
+    """Return a row as plain data; without a plan all values except fits and reason are null."""
     names = ("choices", "reserved_gib", "step_time_s", "tokens_per_s_per_gpu", "exposed_share")
     if isinstance(row, str):
-        none = dict.fromkeys((*names, "days") if tokens else names)
-        return {"gpus": gpus, "fits": False, "reason": row, **none}
+        return {"fits": False, "reason": row, **dict.fromkeys((*names, "days") if tokens else names)}
     figures = row.reserved_bytes / GIB, row.timeline.step_s, row.tokens_per_s_per_gpu
     values = (settings_of(row.plan), *figures, row.timeline.exposed_share)
     days = {"days": time_to_train(row, gpus, tokens)["days"]} if tokens else {}
-    return {"gpus": gpus, "fits": True, "reason": None, **dict(zip(names, values, strict=True)), **days}
+    return {"fits": True, "reason": None, **dict(zip(names, values, strict=True)), **days}
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
     """Return degrees and settings of a plan. Those of the middle unit stand for all blocks, because the first
     and the last unit are not blocks."""
-    mesh, unit = plan.mesh, plan.units[len(plan.units) // 2]
-    exchange = plan.context.exchange if mesh.cp > 1 else "none"
-    found = {**vars(unit), **vars(mesh), **vars(plan), "cp_exchange": exchange}
-    return {key: found[key] for key in (*COLUMNS, "accumulation")}
+    planned = {key.partition(".")[2]: values[len(values) // 2] for key, values in planned_keys(plan).items()}
+    if plan.mesh.cp == 1:
+        planned["cp_exchange"] = "none"
+    return {**{key: planned[key] for key in COLUMNS}, "accumulation": plan.accumulation}
 
 
-def sweep_text(rows: Rows, tokens: float | None) -> str:
+def as_text(rows: Sequence[dict[str, Any]], tokens: float | None) -> str:
     """Return a table with a bar for each number of GPUs, then the numbers without a plan, with reasons."""
-    planned = {gpus: row for gpus, row in rows.items() if not isinstance(row, str)}
-    best = max(row.tokens_per_s_per_gpu for row in planned.values())
-    divides = any(row.plan.mesh.cp > 1 for row in planned.values())
-    keys = [key for key in COLUMNS if divides or key not in ("cp", "cp_exchange")]
+    planned = [row for row in rows if row["fits"]]
+    best = max(row["tokens_per_s_per_gpu"] for row in planned)
+    keys = keys_to_show(COLUMNS, [row["choices"]["cp"] for row in planned])
     days = [f"days for {tokens:.3g}"] if tokens else []
-    head = ["GPUs", *(COLUMNS[key] for key in keys), "GiB", "step", "exposed", *days, "tokens/s per GPU"]
-    cells = [_cells(gpus, row, keys, best, tokens) for gpus, row in planned.items()]
-    reasons = "\n".join(f"{gpus} GPUs: {row}" for gpus, row in rows.items() if isinstance(row, str))
-    return "\n\n".join(filter(None, (format_table(head, cells), reasons)))
+    head = ["GPUs", *(TITLES[key] for key in keys), "GiB", "step", "exposed", *days, "tokens/s per GPU"]
+    reasons = "\n".join(f"{row['gpus']} GPUs: {row['reason']}" for row in rows if not row["fits"])
+    return "\n\n".join(
+        filter(None, (format_table(head, [_cells(row, keys, best) for row in planned]), reasons))
+    )
 
 
-def _cells(gpus: int, row: Prediction, keys: Sequence[str], best: float, tokens: float | None) -> list[str]:
-    settings, timeline, rate = settings_of(row.plan), row.timeline, row.tokens_per_s_per_gpu
-    days = [f"{time_to_train(row, gpus, tokens)['days']:,.1f}"] if tokens else []
+def _cells(row: dict[str, Any], keys: Sequence[str], best: float) -> list[str]:
+    rate = row["tokens_per_s_per_gpu"]
     return [
-        str(gpus),
-        *(str(settings[key]).lower() for key in keys),
-        f"{row.reserved_bytes / GIB:.1f}",
-        seconds(timeline.step_s),
-        f"{timeline.exposed_share:.1%}",
-        *days,
+        str(row["gpus"]),
+        *(str(row["choices"][key]).lower() for key in keys),
+        f"{row['reserved_gib']:.1f}",
+        seconds(row["step_time_s"]),
+        f"{row['exposed_share']:.1%}",
+        *([f"{row['days']:,.1f}"] if "days" in row else []),
         f"{rate:>8,.0f} {'#' * max(1, round(BAR * rate / best))} {rate / best:.0%}",
     ]

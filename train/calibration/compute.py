@@ -258,7 +258,7 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
     """Return the operations per second of forward and backward, counted by `attention_work`."""
     attention = CausalAttention()
     if clock.device.type == "cuda":  # the fastest kernel of this GPU
-        config = Config(parallel=ParallelConfig(param_dtype=dtype))
+        config = Config(parallel=ParallelConfig(param_dtype=dtype))  # type: ignore[arg-type]
         attention.kernel = attention_on_device(
             config.job, clock.device, torch.cuda.get_device_name(clock.device)
         )

@@ -14,7 +14,8 @@ import torch
 from meshwright import __version__
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.lint import advise, unused_keys
-from meshwright.parallel.plan.schema import AXES, Plan
+from meshwright.parallel.plan.mistakes import planned_keys
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.train.config import Config, TrainingJob
@@ -40,16 +41,6 @@ DEFAULT_COLUMNS = frozenset(
         "parallel.tp",
         "train.micro_batch_size",
     }
-)
-UNIT_KEYS = (
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "reduce_gradients",
-    "forward_prefetch",
-    "backward_prefetch",
-    "activation_checkpoint",
-    "param_dtype",
-    "reduce_dtype",
 )
 
 
@@ -113,12 +104,10 @@ def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]
         for name, value, declared in keys_of(getattr(config, section), section)
     }
     del values["data.cache_dir"]
-    of_units = {name: _summarize_units([getattr(unit, name) for unit in plan.units]) for name in UNIT_KEYS}
-    decided = {axis: getattr(plan.mesh, axis) for axis in AXES} | of_units
+    open_keys = {key: planned for key, planned in planned_keys(plan).items() if isinstance(values[key], str)}
     return {
         **values,
-        **{f"parallel.{name}": value for name, value in decided.items()},
-        "train.micro_batch_size": plan.micro_batch_size,
+        **{key: _summarize(planned) for key, planned in open_keys.items()},
         "train.global_batch_size": plan.global_batch_size,
         "run.seed": config.run.seed,
         "run.device": device_name,
@@ -146,10 +135,12 @@ def _to_text(value: Any) -> str:
     return ", ".join(map(_to_text, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _summarize_units(values: Sequence[Any]) -> str:
-    """Return the value of all units, or the most common one with its count."""
-    (most, count), *others = Counter(map(_to_text, values)).most_common()
-    return f"{most} ({count} of {len(values)} units)" if others else most
+def _summarize(planned: Sequence[Any]) -> Value:
+    """Return the plan's value for a key, a number unchanged; that of most units with its count."""
+    if len(planned) == 1:
+        return planned[0] if type(planned[0]) in (int, float) else _to_text(planned[0])
+    (most, count), *others = Counter(map(_to_text, planned)).most_common()
+    return f"{most} ({count} of {len(planned)} units)" if others else most
 
 
 def _draw(timeline: "Timeline", title: str) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.models.attention import DOCUMENT_MASK_KERNELS, HALF_PRECISION_KERNELS, KERNELS
+from meshwright.parallel.config import Dtype
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
@@ -42,25 +43,10 @@ def read_plan(job: TrainingJob, model: ModelUnits, world_size: int) -> Plan:
             "plan file, such as plan.yaml in the folder of a run"
         )
     plan = load_plan(path)
-    mistakes = plan_file_mistakes(plan, path, job.parallel, model, world_size, job.seq_len)
-    if plan.mesh.world_size == world_size:
-        mistakes += _batch_mistakes(job, plan)
-    if mistakes:
+    batch = {f"train.{key}": getattr(job, key) for key in ("micro_batch_size", "global_batch_size")}
+    if mistakes := plan_file_mistakes(plan, path, job.parallel, model, world_size, job.seq_len, batch):
         raise PlanError("\n".join(mistakes))
     return plan
-
-
-def _batch_mistakes(job: TrainingJob, plan: Plan) -> list[str]:
-    """Return a line for each batch size of the config that contradicts the plan file."""
-    mistakes = []
-    for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
-        requested, planned = getattr(job, key), getattr(plan, key)
-        if requested not in (left_open, planned):
-            mistakes.append(
-                f"train.{key}={requested}, but the plan file {job.parallel.plan} has {planned}: change one "
-                "of them"
-            )
-    return mistakes
 
 
 def plan_on_device(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
@@ -179,7 +165,7 @@ def best_dtype(hardware: "Hardware | None") -> str:
     return "bfloat16" if rates.get("bfloat16", 0.0) > rates.get("float32", 0.0) else "float32"
 
 
-def dtype_on_device(device: torch.device) -> str:
+def dtype_on_device(device: torch.device) -> Dtype:
     """Return the dtype that `auto` resolves to on this process's device."""
     return _choose_dtype(device)[0]
 
@@ -190,13 +176,13 @@ def describe_dtype(device: torch.device) -> str:
     return f"param_dtype: auto is {dtype}: {reason}"
 
 
-def gpu_dtype(capability: tuple[int, int]) -> tuple[str, str]:
+def gpu_dtype(capability: tuple[int, int]) -> tuple[Dtype, str]:
     """Return the dtype for a GPU of this CUDA compute capability, and the reason."""
     gpu, newer = "a GPU of compute capability {}.{} multiplies".format(*capability), capability >= AMPERE
     return ("bfloat16", f"{gpu} bfloat16 faster") if newer else ("float32", f"{gpu} no bfloat16")
 
 
-def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[str, str]:
+def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[Dtype, str]:
     """Return the dtype for a CPU of which torch reports these capabilities, and the reason.
 
     `onednn`: this build of torch has oneDNN; without it, as on a Mac, nothing uses the instructions.
@@ -210,7 +196,7 @@ def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[str, str]:
     )
 
 
-def _choose_dtype(device: torch.device) -> tuple[str, str]:
+def _choose_dtype(device: torch.device) -> tuple[Dtype, str]:
     if device.type == "cuda":
         return gpu_dtype(torch.cuda.get_device_capability(device))
     return cpu_dtype(torch.cpu.get_capabilities(), torch.backends.mkldnn.is_available())

@@ -38,8 +38,8 @@ strategy: shard_grad_op, reshard_after_forward: 0 -> reshard_after_forward=0 ...
 strategy: ddp, dp_replicate: 1 -> parallel.dp_replicate=1 ... parallel.strategy=ddp ... means 8
 strategy: hybrid_shard, dp_shard: 32, world_size: 32 -> dp_shard=32 ... means 8
 strategy: hybrid_shard, world_size: 12 -> =hybrid_shard: dp_replicate= ... this run has 12
-strategy: ddp, dp_shard: 8, dp_replicate: 4, param_dtype: float16
- -> parallel.dp_replicate=4 & parallel.dp_shard=8 & parallel.param_dtype=float16
+strategy: ddp, dp_shard: 8, dp_replicate: 4, attention: flush
+ -> parallel.dp_replicate=4 & parallel.dp_shard=8 & parallel.attention=flush
 # tensor parallelism
 tp: 16, world_size: 16 -> parallel.tp=16 ... divide model.n_kv_heads=8 ... 1, 2, 4 or 8
 tp: 2, seq_len: 63 -> parallel.tp=2 ... divide train.seq_len=63 ... Use 1.
@@ -50,7 +50,8 @@ tp: 9, world_size: 9, tp_modules: [feed_forward] -> ffn_dim=48 ... 1, 2, 4, 8 or
 tp: 32, world_size: 32, tp_modules: [embedding, head] -> right
 tp: 2, tp_modules: [hed, hed] -> parallel.tp_modules: hed ... mean head?
 tp: 2, tp_modules: [xyz] -> tp_modules: xyz ... embedding, attention, feed_forward
-tp: 2, tp_modules: [head], model: tied -> tp_modules=['head'] ... embedding and head
+tp: 2, tp_modules: [head], model: tied
+ -> tp_modules splits head but not embedding, ... share a weight ... both or neither
 async_tp: true -> parallel.async_tp=true ... tp=1 ... use false, or tp > 1
 async_tp: true, tp: 2, sequence_parallel: false -> async_tp=true ... sequence_parallel=true
 async_tp: true, tp: 2, compile: {backend: aot_eager} -> async_tp=true ... inductor ... or async_tp=false
@@ -66,11 +67,14 @@ reshard_after_forward: 3 -> parallel.reshard_after_forward=3 ... dp_shard=8 ... 
 reshard_after_forward: 0 -> parallel.reshard_after_forward=0 ... true, false, 2, 4
 reshard_after_forward: 8, dp_replicate: 2 -> =8 ... dp_shard=4 ... true, false, 2
 reshard_after_forward: 2, tp: 2 -> reshard_after_forward=2 ... tp=2 ... use true or false
-backward_prefetch: -3 -> parallel.backward_prefetch=-3 ... 0 (none)
-unit_min_params: -1 -> parallel.unit_min_params=-1 ... 0 (a unit per block)
+backward_prefetch: -3 -> parallel.backward_prefetch=-3 ... at least 0
+unit_min_params: -1 -> parallel.unit_min_params=-1 ... at least 0
 # dtypes and kernels
-param_dtype: float16 -> parallel.param_dtype=float16 ... gradient scaler ... use bfloat16
-reduce_dtype: float64 -> parallel.reduce_dtype=float64 ... float32, bfloat16
+param_dtype: float16 -> parallel.param_dtype='float16' ... auto, float32, bfloat16
+# values of another type, which a config made in Python can have
+tp: 2.0 -> parallel.tp=2.0 must be auto or an integer
+reshard_after_forward: 'false' -> parallel.reshard_after_forward='false' must be auto or true or false or an
+tp_modules: head, cpu_offload: 1 -> parallel.tp_modules='head' ... a list & parallel.cpu_offload=1 ... true or
 storage_dtype: bfloat16 -> parallel.storage_dtype=bfloat16 ... param_dtype=bfloat16
 attention: flush -> parallel.attention=flush ... cpu
 loss_chunk_tokens: 3 -> parallel.loss_chunk_tokens=3 ... 0 (all ... at least 64
@@ -96,7 +100,7 @@ compile: {backend: eager, mode: max-autotune} -> mode=max-autotune ... default
 compile: {mode: fast} -> parallel.compile.mode=fast ... default ... max-autotune
 compile: {backend: indctor} -> parallel.compile.backend=indctor ... mean inductor?
 # activation checkpointing
-activation_checkpoint: half -> parallel.activation_checkpoint=half ... none, full, selective
+activation_checkpoint: half -> parallel.activation_checkpoint='half' ... none, full, selective
 activation_checkpoint: budget, activation_budget: -0.5 -> parallel.activation_budget=-0.5 ... between 0
 activation_checkpoint: budget, activation_budget: 1.5
  -> parallel.activation_budget=1.5 ... between 0 ... and 1
@@ -181,9 +185,9 @@ layers.2: {reshard_after_forward: 'true'} -> reshard_after_forward='true' ... tr
 layers.2: {unit: 'layers.[3-0]'} -> layers.[3-0] ... low to high
 layers.2: {unit: 'layers.[0-99999999]'} -> layers.[0-99999999] ... 10000
 # mesh and batch
-mesh: {dp_shard: 16} -> 16 processes ... this run has 8 ... start 16 ... new plan
-mesh: {tp: -2} -> mesh: tp=-2 ... at least 1
-context: {exchange: ring} -> context: exchange=ring ... heads, gather
+mesh: {dp_shard: 16} -> mesh: dp_replicate=1 x dp_shard=16 ... 16 processes ... this run has 8 ... use 16
+mesh: {tp: -2} -> mesh.tp=-2 ... integer >= 1
+context: {exchange: ring} -> context.exchange='ring' ... heads, gather
 # the modules of units
 layers.2: {unit: layers.22} -> unit layers.22 ... no module layers.22 ... mean layers.2?
 layers.2: {unit: layers.1} -> unit layers.1 ... in 2 units ... once
@@ -192,11 +196,11 @@ embed: {unit: embed+layers.0} -> module layers.0 is in 2 units
 plan: {modules: [embed]} -> modules ... 1, the model has 6 ... layers.0 ... make a new plan
 # single units
 layers.2: {reshard_after_forward: -4} -> unit layers.2: reshard_after_forward=-4 ... dp_shard=8
-layers.2: {reduce_gradients: last} -> =last ... every_micro_batch, last_micro_batch
-layers.2: {reduce_dtype: float16} -> unit layers.2: reduce_dtype=float16 ... gradient scaler
-layers.2: {output_dtype: fp32} -> unit layers.2: output_dtype=fp32 ... float32, bfloat16
+layers.2: {reduce_gradients: last} -> ='last' ... every_micro_batch, last_micro_batch
+layers.2: {reduce_dtype: float16} -> unit layers.2: reduce_dtype='float16' ... float32, bfloat16
+layers.2: {output_dtype: fp32} -> unit layers.2: output_dtype='fp32' ... same, float32, bfloat16
 layers.2: {unshard_in_backward: false} -> unit layers.2: unshard_in_backward=false ... use true
-layers.2: {activation_checkpoint: some} -> activation_checkpoint=some ... none, full, selective
+layers.2: {activation_checkpoint: some} -> activation_checkpoint='some' ... none, full, selective
 layers.2: {activation_checkpoint: budget, compiled: false}
  -> activation_checkpoint=budget ... compiling is off ... full
 layers.2: {activation_budget: 0.5} -> activation_budget=0.5 ... =budget ... use 1.0
@@ -210,7 +214,7 @@ head: {activation_checkpoint: full} -> unit head: activation_checkpoint=full ...
 embed: {compiled: true} -> unit embed: compiled=true ... use false
 head: {output_dtype: bfloat16} -> unit head: output_dtype=bfloat16 ... loss ... use same
 # prefetch lists
-layers.2: {forward_prefetch: -1} -> unit layers.2: forward_prefetch=-1 ... 0 (none)
+layers.2: {forward_prefetch: -1} -> unit layers.2: forward_prefetch=-1 ... integer >= 0
 layers.2: {forward_prefetch: [layers.9]} -> forward_prefetch ... layers.9 ... mean layers.
 layers.2: {forward_prefetch: [layers.2]} -> forward_prefetch names the unit itself ... remove it
 layers.2: {forward_prefetch: [head, head]} -> forward_prefetch names head twice ... once
@@ -225,7 +229,7 @@ compile: {enabled: false} -> units layers.0 to head (5): compiled=true ... compi
 tensor: {sequence_parallel: true} -> tensor: sequence_parallel=true ... tp=1 ... use false
 tensor: {styles: {head: logits}} -> tensor: tp=1 ... styles ... make a new plan
 float8: {linears: [layers.*.wq]} -> float8: recipe=none ... no linears
-float8: {recipe: fp8} -> float8: recipe=fp8 ... none, tensorwise, rowwise
+float8: {recipe: fp8} -> float8.recipe='fp8' ... none, tensorwise, rowwise
 float8: {recipe: rowwise, linears: [wq]} -> float8: linears: wq ... layers.*.wq, layers.*.wo
 float8: {recipe: tensorwise} -> recipe=tensorwise ... min_dim or tp, or use none
 context: {cores: [layers.*.core]} -> context: cp=1 ... use []
@@ -234,7 +238,7 @@ mesh: {cp: 1} -> right
 cp: 2 | context: {cores: []} -> context: cores=[] ... ['layers.*.core']
 # styles
 tp: 2 | tensor: {styles: {}} -> tensor: tp > 1 ... styles ... make a new plan
-tp: 2 | tensor.styles: {layers.*.wq: colwize} -> tensor: layers.*.wq: colwize ... mean colwise?
+tp: 2 | tensor.styles: {layers.*.wq: colwize} -> part attention ... layers.*.wq is colwize ... colwise
 tp: 2 | tensor.styles: {layers.*.wq: rowwise} -> tensor: part attention ... layers.*.wq is rowwise ... colwise
 tp: 2 | tensor.styles: {layers.*.wq: whole_colwise} -> layers.*.wq is whole_colwise ... colwise
 tp: 2 | tensor.styles: {head.output: gathered_logits}
@@ -245,7 +249,8 @@ tp: 2 | tensor.styles: {layers.1.wq: whole_colwise} -> tensor: layers.1.wq ... l
 tp: 2 | tensor.styles: {layers.*.norm: whole_sequence, layers.*.wq: whole_colwise, layers.*.wo: whole_rowwise}
  -> right
 tp: 2 | tensor.styles: {head.output: gathered_logits, head.loss: null} -> right
-tp: 2, model: tied | tensor.styles: {embed: whole_vocab} -> tensor: ... share a weight ... both or neither
+tp: 2, model: tied | tensor.styles: {embed: whole_vocab}
+ -> tensor: styles splits head but not embedding ... share a weight ... both or neither
 # units missing, out of order, joined
 layers.1: null -> units: ... layers.1 is in no unit ... add it
 layers.0: {unit: layers.1}, layers.1: {unit: layers.0}
@@ -275,10 +280,12 @@ param_dtype: bfloat16, model: tied | embed+head: {output_dtype: float32}
 param_dtype: bfloat16, model: tied | embed+head: {param_dtype: float32}
  -> embed+head returns float32 ... computes in bfloat16: set the same param_dtype on both
 # all mistakes come in one report, those of like units once
-layers.1: {reshard_after_forward: 3, reduce_dtype: half},
- layers.2: {reshard_after_forward: 3, reduce_dtype: half},
- compile: {mode: fast}, mesh: {dp_shard: 4}
- -> plan's mesh & compile.mode & units layers.1 to layers.2 (2): reshard & layers.1 to layers.2 (2): reduce
+layers.1: {reshard_after_forward: 3, activation_budget: 0.5},
+ layers.2: {reshard_after_forward: 3, activation_budget: 0.5}, compile: {mode: fast}
+ -> compile.mode & units layers.1 to layers.2 (2): reshard & layers.1 to layers.2 (2): activation_budget
+layers.1: {reduce_dtype: half, compiled: 1}, layers.2: {reduce_dtype: half}, mesh: {dp_shard: 0}
+ -> layers.1: reduce_dtype & layers.1: compiled=1 & layers.2: reduce_dtype & mesh.dp_shard=0
+compile: {mode: fast}, mesh: {dp_shard: 4} -> 4 processes & compile.mode
 """
 
 
@@ -336,7 +343,7 @@ def test_a_value_of_another_type_or_missing_is_named_wherever_it_is(tmp_path: Pa
 def test_a_plan_of_another_model_or_size_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     path = write_edited(tmp_path, plan_of(), {})
     check_lines(
-        mistakes_in(path, processes=4), "8 processes ... this run has 4 ... start 8, or make a new plan"
+        mistakes_in(path, processes=4), "8 processes ... this run has 4 ... use 8 processes, or a plan with"
     )
     check_lines(
         mistakes_in(path, make_model(5)), "6, the model has 7 ... head instead of layers.4 ... new plan"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -99,8 +99,6 @@ SETTINGS = {  # of a field by its name, otherwise by its type
     "forward_prefetch": AHEAD,
     "backward_prefetch": AHEAD,
     "activation_budget": st.floats(0, 1) | st.sampled_from([1e-5, 5e-324, 1e16]),
-    "on_recompile": st.sampled_from(["warn", "error", "ignore"]),
-    "float32_matmul_precision": st.sampled_from(["highest", "high", "medium"]),
     "modules": st.just(()),
     "units": st.just(()),
     bool: st.booleans(),
@@ -122,6 +120,8 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
     """Any values for the fields of a plan or of one of its parts."""
 
     def of(field: Any) -> st.SearchStrategy[Any]:
+        if get_origin(field.type) is Literal:
+            return st.sampled_from(get_args(field.type))
         return (
             any_of(field.type)
             if dataclasses.is_dataclass(field.type)

@@ -29,8 +29,8 @@ MENDED = (
     Fault(
         "true-is-one",
         "units with reshard_after_forward true and 1 become one entry of the plan file",
-        "repr(_settings(groups[-1][0])) == repr(_settings(unit))",
-        "_settings(groups[-1][0]) == _settings(unit)",
+        "lambda unit: repr(unit.settings)",
+        "lambda unit: unit.settings",
         tests=("tests/parallel/plan/test_serialize.py",),
     ),
     Fault(

@@ -116,7 +116,7 @@ def test_people_get_reasons_figures_and_runners_up_and_the_saved_plan_runs(
         "\n1e+12 tokens ",
         "GPU hours",
         "\nfits h100-sxm: ",
-        "\nrunners-up:\ntp  dp_replicate",
+        "\nrunners-up:\ntp  replicate",
         f"wrote {path}",
     ):
         assert part in text

@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.diff import describe_difference, diff_plans
-from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.parallel.plan.schema import Plan, UnitPlan
+from meshwright.parallel.plan.serialize import diff_plans, plan_to_yaml
 from meshwright.tools.plan.__main__ import main
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -99,75 +98,63 @@ def test_diff_in_words(tmp_path: Path, capsys: Output) -> None:
     other = write_plan(tmp_path / "b.yaml", small_plan(*keys, "--parallel.activation_checkpoint=full"))
     main(["diff", one, other])
     lines = capsys.readouterr().out.splitlines()
-    assert "mesh: dp_shard 4 -> 2" in lines
-    assert "compile: enabled true -> false" in lines
-    assert "units layers.0 to layers.5 (6): activation_checkpoint none -> full" in lines
-    assert "unit head: compiled true -> false" in lines
+    assert "mesh.dp_shard: 4 -> 2" in lines
+    assert "compile.enabled: true -> false" in lines
+    full = "none in tok_embeddings, head; full in layers.[0-5]"
+    assert f"units.activation_checkpoint: none -> {full}" in lines
     main(["diff", one, other, "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["same"] is False
-    assert {"where": "mesh", "key": "dp_replicate", "a": 1, "b": 2} in document["differences"]
+    assert {"key": "mesh.dp_replicate", "a": "1", "b": "2"} in document["differences"]
 
 
 def test_diff_sees_units_of_one_plan_only_order_types_and_lists() -> None:
     plan = small_plan()
 
-    def lines(**unit_keys: Any) -> list[str]:
-        units = (*plan.units[:3], dataclasses.replace(plan.units[3], **unit_keys), *plan.units[4:])
-        return [describe_difference(d) for d in diff_plans(plan, dataclasses.replace(plan, units=units))]
+    def with_units(units: tuple[UnitPlan, ...]) -> dict[str, tuple[str, str]]:
+        return diff_plans(plan, dataclasses.replace(plan, units=units))
 
-    fewer = dataclasses.replace(plan, units=plan.units[:-3] + plan.units[-1:])
-    assert [describe_difference(d) for d in diff_plans(plan, fewer)] == [
-        "units layers.4 to layers.5 (2): only in the first"
-    ]
-    turned = dataclasses.replace(plan, units=plan.units[::-1])
-    assert [d.key for d in diff_plans(plan, turned)] == ["order"]
-    assert lines(reshard_after_forward=1) == ["unit layers.2: reshard_after_forward true -> 1"]
-    assert lines(forward_prefetch=("layers.3", "head"), backward_prefetch=()) == [
-        "unit layers.2: forward_prefetch 1 -> [layers.3, head]",
-        "unit layers.2: backward_prefetch 1 -> []",
-    ]
+    fewer = with_units(plan.units[:-3] + plan.units[-1:])
+    assert fewer["units"] == ("tok_embeddings, layers.[0-5], head", "tok_embeddings, layers.[0-3], head")
+    assert "units" in with_units((*plan.units[1::-1], *plan.units[2:])), "another order"
+    settings = {"reshard_after_forward": 1, "forward_prefetch": ("layers.3", "head"), "backward_prefetch": ()}
+    changed = dataclasses.replace(plan.units[3], **settings)  # type: ignore[arg-type]
+    found = {
+        key: after for key, (_, after) in with_units((*plan.units[:3], changed, *plan.units[4:])).items()
+    }
+    assert found.keys() == {f"units.{key}" for key in settings}
+    assert "; 1 in layers.2; false in head" in found["units.reshard_after_forward"]
+    assert "; [layers.3, head] in layers.2" in found["units.forward_prefetch"]
+    assert "; [] in layers.2" in found["units.backward_prefetch"]
 
 
 DIFFERING = [
     (
         ["--parallel.tp=2"],
-        [
-            "mesh: dp_shard 4 -> 2",
-            "mesh: tp 1 -> 2",
-            "tensor: sequence_parallel false -> true",
-            "tensor: styles none -> of 13 patterns",
-            "plan: global_batch_size 4 -> 2",
-        ],
+        "mesh.dp_shard: 4 -> 2 ... mesh.tp: 1 -> 2 ... tensor.sequence_parallel: false -> true ... "
+        "tensor.styles.layers.*.attention.wq: none -> colwise ... global_batch_size: 4 -> 2",
     ),
     (
         ["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=aten.mm/2,aten.silu"],
-        [
-            "units layers.0 to layers.5 (6): activation_checkpoint none -> selective",
-            "units layers.0 to layers.5 (6): saved_ops [] -> [aten.mm/2, aten.silu]",
-        ],
+        "units.saved_ops: [] -> [] in tok_embeddings, head; [aten.mm/2, aten.silu] in layers.[0-5]",
     ),
-    (["--parallel.compile.cache_dir=/cache"], ["compile: cache_dir null -> /cache"]),
+    (["--parallel.compile.cache_dir=/cache"], "compile.cache_dir: null -> /cache"),
     (
         ["--model.n_layers=7"],
-        [
-            "model: modules [tok_embeddings, layers.[0-5], head] -> [tok_embeddings, layers.[0-6], head]",
-            "unit layers.6: only in the second",
-        ],
+        "modules: [tok_embeddings, layers.[0-5], head] -> [tok_embeddings, layers.[0-6], head]",
     ),
     (
         ["--parallel.unit_min_params=700000"],
-        [
-            "units layers.0 to layers.5 (6): only in the first",
-            "units layers.0+layers.1 to layers.4+layers.5 (3): only in the second",
-        ],
+        "units: tok_embeddings, layers.[0-5], head -> "
+        "tok_embeddings, layers.0+layers.1, layers.2+layers.3, layers.4+layers.5, head",
     ),
 ]
 
 
 def test_diff_says_what_a_key_changes() -> None:
-    def check(keys: list[str], lines: list[str]) -> None:
-        assert [describe_difference(each) for each in diff_plans(small_plan(), small_plan(*keys))] == lines
+    def check(keys: list[str], facts: str) -> None:
+        found = diff_plans(small_plan(), small_plan(*keys))
+        check_facts("\n".join(f"{key}: {a} -> {b}" for key, (a, b) in found.items()), facts)
 
     try_each(DIFFERING, check)
 
@@ -185,23 +172,22 @@ def test_diff_misses_no_field_of_a_plan() -> None:
     """Including fields that are added later."""
     plan = small_plan("--parallel.tp=2")
 
-    def keys_of(**changes: Any) -> list[str]:
-        return [difference.key for difference in diff_plans(plan, dataclasses.replace(plan, **changes))]
+    def changes_of(**changes: Any) -> dict[str, tuple[str, str]]:
+        return diff_plans(plan, dataclasses.replace(plan, **changes))
 
     for field in dataclasses.fields(Plan):
         value = getattr(plan, field.name)
-        if field.name == "units":
-            parts = [("units", plan.units[1], lambda unit: (plan.units[0], unit, *plan.units[2:]))]
-        elif dataclasses.is_dataclass(value):
-            parts = [(field.name, value, lambda part: part)]
-        else:
-            assert field.name in keys_of(**{field.name: altered(value)})
-            parts = []
-        for name, part, whole in parts:
-            for inner in dataclasses.fields(part):
-                if inner.name not in ("styles", "modules"):
-                    other = dataclasses.replace(part, **{inner.name: altered(getattr(part, inner.name))})
-                    assert inner.name in keys_of(**{name: whole(other)})
+        if not dataclasses.is_dataclass(value) and field.name != "units":
+            assert field.name in changes_of(**{field.name: altered(value)})
+            continue
+        part, before, after = (
+            (plan.units[1], plan.units[:1], plan.units[2:]) if field.name == "units" else (value, (), ())
+        )
+        for inner in dataclasses.fields(part):
+            if inner.name not in ("styles", "modules"):
+                other = dataclasses.replace(part, **{inner.name: altered(getattr(part, inner.name))})
+                whole = (*before, other, *after) if before else other
+                assert f"{field.name}.{inner.name}" in changes_of(**{field.name: whole})
 
 
 def test_strategy_and_advice_are_said(capsys: Output) -> None:
