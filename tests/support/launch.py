@@ -104,6 +104,7 @@ def started(
     output: Path,
     errors: Path | None = None,
     module: str = "train.main",
+    folder: Path = ROOT,
     **env: str,
 ) -> Iterator[Launch]:
     """A running command, whose output goes to a file; at the end all its ranks are killed."""
@@ -117,6 +118,7 @@ def started(
                 *arguments,
                 output=output,
                 errors=errors,
+                folder=folder,
                 env=environment(
                     **shared, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}), **env
                 ),
@@ -144,15 +146,21 @@ def family(pid: int) -> list[int]:
 
 
 def run(
-    processes: int, *arguments: str, module: str = "train.main", timeout_s: float = LIMIT_S, **env: str
+    processes: int,
+    *arguments: str,
+    module: str = "train.main",
+    timeout_s: float = LIMIT_S,
+    folder: Path = ROOT,
+    **env: str,
 ) -> Any:
-    """Run a module to its end in forked processes; the result has returncode, stdout and stderr.
+    """Run a module in a folder to its end in forked processes; the result has returncode, stdout and stderr.
 
     Faster than `run_command`: for every test that does not test torchrun or the start of the interpreter.
     """
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
-        with started(processes, *arguments, output=out, errors=err, module=module, **env) as launch:
+        options = {"output": out, "errors": err, "module": module, "folder": folder}
+        with started(processes, *arguments, **options, **env) as launch:  # type: ignore[arg-type]
             code = launch.wait(timeout_s)
         return subprocess.CompletedProcess(
             arguments, code, *(path.read_text(encoding="utf-8") for path in (out, err))
