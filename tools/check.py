@@ -28,7 +28,7 @@ from meshwright.parallel.yaml_io import YamlError, load_value
 from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.train.config import FactoryConfig
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.factory import call_factory
+from meshwright.train.model.trained_model import call_factory
 from meshwright.train.user_code import allow
 
 DESCRIPTION = """example:

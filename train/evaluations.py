@@ -5,7 +5,7 @@ from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.evaluation import score_sets
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.hooks import Hook, Hooks, StepDone, is_due
-from meshwright.train.metrics.clock import StepClock
+from meshwright.train.metrics.collector import StepClock
 from meshwright.train.run import Run
 
 

@@ -16,7 +16,7 @@ from meshwright.train.console import Console
 from meshwright.train.data.sequences import Batch
 from meshwright.train.evaluation import evaluate
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.state import restore
+from meshwright.train.run import restore
 from meshwright.train.step import train_step
 from tests.support.checkpoint_saves import save
 from tests.support.factories import RUN, VOCABULARY

@@ -148,9 +148,9 @@ def test_hooks_are_told_of_everything_in_order_and_their_state_goes_on(
             torch.testing.assert_close(after[f"hook.Average.{name}"], moved)
     logged = [json.loads(line) for line in (folder / "wandb.jsonl").read_text().splitlines()]
     assert [entry for entry in logged if len(entry) == 1] == [["finish"]] * 2
-    assert [
-        row for _, row in (entry for entry in logged if entry[0] not in ("init", "finish"))
-    ] == rows_in(folder)
+    assert [row for _, row in (entry for entry in logged if entry[0] not in ("init", "finish"))] == rows_in(
+        folder
+    )
     assert find_newest(folder).name == "step-00000006"
 
 

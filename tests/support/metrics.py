@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshwright.train.evaluation import Score
 from meshwright.train.hooks import Hook, Hooks
 from meshwright.train.metrics import writer
-from meshwright.train.metrics.clock import StepClock
-from meshwright.train.metrics.collector import Metrics, scores_row
+from meshwright.train.metrics.collector import Metrics, StepClock, scores_row
 from meshwright.train.metrics.run_summary import RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
 

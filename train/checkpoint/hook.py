@@ -12,7 +12,7 @@ from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.hooks import Hook, StepDone
-from meshwright.train.metrics.clock import StepClock
+from meshwright.train.metrics.collector import StepClock
 from meshwright.train.metrics.writer import Rows
 from meshwright.train.run import Run
 

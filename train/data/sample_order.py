@@ -134,6 +134,9 @@ class SampleOrder:
         """Return the sequences at positions first .. first + count - 1 (`read_batch`)."""
         return read_batch(self.splits, self.rows(first, count), shape, pinned)
 
+    def check(self, first: int, shape: SequenceShape) -> None:
+        """The order of given sequences needs no check; that of a function of yours does (`GivenOrder`)."""
+
     def progress(self, position: int) -> dict[str, float]:
         """Return the progress at `position` as metrics: epochs of the data, or in a mixture sequences and
         epochs of each source."""

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.resume import Start
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import Corpus, check_evaluation, check_sequences, load_on_all_ranks
-from meshwright.train.data.given import GivenOrder
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import Batch, SequenceShape, at_positions, make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
@@ -33,6 +32,9 @@ from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.optim.optimizer import describe_short_run
 from meshwright.train.planning.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from meshwright.train.data.given import GivenOrder
 
 # a step's batches, their hash, and the event after which they are on the GPU
 _Ready = tuple[list[Batch], int, torch.cuda.Event | None]
@@ -94,7 +96,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        order: SampleOrder | GivenOrder,
+        order: "SampleOrder | GivenOrder",
         sequences: SequenceShape,
         shape: BatchShape,
         first_sample: int,
@@ -204,7 +206,7 @@ class TrainingData:
 
     corpus: Corpus
     sequences: SequenceShape
-    order: SampleOrder | GivenOrder
+    order: "SampleOrder | GivenOrder"
     batch: BatchShape
     group: dist.ProcessGroup
     device: torch.device
@@ -288,8 +290,11 @@ def load_training_data(
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if train.eval_every:
         check_evaluation(corpus)
-    given = config.data.factory and GivenOrder(config.data.factory, config.run.seed)
-    order = given or SampleOrder(corpus.sources, sequences, config.run.seed)
+    order: SampleOrder | GivenOrder = SampleOrder(corpus.sources, sequences, config.run.seed)
+    if config.data.factory:
+        from meshwright.train.data import given  # late: few runs have one
+
+        order = given.GivenOrder(config.data.factory, config.run.seed)
     data = TrainingData(
         corpus=corpus,
         sequences=sequences,
@@ -303,8 +308,7 @@ def load_training_data(
     )
     saved = start.manifest.position if start.manifest else TrainPosition()
     data = replace(data, start=saved if data.same_order(saved) else replace(saved, samples=0))
-    if given:
-        given.check(data.start.samples, sequences)
+    order.check(data.start.samples, sequences)
     return data
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.data.given import GivenOrder
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import BatchShape
@@ -29,6 +28,9 @@ from meshwright.train.errors import NonFiniteError
 from meshwright.train.hooks import Hook, StepDone
 from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import count_targets
+
+if TYPE_CHECKING:
+    from meshwright.train.data.given import GivenOrder
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class NonFiniteGuard(Hook):
         self,
         max_skipped: int,
         sharded: ShardedModel,
-        order: SampleOrder | GivenOrder,
+        order: "SampleOrder | GivenOrder",
         shape: BatchShape,
         loss_of: LossOf,
         print_: Callable[[str], None],

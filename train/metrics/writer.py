@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.parallel.errors import one_line
 from meshwright.train.background import BackgroundThread
 from meshwright.train.hooks import Hook, Row
+from meshwright.train.metrics.collector import describe_spike
 from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, WriteErrors
-from meshwright.train.metrics.loss_spikes import describe_spike
 from meshwright.train.metrics.run_summary import RunSummary, describe_run
 from meshwright.train.run import Run
 

@@ -13,10 +13,12 @@ Any model may publish, beside what `parallel.shardable` names:
   in float32, summed over the targets and divided by `divisor`; `config.vocab_size` is its number of ids.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.models.loss import IGNORE_INDEX, LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
+from meshwright.parallel.errors import one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
@@ -34,8 +37,11 @@ from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.factory import call_factory
 from meshwright.train.user_code import find
+
+if TYPE_CHECKING:
+    from meshwright.parallel.model.check import Loss
+
 
 HF_CONFIG = "hf_config.json"  # in a checkpoint: what transformers needs to build the model
 EXAMPLE_TOKENS = 16
@@ -313,3 +319,46 @@ def logits_of(result: Any, factory: str) -> Any:
             "the tokens of the global batch, which a loss of the model's own cannot know"
         )
     return logits
+
+
+RESULT = "a model, or a model and an example of its arguments (a dict or a tuple), and if you like a loss"
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """What a factory returns.
+
+    `example`: arguments of one forward, of which only shapes and dtypes count; None: the factory gives none.
+    """
+
+    module: nn.Module
+    example: Example | None = None
+    loss: "Loss | None" = None
+
+
+def call_factory(config: ModelConfig, device: str | None = "meta") -> OwnModel:
+    """Call the factory, by default with new tensors on the meta device, which takes no memory; None: where
+    the function puts them.
+
+    Raises ConfigError if no command has named it, as when a checkpoint does, and if there is no such
+    function, it refuses its arguments, or returns something else.
+    """
+    named = f"model.factory={config.factory}"
+    function = find("model.factory", config.factory)
+    try:
+        inspect.signature(function).bind(**config.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{named}: {error}: set it with --model.args.KEY=VALUE") from error
+    try:
+        with torch.device(device) if device else nullcontext():
+            result = function(**config.args)
+    except (ValueError, ImportError, OSError) as error:  # others are bugs: their traceback says where
+        raise ConfigError(one_line(f"{named}: {type(error).__name__}: {error}")) from error
+    parts = result if isinstance(result, tuple) else (result,)
+    if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and _is_example(*parts[1:2])):
+        raise ConfigError(f"{named} must return {RESULT}")
+    return OwnModel(*parts)
+
+
+def _is_example(value: object = None) -> bool:
+    return isinstance(value, Mapping | tuple | list | None)

@@ -28,7 +28,7 @@ from meshwright.train.fault_tolerance.nonfinite import (
     describe,
     first_bad_value,
 )
-from meshwright.train.metrics.clock import StepClock
+from meshwright.train.metrics.collector import StepClock
 from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY

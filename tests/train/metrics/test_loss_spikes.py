@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.train.data.training_data import StepData
-from meshwright.train.metrics.loss_spikes import MIN_REPORTS, THRESHOLD, SpikeDetector
+from meshwright.train.metrics.collector import MIN_REPORTS, THRESHOLD, SpikeDetector
 from meshwright.train.metrics.writer import Rows
 from meshwright.train.step import StepResult
 from tests.support.metrics import board_steps, make_metrics, open_rows, read_board, rows_in

@@ -9,13 +9,12 @@ import torch
 import yaml
 
 from meshwright.models.llama import LlamaConfig
+from meshwright.train import user_code
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.config_parser import config_to_yaml, load_config, parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.model import factory
-from meshwright.train.model.factory import call_factory
-from meshwright.train.model.trained_model import TrainedModel
+from meshwright.train.model.trained_model import TrainedModel, call_factory
 from tests.support.tables import try_each
 
 CAUSAL_LM = "meshwright.models.from_transformers:causal_lm"
@@ -24,7 +23,7 @@ MIXER = "tests.support.factories:mixer"
 
 @pytest.fixture(autouse=True)
 def _nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "_named", set())
+    monkeypatch.setattr(user_code, "_allowed", {LlamaConfig.factory})
 
 
 def model_of(*arguments: str, **keys: Any) -> Any:
