@@ -40,7 +40,8 @@ from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit
 from meshwright.train.distributed.process_group import choose_device, group_timeout, start_process
 from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
-from meshwright.train.evaluation import Score, score_sets
+from meshwright.train.evaluation import score_sets
+from meshwright.train.hooks import Score
 from meshwright.train.model.build import shard_model
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device

@@ -1,9 +1,7 @@
 """Evaluation on held-out text and validation sets, each distributed over the data-parallel ranks."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,40 +14,9 @@ from meshwright.parallel.sharded_model import evaluating, summed
 from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.training_data import BatchShape, to_device
+from meshwright.train.hooks import Score
 from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import count_targets
-
-
-@dataclass(frozen=True)
-class Score:
-    """The result of evaluating one set.
-
-    Args:
-        nats: sum of the loss over the tokens
-        tokens: number of predicted tokens
-        bytes_per_token: bytes of UTF-8 text per predicted token, over the entire set
-    """
-
-    nats: float
-    tokens: int
-    bytes_per_token: float
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the tokens, in nats."""
-        return self.nats / max(1, self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the loss."""
-        return math.exp(min(self.loss, 700.0))  # a larger exponent overflows float64
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Loss per byte of text in bits, comparable between models with different tokenizers. Exact if the
-        set is evaluated in full, without truncated documents; otherwise the bytes per token of the entire set
-        are an approximation."""
-        return self.loss / math.log(2) / self.bytes_per_token
 
 
 def score_sets(

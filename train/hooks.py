@@ -1,6 +1,7 @@
 """What happens beside the steps of a run: hooks, each a class in the room of what it does. `train.main`
 states their order."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -8,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from meshwright.train.checkpoint.layout import STATE
 from meshwright.train.errors import ConfigError
 from meshwright.train.user_code import find
 
 if TYPE_CHECKING:  # a hook's room must not import all the others
     from meshwright.train.checkpoint.manifest import TrainPosition
-    from meshwright.train.data.training_data import StepData
-    from meshwright.train.evaluation import Score
+    from meshwright.train.data.sequences import StepData
     from meshwright.train.step import StepResult
 
 Row = Mapping[str, Any]
-STATE = "hook."  # begins the names of hooks' tensors in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,38 @@ class StepDone:
     def step(self) -> int:
         """The number of the step, counted from 1."""
         return self.position.step
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of evaluating one set.
+
+    Args:
+        nats: sum of the loss over the tokens
+        tokens: number of predicted tokens
+        bytes_per_token: bytes of UTF-8 text per predicted token, over the entire set
+    """
+
+    nats: float
+    tokens: int
+    bytes_per_token: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the tokens, in nats."""
+        return self.nats / max(1, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(min(self.loss, 700.0))  # a larger exponent overflows float64
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss per byte of text in bits, comparable between models with different tokenizers. Exact if the
+        set is evaluated in full, without truncated documents; otherwise the bytes per token of the entire set
+        are an approximation."""
+        return self.loss / math.log(2) / self.bytes_per_token
 
 
 def is_due(every: int, step: int, last: bool) -> bool:
@@ -79,7 +111,7 @@ class Hook:
     def on_report(self, row: Row) -> None:
         """Called with every row of metrics.jsonl, the same on all ranks."""
 
-    def on_evaluation(self, step: int, scores: "Mapping[str, Score]") -> None:
+    def on_evaluation(self, step: int, scores: Mapping[str, Score]) -> None:
         """Called with the scores of an evaluation after `step` steps, by set, the same on all ranks."""
 
     def close(self) -> None:
@@ -123,7 +155,7 @@ class Hooks(Hook):
         for hook in self._hooks:
             hook.on_report(row)
 
-    def on_evaluation(self, step: int, scores: "Mapping[str, Score]") -> None:
+    def on_evaluation(self, step: int, scores: Mapping[str, Score]) -> None:
         for hook in self._hooks:
             hook.on_evaluation(step, scores)
 

@@ -50,7 +50,6 @@ from meshwright.train.fault_tolerance.run_folder import count_failed_starts, mak
 from meshwright.train.fault_tolerance.supervision import Supervision, supervised
 from meshwright.train.hooks import Hook, Hooks, find_hooks, state_of
 from meshwright.train.loop import train_loop
-from meshwright.train.memory import GarbageCollector
 from meshwright.train.metrics.collector import GradientNorms, Metrics, StepClock, make_rates
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.metrics.writer import open_rows
@@ -58,10 +57,10 @@ from meshwright.train.model.trained_model import find_loss, model_of
 from meshwright.train.optim.optimizer import learning_rate
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.profiling import profilers
-from meshwright.train.recompiles import Recompiles
 from meshwright.train.run import Run, files_beside, load_states, restore
 from meshwright.train.training import build_training
 from meshwright.train.user_code import find
+from meshwright.train.warm_up import GarbageCollector, Recompiles
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -1,9 +1,7 @@
 """Memory of the machine and of this process: free memory, the limits of a container, a pod or a Slurm job
-(Linux control groups), returning memory to the system, and Python's garbage collector, which runs between
-steps instead of within one. `root` is the folder that contains /proc and /sys."""
+(Linux control groups), and returning memory to the system. `root` is the folder that contains /proc and /sys."""
 
 import ctypes
-import gc
 import resource
 import sys
 from pathlib import Path
@@ -11,41 +9,6 @@ from pathlib import Path
 import torch
 
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.hooks import Hook, StepDone
-
-
-class GarbageCollector(Hook):
-    """Collects garbage after every `every`-th step, on all ranks after the same step. A rank that Python
-    pauses at another moment makes all others wait in the next collective. 0 leaves the timing to Python.
-
-    The objects that exist after the first step (300,000, mostly of modules and the compiler) are frozen, so
-    later collections skip them. A full collection then takes 0.1 ms instead of 150 ms (on one CPU core), and
-    therefore each one covers all generations.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every, self._took_over, self._was_enabled = every, False, gc.isenabled()
-
-    def after_step(self, done: StepDone) -> None:
-        """Collect if due. The first call disables Python's automatic collection. With
-        `every` 0 nothing changes."""
-        if not self._every:
-            return
-        if not self._took_over:
-            gc.disable()
-            gc.collect()
-            gc.freeze()
-            self._took_over = True
-        elif done.step % self._every == 0:
-            gc.collect()
-
-    def close(self) -> None:
-        """Restore the collector's previous state."""
-        if self._took_over:
-            gc.unfreeze()
-            if self._was_enabled:
-                gc.enable()
-            self._took_over = False
 
 
 def device_memory_bytes(device: torch.device, ranks: RankInfo) -> tuple[int, int]:

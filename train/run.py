@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.plan.schema import ShardableModel
+from meshwright.train.checkpoint.layout import STATE
 from meshwright.train.checkpoint.manifest import Origin, beside_weights, read_origin
 from meshwright.train.checkpoint.resume import Start, describe_start
 from meshwright.train.config import Config
@@ -17,7 +18,7 @@ from meshwright.train.console import Console
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.training_data import TrainingData
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.hooks import STATE, is_due
+from meshwright.train.hooks import is_due
 from meshwright.train.planning.run_plan import RunPlan
 from meshwright.train.training import Training
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.train.evaluation import Score
-from meshwright.train.hooks import Hook, Hooks
+from meshwright.train.hooks import Hook, Hooks, Score
 from meshwright.train.metrics import writer
 from meshwright.train.metrics.collector import Metrics, StepClock, scores_row
 from meshwright.train.metrics.run_summary import RunSummary

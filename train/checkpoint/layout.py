@@ -16,6 +16,7 @@ import torch
 from meshwright.train.checkpoint.manifest import SavedTensor, Sharding
 
 RANDOM = "random."  # of the names of random states, which end with the rank
+STATE = "hook."  # begins the names of tensors that are the state of hooks
 # Of several ranks with the same part one writes it. Ranks share the larger parts; all smaller ones are in the
 # first rank's file, so that few files have to be opened for them.
 SMALL_BYTES = 2**20

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import first_of, one_line
 from meshwright.parallel.fsdp import local_part
-from meshwright.train.checkpoint.layout import RANDOM, CheckpointLayout, TensorPart, whole
+from meshwright.train.checkpoint.layout import RANDOM, STATE, CheckpointLayout, TensorPart, whole
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, rank_file
 from meshwright.train.checkpoint.shards import (
     DTYPES,
@@ -28,7 +28,6 @@ from meshwright.train.checkpoint.shards import (
 )
 from meshwright.train.distributed.ranks import on_all_ranks
 from meshwright.train.errors import CheckpointError
-from meshwright.train.hooks import STATE
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,22 @@ class Batch:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
+@dataclass(frozen=True)
+class StepData:
+    """The data of one rank for one optimizer step.
+
+    Args:
+        micro_batches: on the device
+        data_hash: hash of this rank's tokens and their positions in the sample order; its sum over the
+            data-parallel ranks is the same on every mesh; 0 on all but the first rank of a cp group
+        wait_s: seconds that the step waited for the batches
+    """
+
+    micro_batches: list[Batch]
+    data_hash: int
+    wait_s: float
+
+
 def at_positions(batch: Batch, positions: Tensor) -> Batch:
     """Return the tokens and targets at positions[t] of whole sequences, as they are needed by a rank that
     holds only these."""

@@ -25,7 +25,7 @@ from meshwright.train.checkpoint.resume import Start
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import Corpus, check_evaluation, check_sequences, load_on_all_ranks
 from meshwright.train.data.sample_order import SampleOrder
-from meshwright.train.data.sequences import Batch, SequenceShape, at_positions, make_sequence_shape
+from meshwright.train.data.sequences import Batch, SequenceShape, StepData, at_positions, make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
@@ -68,22 +68,6 @@ class BatchShape:
         return at_positions(
             batch, token_positions(self.exchange, self.context_parallel, self.context_rank, seq_len)
         )
-
-
-@dataclass(frozen=True)
-class StepData:
-    """The data of one rank for one optimizer step.
-
-    Args:
-        micro_batches: on the device
-        data_hash: hash of this rank's tokens and their positions in the sample order; its sum over the
-            data-parallel ranks is the same on every mesh; 0 on all but the first rank of a cp group
-        wait_s: seconds that the step waited for the batches
-    """
-
-    micro_batches: list[Batch]
-    data_hash: int
-    wait_s: float
 
 
 class TrainLoader:

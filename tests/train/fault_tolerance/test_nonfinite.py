@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.data.sequences import Batch
-from meshwright.train.data.training_data import BatchShape, StepData
+from meshwright.train.data.sequences import Batch, StepData
+from meshwright.train.data.training_data import BatchShape
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.fault_tolerance.nonfinite import (
     BadValue,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.evaluation import Score
+from meshwright.train.hooks import Score
 from meshwright.train.metrics.collector import scores_row
 from tests.support.metrics import log_losses, open_rows, rows_in, steps_in
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.train.data.training_data import StepData
+from meshwright.train.data.sequences import StepData
 from meshwright.train.metrics.collector import MIN_REPORTS, THRESHOLD, SpikeDetector
 from meshwright.train.metrics.writer import Rows
 from meshwright.train.step import StepResult

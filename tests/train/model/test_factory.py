@@ -63,8 +63,8 @@ def test_a_factory_on_the_command_line_replaces_the_shape_of_a_file_and_reads_ba
 WRONG_KEYS: list[tuple[list[str], list[str]]] = [
     ([f"--model.factory={MIXER}", "--model.dim=64"], ["model.dim", "model.args.KEY"]),
     (["--model.args.width=3"], ["model.args.width", "model.factory=MODULE:FUNCTION"]),
-    (["--model.factory=mine"], ["model.factory=mine", "MODULE:FUNCTION"]),
-    (["--model.factory=mine:"], ["model.factory=mine:", "MODULE:FUNCTION"]),
+    (["--model.factory=mine"], ["model.factory=mine", "MODULE:NAME"]),
+    (["--model.factory=mine:"], ["model.factory=mine:", "MODULE:NAME"]),
     (["--model.blocks=x.*"], ["model.blocks", "model.factory=MODULE:FUNCTION"]),
     ([f"--model.factory={MIXER}", "--model.args=3"], ["model.args", "mapping"]),
     ([f"--model.factory={MIXER}", "--model.args.width=[1"], ["model.args.width"]),
