@@ -125,8 +125,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             restore(training, start, weights, config, data, console)
             parts = Run(config, planned, training, data, folder, ranks, console)
             files = texts | (files_beside(config, data, start, weights, console) if ranks.is_main else {})
-            hooks, metrics, checkpoints = build_hooks(parts, yours, supervision, start, files)
             with explaining_out_of_memory(config.job, plan, device, training.optimizer, folder / "profile"):
+                hooks, metrics, checkpoints = build_hooks(parts, yours, supervision, start, files)
                 reached = train_loop(parts, hooks, supervision.stop)
 
             stopped = supervision.stop.reason if reached.step < data.total_steps else None
@@ -138,8 +138,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
 
 def find_yours(config: Config) -> Sequence[Callable[[Run], Hook]]:
-    """Import what the config names of yours for the loop, and return the hooks. Raises ConfigError."""
-    learning_rate(config.optim, 1, config.train.steps)
+    """Import what the config names of yours beside the model, and return the hooks. Raises ConfigError."""
+    learning_rate(config.optim, 1, config.train.steps)  # of a schedule: that it gives one
     if config.train.loss:
         find_loss(config.train.loss, model_of(config.model).vocab_size)
     if config.data.factory:

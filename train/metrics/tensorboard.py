@@ -180,6 +180,7 @@ TAGS = {
     "loss": "loss/train",
     "eval_loss": "loss/eval",
     "loss_spike": "loss/spike",
+    "usual_loss": "loss/usual",
     "grad_norm": "optimizer/grad_norm",
     "lr": "optimizer/lr",
     "skipped_steps": "optimizer/skipped_steps",
