@@ -1,5 +1,5 @@
 """Memory of the machine and of this process: free memory, the limits of a container, a pod or a Slurm job
-(Linux control groups), and returning memory to the system. `root`: the folder that contains /proc and /sys."""
+(Linux control groups), and returning memory to the system. `root`: the folder of /proc and /sys."""
 
 import ctypes
 import resource

@@ -108,7 +108,7 @@ def test_the_command_proves_a_model_of_somebody_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model.factory=theirs"], "must be MODULE:FUNCTION"),
+        (["--model.factory=theirs"], "must be MODULE:NAME"),
         (["--model.factory=nowhere:build"], "No module named 'nowhere'"),
         (["--model.factory=theirs:build", "--tp=2", "--modle.args.x=1"], "unknown argument --modle.args.x=1"),
         (["--model.factory=theirs:build", "--model.args.x=[1"], "--model.args.x=[1 is not YAML"),

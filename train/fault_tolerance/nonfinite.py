@@ -248,6 +248,7 @@ class NonFiniteGuard(Hook):
             self._recent = [step for step in self._recent if step > done.step - WINDOW_STEPS] + [done.step]
             if len(self._recent) > self._max_skipped:
                 last = last or done
+                continue
             self._print(
                 f"warning: step {done.step} was skipped: its loss or gradient is not finite "
                 f"({len(self._recent)} of at most {self._max_skipped} in {WINDOW_STEPS} steps)"

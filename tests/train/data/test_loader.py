@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.data import sample_order
 from meshwright.train.data import training_data as loader_module
 from meshwright.train.data.corpus import check_sequences
 from meshwright.train.data.sample_order import SampleOrder, sample_indices
@@ -100,7 +101,7 @@ def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatc
     """Under torchrun local rank 1 of 2 computes on cuda:1, and every new thread starts on cuda:0."""
     calls = DeviceCalls(monkeypatch)
     monkeypatch.setattr(
-        loader_module, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape)
+        sample_order, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape)
     )
     monkeypatch.setattr(loader_module, "to_device", lambda batch, device: batch)
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
@@ -160,13 +161,13 @@ class Noted(SampleOrder):
 
     def __init__(self) -> None:
         super().__init__((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
-        self.read = self.asked = self.most_ahead = 0
+        self.seen = self.asked = self.most_ahead = 0
         self.changed = threading.Condition()
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
         with self.changed:
-            self.read += 1
-            self.most_ahead = max(self.most_ahead, self.read - self.asked)
+            self.seen += first % 8 == 0  # the first sequence of a step of 8
+            self.most_ahead = max(self.most_ahead, self.seen - self.asked)
             self.changed.notify()
         return super().rows(first, count)
 
@@ -177,7 +178,7 @@ def test_no_more_than_so_many_steps_are_read_before_they_are_asked_for(ahead: in
     loader = TrainLoader(order, SEQUENCES, shape_of(0, 1), 0, CPU, ahead)
     for _ in range(20):
         with order.changed:
-            assert order.changed.wait_for(lambda: order.read >= order.asked + ahead, timeout=60)
+            assert order.changed.wait_for(lambda: order.seen >= order.asked + ahead, timeout=60)
             order.asked += 1
         loader.next()
     loader.close()
