@@ -20,7 +20,7 @@ Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D d
     per_head   h[.., H]         a whole weight on this rank's heads             -> h[.., H]
 
 `own_` is for models whose norms are not `sequence`: each layer sums its input's gradient itself. A bias is
-split like the outputs, or added after the sum.
+split like the outputs, or added after the sum. A new style is a row of STYLES, and a name in plan/rules.py.
 
 `whole_STYLE` is the style in a part that is not split: the weight is replicated, all tp ranks compute the
 same, and only the sharding of the tokens changes.
@@ -49,7 +49,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
-from meshwright.parallel.model.styles import check_style
+from meshwright.parallel.model.foreign_styles import check_style
 from meshwright.parallel.plan.rules import STYLE_NAMES
 from meshwright.parallel.plan.schema import Plan, ShardableModel, TensorPlan, find_style
 

@@ -1,5 +1,5 @@
-"""What happens beside the steps of a run: hooks, each a class in the room of what it does. `train.main`
-states their order."""
+"""What happens beside the steps of a run: hooks, each a class in the module of its topic, such as
+checkpoint/hook.py. `train.main.build_hooks` states their order."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,7 +88,8 @@ class Hook:
     """Something that happens beside the steps. A hook overrides the methods that it needs.
 
     Every rank calls every method of every hook at the same point and in the same order, so a hook may use
-    collectives. An error that a method raises ends the run.
+    collectives. An error that a method raises ends the run. A class that `train.hooks` names is called with
+    the `Run`; it has `request_stop` after that.
     """
 
     request_stop: Callable[[str], None]
@@ -130,7 +131,7 @@ class Hooks(Hook):
         self._hooks: list[Hook] = []
 
     def extend(self, hooks: Iterable[Hook], request_stop: Callable[[str], None]) -> None:
-        """Append hooks, whose `request_stop` this is."""
+        """Append hooks, and give each `request_stop`."""
         for hook in hooks:
             hook.request_stop = request_stop
             self._hooks.append(hook)

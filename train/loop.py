@@ -22,10 +22,10 @@ def train_loop(run: Run, hooks: Hooks, stop: GracefulShutdown) -> TrainPosition:
         while position.step < data.total_steps and not stop.agreed:
             step, first_sample = position.step + 1, position.samples
             hooks.before_step(step)
-            batch, lr = loader.next(), learning_rate(config.optim, step, *data.schedule)
+            step_data, lr = loader.next(), learning_rate(config.optim, step, *data.schedule)
             set_learning_rate(training.optimizer, lr)
-            result = training.step(batch.micro_batches, partial(hooks.before_optimizer, step))
+            result = training.step(step_data.micro_batches, partial(hooks.before_optimizer, step))
             position = data.advance(position)
             last = position.step == data.total_steps
-            hooks.after_step(StepDone(position, first_sample, batch, result, lr, last))
+            hooks.after_step(StepDone(position, first_sample, step_data, result, lr, last))
     return position

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.train.between_steps import GarbageCollector, Recompiles
 from meshwright.train.checkpoint.hook import Checkpoints, open_saver
 from meshwright.train.checkpoint.resume import (
     Start,
@@ -42,7 +43,7 @@ from meshwright.train.distributed.ranks import (
     read_rank_info,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
-from meshwright.train.evaluations import Evaluation
+from meshwright.train.evaluation_hook import Evaluation
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error
@@ -60,7 +61,6 @@ from meshwright.train.profiling import profilers
 from meshwright.train.run import Run, files_beside, load_states, restore
 from meshwright.train.training import build_training
 from meshwright.train.user_code import find
-from meshwright.train.warm_up import GarbageCollector, Recompiles
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -91,8 +91,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
     """Run all phases under supervision; return True if the run was stopped before its last step."""
     console, saves, timeout = Console(ranks.is_main), config.checkpoint, group_timeout(config.run)
     with supervised(config.run, ranks, console) as supervision:
-        # user errors are found before anything is created
-        yours, source = find_yours(config), model_of(config.model)
+        # most user errors are found here, before anything is created
+        hook_classes, source = import_user_code(config), model_of(config.model)
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, source.vocab_size)
@@ -101,7 +101,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
         supervision.connect()
         planned = check_memory(config.job, planned, ranks)
         folder = make_run_folder(str(config.run.dir))
-        judge(config, folder, ranks)
+        judge(config, folder, ranks)  # before the lock is waited for; find_start decides again
 
         with supervision.in_folder(folder):
             admission, start = find_start(config, folder, ranks)
@@ -123,11 +123,11 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
             training = build_training(config, plan, mesh, timeout)
             restore(training, start, weights, config, data, console)
-            parts = Run(config, planned, training, data, folder, ranks, console)
+            built = Run(config, planned, training, data, folder, ranks, console)
             files = texts | (files_beside(config, data, start, weights, console) if ranks.is_main else {})
             with explaining_out_of_memory(config.job, plan, device, training.optimizer, folder / "profile"):
-                hooks, metrics, checkpoints = build_hooks(parts, yours, supervision, start, files)
-                reached = train_loop(parts, hooks, supervision.stop)
+                hooks, metrics, checkpoints = build_hooks(built, hook_classes, supervision, start, files)
+                reached = train_loop(built, hooks, supervision.stop)
 
             stopped = supervision.stop.reason if reached.step < data.total_steps else None
             saved = checkpoints.last or (start.checkpoint if start.step == reached.step else None)
@@ -137,8 +137,9 @@ def run(config: Config, ranks: RankInfo) -> bool:
     return stopped is not None
 
 
-def find_yours(config: Config) -> Sequence[Callable[[Run], Hook]]:
-    """Import what the config names of yours beside the model, and return the hooks. Raises ConfigError."""
+def import_user_code(config: Config) -> Sequence[Callable[[Run], Hook]]:
+    """Import and check what the config names of yours beside the model, and return the classes of hooks.
+    Raises ConfigError."""
     learning_rate(config.optim, 1, config.train.steps)  # of a schedule: that it gives one
     if config.train.loss:
         find_loss(config.train.loss, model_of(config.model).vocab_size)
@@ -149,18 +150,19 @@ def find_yours(config: Config) -> Sequence[Callable[[Run], Hook]]:
 
 def build_hooks(
     run: Run,
-    yours: Sequence[Callable[[Run], Hook]],
+    hook_classes: Sequence[Callable[[Run], Hook]],
     supervision: Supervision,
     start: Start,
     files: Mapping[str, str | bytes],
 ) -> tuple[Hooks, Metrics, Checkpoints]:
     """Return what happens beside the steps of a run, in the order in which it happens, and two of these hooks
-    again, which have results at its end. `files`: that each checkpoint contains."""
+    again, which have results at its end. Loads the state of yours, and tries whether the run can save.
+    `files`: that each checkpoint contains."""
     config, training, data, print_ = run.config, run.training, run.data, run.console.print
-    hooks, clock = Hooks(), StepClock(run.planned.device)
-    hooks_of_yours = [make(run) for make in yours]
-    run.console.print_lines(load_states(start, state := state_of(hooks_of_yours)))
-
+    hooks, clock = Hooks(), StepClock(run.planned.device)  # filled below: some report to all
+    yours = [hook_class(run) for hook_class in hook_classes]
+    state = state_of(yours)
+    run.console.print_lines(load_states(start, state))
     repeated = training.sharded, data.order, data.batch, training.loss_of
     nonfinite = NonFiniteGuard(config.train.max_skipped_steps, *repeated, print_)
     rows = open_rows(run, supervision.status.progress)
@@ -179,11 +181,11 @@ def build_hooks(
             *([norms] if norms else []),
             Screen(run.console, data.total_steps, run.planned.plan, run.planned.device.type),
             rows,
-            *hooks_of_yours,
+            *yours,
             supervision.stop,  # the ranks agree whether this step is the last
             Evaluation(run, hooks, checkpoints, supervision, clock),
-            metrics,  # after the evaluation, whose scores are in its row
-            checkpoints,  # last: a checkpoint has the rows of all steps before it
+            metrics,  # after the evaluation: the row has its scores
+            checkpoints,  # last: this row is on disk before its checkpoint (but an evaluation saves first)
         ],
         supervision.stop.request,
     )
@@ -198,7 +200,8 @@ def describe_end(config: Config, step: int, steps: int, saved: Path | None, stop
         kept = "nothing to save" if config.checkpoint.every else "not saved, because checkpoint.every is 0"
         again = "starts where this run did"
     if stopped is None:
-        return f"finished: step {step} of {steps}, {kept}; tensorboard --logdir {config.run.dir}/tb"
+        look = f"tensorboard --logdir {config.run.dir}/tb" if config.metrics.tensorboard else config.run.dir
+        return f"finished: step {step} of {steps}, {kept}; {look}"
     return f"stopped at step {step} of {steps} ({stopped}), {kept}; the same command {again}"
 
 

@@ -54,7 +54,7 @@ class Run:
         return range(self.data.start.step + 1, self.data.total_steps + 1)
 
     def is_reported(self, step: int) -> bool:
-        """Whether a row of metrics is written after a step."""
+        """Whether a row of metrics is written after a step: also after an evaluation, whose scores it has."""
         every = self.config.metrics.every, self.config.train.eval_every
         return any(is_due(each, step, step == self.data.total_steps) for each in every)
 
@@ -69,18 +69,18 @@ def restore(
 ) -> None:
     """Load the checkpoint that the run resumes from, or the weights of `checkpoint.init_from`; without either
     keep the initial weights. Raises CheckpointError.
-
-    Dropout draws other numbers on each data-parallel rank, the same ones on the ranks of a cp or tp group.
     """
     sharded, optimizer = training.sharded, training.optimizer
     console.print_lines(describe_start(config.checkpoint.init_from, start.checkpoint))
+    # dropout draws other numbers on each data-parallel rank, the same ones on the ranks of a cp or tp group
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{start.step}:{sharded.data_rank}".encode()))
     if start.checkpoint and start.manifest:
         from meshwright.train.checkpoint.reader import load_checkpoint  # late: only a resume reads one
 
-        goes_on = load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer, sharded.mesh)
+        parts = sharded.model, optimizer, sharded.mesh
+        random_restored = load_checkpoint(start.checkpoint, start.manifest, *parts)
         changes = list(start.changes)
-        if not goes_on and not isinstance(sharded.model, ShardableModel):  # our Llama draws none
+        if not random_restored and not isinstance(sharded.model, ShardableModel):  # our Llama draws none
             changes.append("the mesh, so that dropout draws other numbers")
         if not data.same_order(start.manifest.position):
             changes += ["data order (by seed, length or text), which restarts from the beginning"]

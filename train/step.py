@@ -42,9 +42,9 @@ def train_step(
     """Accumulate the gradient of the global batch's mean loss, clip it, and update the weights unless the
     loss or the gradient norm is not finite.
 
-    The loss of each micro batch is divided by the number of tokens of the global batch, so the result does
-    not depend on how sequences and padding are divided into micro batches and ranks. `before_optimizer` is
-    called with complete gradients, which are not clipped.
+    `loss_of` divides the loss of each micro batch by the number of tokens of the global batch (in
+    models/head.py, models/loss.py), so the result does not depend on how sequences and padding are divided
+    into micro batches and ranks. `before_optimizer` is called with complete gradients, which are not clipped.
     """
     global_tokens = sharded.global_count(micro_batches, count_targets)
     loss = torch.zeros_like(global_tokens)

@@ -12,7 +12,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config, OptimConfig, TrainingJob
 from meshwright.train.data.sequences import Batch
-from meshwright.train.model.build import shard_model
+from meshwright.train.model.shard import shard_model
 from meshwright.train.model.trained_model import LossOf, model_of
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.step import StepResult, train_step

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.attention_cores import find_cores
-from meshwright.parallel.model.styles import find_styles, tp_sizes
+from meshwright.parallel.model.foreign_styles import find_styles, tp_sizes
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import ModelUnits, ShardableModel
 

@@ -12,7 +12,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.check import compare
-from meshwright.parallel.model.styles import TRANSFORMERS_STYLES, find_styles
+from meshwright.parallel.model.foreign_styles import TRANSFORMERS_STYLES, find_styles
 from tests.support.factories import HF_SIZES
 from tests.support.hf_models import make_tokens
 from tests.support.worlds import run_ranks

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright.train.warm_up import GarbageCollector
+from meshwright.train.between_steps import GarbageCollector
 from tests.support.steps import step_done
 
 

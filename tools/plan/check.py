@@ -24,7 +24,7 @@ from meshwright.parallel.tensor_parallel import weight_placement
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import TrainingJob
-from meshwright.train.model.build import freeze
+from meshwright.train.model.shard import freeze
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.predict import predict_memory, run_workload
 

@@ -11,7 +11,7 @@ from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.supervision import Supervision
-from meshwright.train.hooks import Hook, StepDone
+from meshwright.train.hooks import Hook, StepDone, is_due
 from meshwright.train.metrics.collector import StepClock
 from meshwright.train.metrics.writer import Rows
 from meshwright.train.run import Run
@@ -70,8 +70,8 @@ class Checkpoints(Hook):
         """Start a save if that is due after the position's step, which may be the `last` of this process,
         after checking that all steps so far were finite and flushing their rows to disk."""
         every, step = self._config.every, position.step
-        if step <= self._saved_step or not every or not (last or (every > 0 and step % every == 0)):
-            return
+        if step <= self._saved_step or not every or not (last or is_due(every, step, last=False)):
+            return  # -1: only the last
         with self._clock.paused():
             self._watchdog.enter("checkpoint", step)
             self._nonfinite.finish()

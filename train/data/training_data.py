@@ -213,7 +213,7 @@ class TrainingData:
         return self.total_steps, behind if self.asked else 0.0
 
     @property
-    def evaluated(self) -> dict[str, TokenStream]:
+    def evaluation_sets(self) -> dict[str, TokenStream]:
         """The evaluation sets by name."""
         return {**self.corpus.held_out, **self.corpus.validation}
 

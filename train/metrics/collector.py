@@ -24,7 +24,7 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.evaluation import mean_loss
 from meshwright.train.hooks import Hook, Hooks, Score, StepDone
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.model.build import training_flops
+from meshwright.train.model.shard import training_flops
 from meshwright.train.run import Run
 
 PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
@@ -35,7 +35,8 @@ class StepClock:
     """Measures the time of steps: evaluations, reports and saves are not step time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._busy_s, self._since = device, 0.0, 0.0
+        self._device, self._busy_s = device, 0.0
+        self._since: float | None = None  # while the clock runs
 
     def start(self) -> None:
         """Start the clock: time before this call is not step time."""
@@ -43,10 +44,14 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context that begins when the device is idle, and whose time is not step time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._busy_s += time.perf_counter() - self._since
+        """Context that begins when the device is idle, and whose time is not step time; also within another
+        one."""
+        if self._since is None:
+            yield
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._busy_s, self._since = self._busy_s + time.perf_counter() - self._since, None
         yield
         self.start()
 
@@ -153,7 +158,7 @@ class Metrics(Hook):
 
     def _make_row(self, done: StepDone) -> dict[str, Any]:
         """Return one row, with rates over the steps since the last row. A row whose loss is a spike contains
-        loss_spike, in deviations above usual_loss (train/metrics/loss_spikes.py)."""
+        loss_spike, in deviations above usual_loss (`SpikeDetector`)."""
         loss, grad_norm = done.result.loss.item(), done.result.grad_norm.item()
         steps, data = self._steps, self._run.data.describe_step(done.position, done.data)
         recompiles = count_training_graphs() - (self._graphs or 0)

@@ -2,12 +2,14 @@
 
 import math
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.train.hooks import Score
-from meshwright.train.metrics.collector import scores_row
+from meshwright.train.metrics.collector import StepClock, scores_row
 from tests.support.metrics import log_losses, open_rows, rows_in, steps_in
 
 
@@ -46,3 +48,16 @@ def test_an_error_that_is_not_the_disks_is_raised_by_the_next_call(tmp_path: Pat
     with pytest.raises(IndexError):
         rows.flush()
     rows.close()
+
+
+def test_time_within_pauses_counts_once_and_is_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save may be part of an evaluation, as after the last step."""
+    now = iter([10.0, 15.0, 100.0, 103.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = StepClock(torch.device("cpu"))
+    clock.start()
+    with clock.paused(), clock.paused():
+        pass
+    with clock.paused():
+        assert clock.take_s() == 5.0 + 3.0
+        assert clock.take_s() == 0.0

@@ -1,4 +1,4 @@
-"""The evaluations of a run: when, and that a stop ends one."""
+"""Decides when a run is evaluated, and abandons an evaluation when the run stops."""
 
 from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
@@ -38,10 +38,17 @@ class Evaluation(Hook):
 
     def _evaluate(self, step: int) -> None:
         self._watchdog.enter("evaluation", step)
-        data, training, limit = self._data, self._training, self._config.eval_sequences
-        sets, ranks = (data.evaluated, data.sequences, data.batch), (data.device, data.group)
+        data, training = self._data, self._training
         scores = score_sets(
-            training.sharded.model, *sets, limit, *ranks, training.score_of, self._stop.should_stop
+            training.sharded.model,
+            data.evaluation_sets,
+            data.sequences,
+            data.batch,
+            limit=self._config.eval_sequences,
+            device=data.device,
+            data_parallel=data.group,
+            loss_of=training.score_of,
+            should_stop=self._stop.should_stop,
         )
         if scores:
             self._hooks.on_evaluation(step, scores)
