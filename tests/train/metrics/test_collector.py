@@ -52,7 +52,7 @@ def test_an_error_that_is_not_the_disks_is_raised_by_the_next_call(tmp_path: Pat
 
 def test_time_within_pauses_counts_once_and_is_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save may be part of an evaluation, as after the last step."""
-    now = iter([10.0, 15.0, 100.0, 103.0])
+    now = iter([10.0, 15.0, 100.0, 103.0, 200.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = StepClock(torch.device("cpu"))
     clock.start()
