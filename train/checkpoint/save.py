@@ -268,10 +268,10 @@ class CheckpointSaver:
         keep = (self._config.keep, self._config.keep_every) if job.trial else None
         begin = partial(begin_save, self._folder, step, job.needed_bytes, keep)
         try:
-            self._agree(_attempt(begin) if main else None)
-            parts = self._gather(_attempt(lambda: self._write_part(folder, job)))
+            self._agree((step, "room"), _attempt(begin) if main else None)
+            parts = self._gather((step, "part"), _attempt(lambda: self._write_part(folder, job)))
             committed = _attempt(lambda: self._commit(folder, job, parts)) if main else None
-            return Path(self._agree(committed))
+            return Path(self._agree((step, "commit"), committed))
         except SaveError:
             if main:
                 abandon(self._folder, step)
@@ -318,22 +318,33 @@ class CheckpointSaver:
         delete_others(self._folder, self._config.keep, self._config.keep_every)
         return path
 
-    def _agree(self, outcome: Any) -> Any:
-        """Return rank 0's outcome on every rank, or raise it if it is an error."""
-        box = [outcome]
+    def _agree(self, stage: tuple[int, str], outcome: Any) -> Any:
+        """Return rank 0's outcome of a stage on every rank, or raise it if it is an error."""
+        box = [(stage, outcome)]
         dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        return _result_of(box[0])
+        return self._check_outcome(stage, *box[0])
 
-    def _gather(self, outcome: Any) -> list[Any]:
-        """Return every rank's outcome on every rank; raise the first error among them."""
-        return [_result_of(each) for each in gather_from_all(outcome, self._group)]
+    def _gather(self, stage: tuple[int, str], outcome: Any) -> list[Any]:
+        """Return every rank's outcome of a stage on every rank; raise the first error among them."""
+        outcomes = gather_from_all((stage, outcome), self._group)
+        return [self._check_outcome(stage, *each) for each in outcomes]
 
+    def _check_outcome(self, stage: tuple[int, str], received: tuple[int, str], outcome: Any) -> Any:
+        """Return an outcome, or raise it if it is an error.
 
-def _result_of(outcome: Any) -> Any:
-    """Return what `_attempt` returned on a rank, or raise it if it is an error."""
-    if isinstance(outcome, SaveError):
-        raise outcome
-    return outcome
+        An outcome of another stage means that a call failed on one rank only, and the ranks are out of step.
+        Saving then ends as if it had been cut off.
+        """
+        if received != stage:
+            local, remote = f"{stage[1]} of step {stage[0]}", f"{received[1]} of step {received[0]}"
+            self.cut_off = (
+                f"the save of step {stage[0]} was cut off: processes are out of step ({local} on this rank, "
+                f"{remote} received)"
+            )
+            raise SaveError(self.cut_off)
+        if isinstance(outcome, SaveError):
+            raise outcome
+        return outcome
 
 
 def _attempt(work: Any) -> Any:
