@@ -308,7 +308,9 @@ class OptimConfig:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES and ":" not in self.schedule:
+        if ":" in self.schedule:
+            check_name("optim.schedule", self.schedule)
+        elif self.schedule not in SCHEDULES:
             raise ValueError(
                 f"optim.schedule={self.schedule} must be {', '.join(SCHEDULES)}, or MODULE:FUNCTION of yours"
             )

@@ -2,14 +2,15 @@
 checkpoint/hook.py. `train.main.build_hooks` states their order."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from meshwright.train.checkpoint.layout import STATE
+from meshwright.train.distributed.exit import print_error
 from meshwright.train.errors import ConfigError
 from meshwright.train.user_code import find
 
@@ -92,6 +93,9 @@ class Hook:
     the `Run`; it has `request_stop` after that.
     """
 
+    def __init__(self, run: Any) -> None:
+        """Called with the `Run`, when its weights and optimizer have their values."""
+
     request_stop: Callable[[str], None]
     """Ask for a stop, with a reason, from any rank: all ranks agree on it after a step, save, and end."""
 
@@ -116,11 +120,14 @@ class Hook:
         """Called with the scores of an evaluation after `step` steps, by set, the same on all ranks."""
 
     def close(self) -> None:
-        """Called once after the last step, and after an error."""
+        """Called once after the last step, and after an error, which may be of this rank alone: it may use no
+        collectives."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return tensors that go into each checkpoint, by name: always the same ones, which the hook changes
-        in place, with the placements of parameters (DTensor) or equal on all ranks. Read before `start`."""
+        """Return tensors that go into each checkpoint, by name, with the placements of parameters (DTensor)
+        or equal on all ranks: always of the same names, shapes and dtypes. A run that resumes reads them in
+        place, before `start`. The checkpoint of a step that is evaluated is written before the evaluation
+        and the row of that step."""
         return {}
 
 
@@ -160,6 +167,19 @@ class Hooks(Hook):
         for hook in self._hooks:
             hook.on_evaluation(step, scores)
 
+    @contextmanager
+    def closed_at_exit(self) -> Iterator[None]:
+        """Context at whose end all are closed; an error of that does not hide the one that ended the run."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.close()
+            except Exception as error:
+                print_error(f"warning: a hook was not closed: {type(error).__name__}: {error}")
+            raise
+        self.close()
+
     def close(self) -> None:
         """Close all, also if one raises an error."""
         with ExitStack() as closing:
@@ -183,7 +203,10 @@ def state_of(hooks: Iterable[Hook]) -> dict[str, Tensor]:
     with a state have one class."""
     states: dict[str, Tensor] = {}
     for hook in hooks:
-        state = {f"{STATE}{type(hook).__name__}.{name}": tensor for name, tensor in hook.state().items()}
+        of_hook: Any = hook.state()
+        if not (isinstance(of_hook, Mapping) and all(isinstance(each, Tensor) for each in of_hook.values())):
+            raise ConfigError(f"train.hooks: state() of {type(hook).__name__} must return tensors by name")
+        state = {f"{STATE}{type(hook).__name__}.{name}": tensor for name, tensor in of_hook.items()}
         if state.keys() & states.keys():
             raise ConfigError(
                 f"train.hooks: two hooks of class {type(hook).__name__} have a state, and a checkpoint could "

@@ -62,6 +62,8 @@ from meshwright.train.run import Run, files_beside, load_states, restore
 from meshwright.train.training import build_training
 from meshwright.train.user_code import find
 
+MOST_CHECKED = 10_000  # steps of a schedule of the user's
+
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Train, and turn any exception into one message and an exit code."""
@@ -140,7 +142,9 @@ def run(config: Config, ranks: RankInfo) -> bool:
 def import_user_code(config: Config) -> Sequence[Callable[[Run], Hook]]:
     """Import and check what the config names of yours beside the model, and return the classes of hooks.
     Raises ConfigError."""
-    learning_rate(config.optim, 1, config.train.steps)  # of a schedule: that it gives one
+    if ":" in config.optim.schedule:
+        for step in range(1, config.train.steps + 1, config.train.steps // MOST_CHECKED + 1):
+            learning_rate(config.optim, step, config.train.steps)
     if config.train.loss:
         find_loss(config.train.loss, model_of(config.model).vocab_size)
     if config.data.factory:
@@ -161,8 +165,8 @@ def build_hooks(
     config, training, data, print_ = run.config, run.training, run.data, run.console.print
     hooks, clock = Hooks(), StepClock(run.planned.device)  # filled below: some report to all
     yours = [hook_class(run) for hook_class in hook_classes]
-    state = state_of(yours)
-    run.console.print_lines(load_states(start, state))
+    state = partial(state_of, yours)
+    run.console.print_lines(load_states(start, state()))
     repeated = training.sharded, data.order, data.batch, training.loss_of
     nonfinite = NonFiniteGuard(config.train.max_skipped_steps, *repeated, print_)
     rows = open_rows(run, supervision.status.progress)

@@ -108,7 +108,10 @@ def load_states(start: Start, states: Mapping[str, Tensor]) -> list[str]:
     lines = []
     for names, problem in (
         (states.keys() - saved, "begins anew, because the checkpoint has none"),
-        (saved - states.keys(), "is in the checkpoint, but not used: train.hooks has no such hook"),
+        (
+            saved - states.keys(),
+            "is in the checkpoint, but not used: no hook of this run has it",
+        ),
     ):
         hooks = sorted({name.removeprefix(STATE).partition(".")[0] for name in names})
         lines += [f"warning: the state of {', '.join(hooks)} {problem}"] if hooks else []

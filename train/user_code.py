@@ -7,6 +7,7 @@ is never imported, because reading a checkpoint runs no code.
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,8 +41,18 @@ def find(key: str, name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        where = "" if error.name == module else f", which {module} imports"
         raise ConfigError(
-            f"{key}={name}: {error}: use a name in a module in this folder, or installed"
+            f"{key}={name}: {error}{where}: use a name in a module in this folder, or installed"
         ) from error
+    except Exception as error:  # of the module's own code
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key}={name}: {module} cannot be imported: {type(error).__name__}: {error} "
+            f"({place.filename}:{place.lineno})"
+        ) from error
+    if not hasattr(found, attribute):
+        raise ConfigError(f"{key}={name}: {found.__file__} has no {attribute}")
+    return getattr(found, attribute)

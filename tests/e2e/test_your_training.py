@@ -12,7 +12,7 @@ import torch
 from meshwright.tools.load_weights import find_newest, read_full_tensors
 from meshwright.train.checkpoint.manifest import read_manifest
 from meshwright.train.checkpoint.reader import open_checkpoint
-from tests.support.launch import EAGER, TINY, run, write_text
+from tests.support.launch import EAGER, TINY, read_status, run, write_text
 from tests.support.metrics import rows_in
 
 ROOT = Path(__file__).parents[2]
@@ -66,8 +66,26 @@ def drawn(first, count, seq_len):
     return torch.randint(256, (count, seq_len + 1))
 def late(step, steps):
     return float("nan")
+def falling(step, steps):
+    return 4 - step
+def list_of(first, count, seq_len):
+    return [[0] * (seq_len + 1)] * count
 class Not:
     pass
+class Best(Hook):
+    # rebinds its state, which is infinite until the first evaluation
+    def __init__(self, run):
+        self.best = torch.tensor(float("inf"))
+    def on_evaluation(self, step, scores):
+        self.best = torch.minimum(self.best, torch.tensor(mean_loss(scores)))
+    def state(self):
+        return {"best": self.best}
+class Two(Hook):
+    # fails, and fails to close
+    def after_step(self, done):
+        raise RuntimeError("the first")
+    def close(self):
+        raise RuntimeError("the second")
 """
 SEAMS = ["--train.loss=mine:smoothed", "--data.factory=mine:copies", "--optim.schedule=mine:triangle"]
 
@@ -83,6 +101,7 @@ def keys(tmp_path: Path) -> list[str]:
     """The keys of a tiny run in a folder that has the page's mine.py, with an evaluation set."""
     (tmp_path / "mine.py").write_text("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)) + CALLS)
     (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "broken.py").write_text("x = 1\nx.y\n")
     source = next(key for key in write_text(tmp_path) if key.startswith("--data.source="))
     data = [
         f"--data.validation={{text: {source.partition('=')[2]}}}",
@@ -161,8 +180,11 @@ def test_hooks_are_told_of_everything_in_order_and_their_state_goes_on(
         ("--data.factory=mine:drawn", "when asked again"),
         ("--optim.schedule=mine:late", "returned nan for step 1"),
         ("--train.hooks=[mine:Not]", "must be a class below meshwright.train.hooks.Hook"),
-        ("--train.hooks=[mine:Nothing]", "has no attribute 'Nothing'"),
+        ("--train.hooks=[mine:Nothing]", "has no Nothing"),
         ("--train.hooks=[nowhere:Hook]", "No module named 'nowhere'"),
+        ("--train.hooks=[broken:Hook]", "broken.py:2)"),
+        ("--data.factory=mine:list_of", "not a builtins.list"),
+        ("--optim.schedule=mine:falling", "returned -1 for step 5"),
         ("--train.hooks=[mine]", "must be MODULE:NAME"),
         ("--optim.schedule=cosin", "must be constant, linear, cosine, wsd"),
     ],
@@ -193,3 +215,19 @@ def test_what_only_a_checkpoint_names_is_not_imported(keys: list[str], tmp_path:
     refused = run(1, f"--config={config}", f"--run.dir={tmp_path / 'other'}", folder=tmp_path)
     assert refused.returncode == 2
     assert "which only a checkpoint names" in refused.stderr
+
+
+def test_a_state_may_be_infinite_and_rebound_and_the_first_error_of_a_run_is_the_one_that_is_told(
+    keys: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    keys = [*keys, f"--run.dir={folder}", "--checkpoint.every=1", "--checkpoint.keep=0"]
+    done = run(1, *keys, "--train.eval_every=4", "--train.hooks=[mine:Best]", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    best = [_tensors(folder / f"checkpoints/step-{step:08d}")["hook.Best.best"] for step in (4, 5)]
+    scores = [row["eval_loss"] for row in rows_in(folder) if "eval_loss" in row]
+    assert [float(value) for value in best] == pytest.approx([scores[0], min(scores[:2])])
+    failed = run(1, *keys, "--train.steps=7", "--train.hooks=[mine:Two]", folder=tmp_path)
+    assert failed.returncode == 1
+    assert read_status(folder)["reason"] == "RuntimeError: the first"
+    assert "not closed: RuntimeError: the second" in failed.stderr

@@ -1,6 +1,6 @@
 """The checkpoints of a run: when to save, and what a failed save means."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -17,9 +17,11 @@ from meshwright.train.metrics.writer import Rows
 from meshwright.train.run import Run
 
 
-def open_saver(run: Run, files: Mapping[str, str | bytes], state: Mapping[str, Tensor]) -> CheckpointSaver:
+def open_saver(
+    run: Run, files: Mapping[str, str | bytes], state: Callable[[], Mapping[str, Tensor]]
+) -> CheckpointSaver:
     """Return what saves a run, after trying whether it can. `files`: that each checkpoint contains; `state`:
-    of hooks."""
+    returns that of hooks."""
     training, timeout = run.training, group_timeout(run.config.run)
     parts = training.sharded.model, training.optimizer, training.sharded.mesh, files
     saver = CheckpointSaver(

@@ -31,6 +31,7 @@ from meshwright.train.checkpoint.commit import (
     step_name,
     write_synced,
 )
+from meshwright.train.checkpoint.layout import RANDOM, STATE
 from meshwright.train.checkpoint.manifest import (
     CheckpointManifest,
     SavedFile,
@@ -101,15 +102,16 @@ class CheckpointSaver:
         host_bytes: Callable[[], int] = free_host_bytes,
         machine: int = 0,
         group_timeout: timedelta | None = None,
-        hooks: Mapping[str, Tensor] | None = None,
+        hooks: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         """`host_bytes` returns the free host memory of this machine; `machine` is a number shared by its
-        ranks; `group_timeout`: of the collectives of a save; None: torch's default; `hooks`: the state of
-        hooks (`hooks.state_of`)."""
+        ranks; `group_timeout`: of the collectives of a save; None: torch's default; `hooks`: returns
+        the state of hooks (`hooks.state_of`), always of the same names, shapes and dtypes."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
         self._texts_bytes = _MANIFEST_BYTES + sum(map(len, texts.values()))
         self._host_bytes, self._machine = host_bytes, machine
-        self._model, self._optimizer, self._mesh, self._hooks = model, optimizer, mesh, hooks or {}
+        self._model, self._optimizer, self._mesh, self._hooks = model, optimizer, mesh, hooks
+        self._hook_state = {name: describe_tensor(tensor) for name, tensor in hooks().items()}
         # A group of its own: saves run beside training.
         self._group = dist.new_group(backend="gloo", timeout=group_timeout, group_desc="checkpoint")
         # Decided by the full model, so that all ranks agree: a rank may have only its random state to write.
@@ -142,7 +144,8 @@ class CheckpointSaver:
             self.failed = str(failed) if known else self._cut_off_after(position.step, failed)
             self._results.put(Saved(position.step, None, self.failed, 0.0, time.perf_counter() - start_s))
             return
-        limits = _limits(shards[name] for name in shards if name not in random)
+        # the state of hooks may be infinite, such as the best loss so far
+        limits = _limits(shards[name] for name in shards if not name.startswith((RANDOM, STATE)))
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
         needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
         copies = {} if problem else self._copy(shards)
@@ -189,7 +192,11 @@ class CheckpointSaver:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that training changes. Raises SaveError."""
-        return {**training_tensors(self._model, self._optimizer), **self._hooks}
+        hooks = self._hooks()
+        described = {name: describe_tensor(tensor) for name, tensor in hooks.items()}
+        if described != self._hook_state:
+            raise SaveError("state() of a hook has other names, shapes or dtypes than at the start")
+        return {**training_tensors(self._model, self._optimizer), **hooks}
 
     def _own_shards(
         self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]

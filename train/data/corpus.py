@@ -325,9 +325,10 @@ def check_evaluation(corpus: Corpus) -> None:
     """Check that there is an evaluation set and that each has at least two tokens. Raises DataError."""
     sets = {**corpus.held_out, **corpus.validation}
     if not sets:
+        how = "raise data.eval_fraction, set" if corpus.sources else "set"  # a data.factory holds none out
         raise DataError(
-            "train.eval_every is not 0, but no document is held out: raise data.eval_fraction, set "
-            "data.validation, or set train.eval_every=0"
+            f"train.eval_every is not 0, but no document is held out: {how} data.validation, or set "
+            "train.eval_every=0"
         )
     for name, split in sets.items():
         if split.tokens < 2:

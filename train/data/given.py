@@ -40,15 +40,17 @@ class GivenOrder:
     def read(self, first: int, count: int, shape: SequenceShape, pinned: bool = False) -> Batch:
         """Return sequences as `sequences.read_batch` does. Raises DataError if the function returns something
         else."""
-        given = self._batches(first, count, shape.seq_len)
-        tokens, targets = given if isinstance(given, tuple) else (given[:, :-1], given[:, 1:])
-        size, found = (count, shape.seq_len), [(x.dtype, tuple(x.shape)) for x in (tokens, targets)]
-        if found != [(torch.int64, size)] * 2:
+        given, seq_len = self._batches(first, count, shape.seq_len), shape.seq_len
+        parts = given if isinstance(given, tuple) else (given,)
+        found = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else type(x) for x in parts]
+        wanted = [[(torch.int64, (count, seq_len + 1))], [(torch.int64, (count, seq_len))] * 2]
+        if found not in wanted:
             raise DataError(
-                f"data.factory={self.names[0]} must return int64 tokens[{count}, {shape.seq_len + 1}], or "
-                f"tokens and targets, both int64[{count}, {shape.seq_len}], for positions {first} to "
-                f"{first + count - 1}, not {' and '.join(f'{dtype}{list(sizes)}' for dtype, sizes in found)}"
+                f"data.factory={self.names[0]} must return a tensor int64 [{count}, {seq_len + 1}], or two "
+                f"of [{count}, {seq_len}], for positions {first} to {first + count - 1}, not "
+                f"{' and '.join(map(_describe, parts))}"
             )
+        tokens, targets = parts if len(parts) == 2 else (given[:, :-1], given[:, 1:])
         bad = ~_are_ids(tokens, shape) | ~(_are_ids(targets, shape) | (targets == IGNORE_INDEX))
         if bad.any():
             row = int(bad.any(1).nonzero()[0, 0])
@@ -56,8 +58,8 @@ class GivenOrder:
                 f"data.factory={self.names[0]}: the sequence at position {first + row} has a token id that "
                 f"is not from 0 to model.vocab_size - 1 = {shape.vocab_size - 1}"
             )
-        parts = tokens.contiguous(), targets.contiguous()
-        return Batch(*(part.pin_memory() for part in parts)) if pinned else Batch(*parts)
+        batch = Batch(tokens.contiguous(), targets.contiguous())
+        return Batch(*(part.pin_memory() for part in batch.tensors().values())) if pinned else batch
 
     def progress(self, position: int) -> dict[str, float]:
         """Return the progress at `position` as metrics."""
@@ -84,6 +86,12 @@ class GivenOrder:
         batch = self.read(first, count, shape)
         pairs = zip(batch.tokens, batch.targets, strict=True)
         return tuple(zlib.crc32(torch.cat(pair).numpy().data) for pair in pairs)
+
+
+def _describe(given: object) -> str:
+    if isinstance(given, Tensor):
+        return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+    return f"a {type(given).__module__}.{type(given).__name__}"
 
 
 def _are_ids(ids: Tensor, shape: SequenceShape) -> Tensor:

@@ -292,9 +292,10 @@ def find_loss(name: str, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
     targets = torch.randint(vocab_size, (2, 4), generator=generator)
     once, twice = function(logits, targets), function(torch.cat((logits, logits)), targets.repeat(2, 1))
     nothing = function(logits, torch.full_like(targets, IGNORE_INDEX))
-    sizes = [tuple(loss.shape) for loss in (once, twice, nothing)]
-    if sizes != [()] * 3 or not once.requires_grad:
-        raise ConfigError(f"train.loss={name} must return a scalar with a gradient, not shapes {sizes}")
+    if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in (once, twice, nothing)):
+        raise ConfigError(f"train.loss={name} must return a scalar tensor, not {once!r}")
+    if not once.requires_grad:
+        raise ConfigError(f"train.loss={name} must have a gradient, but returned {once!r}")
     if not torch.allclose(twice, 2 * once, rtol=1e-3) or nothing.item() != 0:
         raise ConfigError(
             f"train.loss={name} must return the sum over the targets that are not {IGNORE_INDEX}: of random "

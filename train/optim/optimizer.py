@@ -40,7 +40,9 @@ def describe_short_run(config: OptimConfig, steps: int, sequences: int, batch: i
     """Return a line for each of warm-up, decay and epoch that a run of `steps` steps of `batch` sequences,
     `sequences` in an epoch, is too short for."""
     warmup, decay, lines = config.warmup_steps, round(steps * config.decay_ratio), []
-    if warmup >= steps:
+    if ":" in config.schedule:
+        pass  # of yours, which has no warm-up
+    elif warmup >= steps:
         reached = f"the learning rate rises to {steps / warmup:.0%} of optim.lr and does not decay"
         lines.append(f"optim.warmup_steps={warmup}, but the run has {steps} steps: {reached}")
     elif config.schedule == "wsd" and decay > steps - warmup:

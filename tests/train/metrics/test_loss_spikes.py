@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.sequences import StepData
 from meshwright.train.metrics.collector import MIN_REPORTS, THRESHOLD, SpikeDetector
 from meshwright.train.metrics.writer import Rows
@@ -61,6 +62,7 @@ def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path
     try:
         zero, rows = torch.zeros(()), Rows(open_rows(tmp_path), lambda step: None)
         metrics = make_metrics(rows, about={"epoch": 0.75, "data_hash": "ab12"})
+        metrics.start(TrainPosition())
         for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
             result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero, zero)
             metrics.after_step(step_done(step, result, StepData([], 0, 0.0)))
