@@ -14,13 +14,8 @@ from typing import Any
 from meshwright.models.llama import LlamaConfig
 from meshwright.train.errors import ConfigError
 
-KEYS = (
-    "model.factory",
-    "data.factory",
-    "optim.schedule",
-    "train.hooks",
-    "train.loss",
-)  # whose values are such names
+# the keys whose values are such names
+KEYS = ("model.factory", "data.factory", "optim.schedule", "train.hooks", "train.loss")
 _allowed = {LlamaConfig.factory}  # and what the user's command names
 
 
@@ -33,9 +28,10 @@ def find(key: str, name: str) -> Any:
     """Import the module, from the current folder too, and return what it calls NAME. Raises ConfigError if
     there is no such thing, and if no command has named it, as when a checkpoint does."""
     if name not in _allowed:
+        value = f"[{name}]" if key == "train.hooks" else name
         raise ConfigError(
             f"{key} is {name}, which only a checkpoint names, and reading a checkpoint runs no code: if you "
-            f"trust it, add --{key}={name}"
+            f"trust it, add --{key}={value}"
         )
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
