@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshwright.train.data import corpus
+from meshwright.train.data import verify
 from meshwright.train.data.token_store import MANIFEST, read_manifest
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
@@ -24,11 +24,11 @@ def start(folder: Path, cache: Path) -> dict[str, Any]:
     ranks = RankInfo(rank, RANKS, rank % 2, 2, True)
     hashed, listed, lines, error = list[str](), list[Any](), list[str](), ""
     with pytest.MonkeyPatch.context() as patch:
-        hash_file, scandir = corpus.hash_file, os.scandir
-        patch.setattr(corpus, "hash_file", lambda path: (hashed.append(path.name), hash_file(path))[1])
+        hash_file, scandir = verify.hash_file, os.scandir
+        patch.setattr(verify, "hash_file", lambda path: (hashed.append(path.name), hash_file(path))[1])
         patch.setattr(os, "scandir", lambda path: (listed.append(path), scandir(path))[1])
         try:
-            corpus.verify_together({folder: read_manifest(folder)}, True, cache, ranks, lines.append)
+            verify.verify_together({folder: read_manifest(folder)}, True, cache, ranks, lines.append)
         except DataError as problem:
             error = str(problem)
     return {"hashed": hashed, "listed": len(listed), "lines": lines, "error": error}
