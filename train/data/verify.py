@@ -1,7 +1,7 @@
 """Compares prepared data with its checksums: all ranks together hash every file once, and a record tells
-later starts. One process of each node takes the stamps (size, times, inode) of a folder's files, one call per file.
-The record, a file beside the data or in the cache, is named by a hash of the stamps, so a change makes it
-void."""
+later starts. One process of each node takes the stamps (size, times, inode) of a folder's files, one call per
+file. The record, a file beside the data or in the cache, is named by a hash of the stamps, so a change makes
+it void."""
 
 import contextlib
 import hashlib
