@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.models.rope import rope_frequencies
 from meshwright.tools.cli import natural, new_parser, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights

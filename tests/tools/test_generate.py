@@ -12,7 +12,8 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.tools.generate import (
     Sampling,

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import config_to_hf, for_every_version, hf_name
-from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.load_weights import (
     checkpoint_config,

@@ -294,7 +294,7 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Training
     options, keys = make_parser().parse_known_args(arguments)
     _check_names(keys)
     options.config_arguments = config_arguments(options, keys, PROG)
-    job = parse_config(options.config_arguments, PROG).job
+    job = parse_config(options.config_arguments).job
     _check_together(options, job)
     return options, job
 

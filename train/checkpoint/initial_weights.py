@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import hf_name, is_ignored
-from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints

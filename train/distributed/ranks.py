@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import Config
-from meshwright.train.config_parser import keys_of
+from meshwright.train.config_keys import keys_of
 from meshwright.train.errors import USER_ERRORS, ConfigError
 
 
@@ -178,7 +178,7 @@ def comparable_settings(config: Config) -> dict[str, str]:
     """Return every key of the config with its value, except those that may differ between nodes: cache
     folders and threads."""
     keys = keys_of(config, "")
-    return {name: repr(value) for name, value, _ in keys if not name.endswith(("cache_dir", "run.threads"))}
+    return {name: repr(value) for name, value in keys if not name.endswith(("cache_dir", "run.threads"))}
 
 
 def plan_lines(plan: Plan) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan, sums_whole_gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.train import user_code
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, FactoryConfig
