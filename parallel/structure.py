@@ -20,6 +20,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+MOST = 10  # mistakes in a report
 _NAMES = {
     int: "an integer",
     float: "a number",
@@ -44,10 +45,12 @@ def structure(cls: type[T], data: Any, place: str) -> T:
 
 
 def report(place: str, mistakes: Sequence[str]) -> str:
-    """Return `place` and the mistakes as text: one on the same line, several on lines of their own."""
+    """Return `place` and the mistakes as text: one on the same line, several on lines of their own, of many
+    the first ten."""
     if len(mistakes) == 1:
         return one_line(f"{place}: {mistakes[0]}")
-    return "\n".join([f"{place}:", *(f"  {one_line(mistake)}" for mistake in mistakes)])
+    more = [f"and {len(mistakes) - MOST} more"] if len(mistakes) > MOST else []
+    return "\n".join([f"{place}:", *(f"  {one_line(mistake)}" for mistake in [*mistakes[:MOST], *more])])
 
 
 def wrong_keys(given: Iterable[Any], known: Sequence[str], place: str = "") -> list[str]:

@@ -17,6 +17,7 @@ from meshwright.train.config_keys import (
     BLOCKS,
     FACTORY,
     above,
+    help_text,
     is_config_key,
     key_hint,
     leaves,
@@ -77,9 +78,8 @@ def parse_config(arguments: Sequence[str], from_user: bool = True) -> Config:
     `model.factory`, except what only a checkpoint's config.yaml names.
     """
     if asked := [at for at, argument in enumerate(arguments) if argument in HELP]:
-        from meshwright.train.config_help import help_text
-
-        print(help_text("".join(arguments[asked[0] + 1 :][:1])), end="")
+        names = (path.stem for path in list_configs())
+        print(help_text("".join(arguments[asked[0] + 1 :][:1]), names), end="")
         raise SystemExit(0)
     given = list(_split_arguments([argument for argument in arguments if argument != PRINT]))
     files = [find_config(text) for key, text in given if key == "config"]
@@ -162,7 +162,8 @@ def _read_override(key: str, text: str) -> list[tuple[str, Any]]:
 def _settings(pairs: Iterable[tuple[str, Any]], place: str) -> list[_Setting]:
     """Return what dotted keys and what is written for them set. Raises ConfigError with all keys that are
     unknown, or have no value or one of another type."""
-    settings, mistakes = [], []
+    settings: list[_Setting] = []
+    mistakes: list[str] = []
     for key, written in pairs:
         settings.append(_Setting(key, _read(key, written, mistakes), place))
     if mistakes:

@@ -28,12 +28,11 @@ from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
     TrainPosition,
-    describe_tensor,
     manifest_to_text,
     read_manifest,
 )
 from meshwright.train.checkpoint.reader import open_checkpoint, read_tensors
-from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
+from meshwright.train.checkpoint.shards import TensorShard, describe_tensor, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import DataConfig
 from meshwright.train.config_keys import known_keys

@@ -10,7 +10,7 @@ from meshwright.tools.checkpoint import contents, convert
 from meshwright.tools.cli import number_from, run_tool, to_json
 from meshwright.tools.load_weights import checkpoints_folder, find_newest
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.resume import describe_training, read_training
+from meshwright.train.checkpoint.training_record import describe_training, read_training
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
 

@@ -17,7 +17,7 @@ from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
-from meshwright.train.checkpoint.resume import describe_training
+from meshwright.train.checkpoint.training_record import describe_training
 from meshwright.train.checkpoint.verify import raise_damage, unnamed_files, verify_alone
 from meshwright.train.errors import CheckpointError
 

@@ -50,14 +50,13 @@ from meshwright.train.checkpoint.manifest import (
     SavedTensor,
     TrainPosition,
     beside_weights,
-    dtype_name,
     hash_file,
     manifest_to_text,
     rank_file,
     read_origin,
 )
 from meshwright.train.checkpoint.reader import open_checkpoint
-from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
+from meshwright.train.checkpoint.shards import TensorShard, dtype_name, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
 from meshwright.train.data.corpus import find_tokenizer_file

@@ -24,7 +24,7 @@ from meshwright.train.checkpoint.reader import StoredPart, open_checkpoint, open
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
-from meshwright.train.distributed.ranks import on_all_ranks
+from meshwright.train.distributed.agreement import on_all_ranks
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
 from meshwright.train.model.trained_model import model_of

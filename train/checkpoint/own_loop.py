@@ -73,7 +73,7 @@ def load(
     checkpoint is of another model, or of an optimizer with other groups of parameters.
     """
     sharded.settle()
-    start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info())
+    start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info(has_group=True))
     for line in put_damaged_aside(start, ranks):
         warnings.warn(line, stacklevel=2)
     if start.checkpoint is None or start.manifest is None:
