@@ -46,7 +46,9 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
 # manual plan needs no planner except on rank 0.
 LATE = {
     "train.data.prepare.worker_pool": ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio"),
-    "train.main": ("torch", "matplotlib", "rich"),  # -h and mistakes in keys are answered at once
+    # -h, mistakes in keys and lists of checkpoints are printed at once
+    "train.main": ("torch", "matplotlib", "rich"),
+    "tools.checkpoint.__main__": ("torch", "matplotlib", "rich"),
     "train.phases": (
         *("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
         *(f"{PACKAGE}.parallel.planner.{name}" for name in ("search", "workload", "timeline")),

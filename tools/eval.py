@@ -24,8 +24,8 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.checkpoint.convert import imported_config
 from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, new_parser, positive, run_tool
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
-from meshwright.tools.load_weights import find_newest
 from meshwright.tools.run_reader import value_text
+from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST

@@ -26,7 +26,8 @@ from meshwright.tools.generate import (
     make_context,
     stream_text,
 )
-from meshwright.tools.load_weights import checkpoint_config, find_newest
+from meshwright.tools.load_weights import checkpoint_config
+from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import load_corpus

@@ -23,12 +23,11 @@ from meshwright.models.hf import config_to_hf, for_every_version, hf_name
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.load_weights import (
     checkpoint_config,
-    find_newest,
     load_full_weights,
     read_full_tensors,
     saved_weights,
 )
-from meshwright.train.checkpoint.commit import list_checkpoints, write_synced
+from meshwright.train.checkpoint.commit import find_newest, list_checkpoints, write_synced
 from meshwright.train.checkpoint.huggingface import (
     DTYPES,
     INDEX,
@@ -73,7 +72,6 @@ HEAD = (  # of that config
     "# The model of {folder}, by tools.checkpoint. Position tables have model.max_seq_len rows:\n"
     "# the key may be lowered, down to train.seq_len.\n"
 )
-EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path:
