@@ -153,8 +153,8 @@ CONFLICTS = {
     "sweep": (OF_ONE_PLAN, "which makes several plans (one with --gpus)"),
 }
 EPILOG = """\
-Every config key is accepted too, as --section.key=value, and overrides the file. `python -m train.main -h` documents
-all of them. With --parallel.plan=auto the planner chooses the keys that the config leaves at auto: degrees, activation
+Every config key is accepted too, as --section.key=value, and overrides the file. `python -m train.main -h all` documents
+them. With --parallel.plan=auto the planner chooses the keys that the config leaves at auto: degrees, activation
 checkpointing, resharding, prefetching and the micro batch; a key that has a value keeps it.
 
 examples:
