@@ -48,6 +48,7 @@ LATE = {
     "train.data.prepare.worker_pool": ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio"),
     # -h, mistakes in keys and lists of checkpoints are printed at once
     "train.main": ("torch", "matplotlib", "rich"),
+    "tools.plan.__main__": ("torch", "matplotlib", "rich"),
     "tools.checkpoint.__main__": ("torch", "matplotlib", "rich"),
     "train.phases": (
         *("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
