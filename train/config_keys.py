@@ -101,7 +101,7 @@ Train a Llama, or a model of yours, sharded and compiled.
   torchrun --nproc_per_node=8 -m train.main --config llama_8b --parallel.tp=2
   torchrun --nproc_per_node=8 -m train.main --model.factory=mine:build
 
-  --config X           YAML file: a path, or one of configs/; later ones override
+  --config X           YAML file: a path, or one of configs/; the last one wins
   --SECTION.KEY=VALUE  a key of the config, as in a file; overrides the files
   --print_config       print the resolved configuration and exit
   -h [KEY]             this page, or the keys that begin with KEY, such as

@@ -13,7 +13,7 @@ import yaml
 from meshwright.models.config import RopeScaling
 from meshwright.parallel.config import CompileConfig
 from meshwright.train.config import Config
-from meshwright.train.config_keys import known_keys, leaves
+from meshwright.train.config_keys import known_keys, leaves, types
 from meshwright.train.config_parser import (
     CONFIG_FOLDER,
     config_to_yaml,
@@ -272,6 +272,37 @@ def test_what_is_no_setting_is_refused(tmp_path: Path) -> None:
             assert key in refusal(f"--config={write(tmp_path, text)}"), text
     assert parse_config(["--run.dir=#x"]).run.dir == "#x"
     assert "train.steps" in refusal("--train.steps=#5")
+
+
+def test_all_mistakes_of_a_file_are_in_one_report(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {stepz: 1, seq_len: many}\noptim: {lr: -1}\nparallel.tp: a")
+    place, *lines = refusal(f"--config={path}").splitlines()
+    assert place == f"{path}:"
+    assert [re.split("[ =.]", line.strip())[0] for line in lines] == ["unknown", "train", "optim", "parallel"]
+
+
+def test_help_is_a_page_and_on_request_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*arguments: str) -> list[str]:
+        with pytest.raises(SystemExit) as left:
+            parse_config(arguments)
+        assert left.value.code == 0
+        return capsys.readouterr().out.splitlines()
+
+    page = printed("-h")
+    assert len(page) <= 40
+    assert max(map(len, page)) <= 80
+    every = printed("-h", "all")
+    given = [line.removeprefix("--") for line in every if line.startswith("--")]
+    assert [line.partition("=")[0] for line in given] == [*types_with_help()]
+    assert printed("--help", "--train.steps")[0] == "--train.steps=1000"
+    defaults = [f"--{line}" for line in given if not line.startswith(("model.", "run.dir"))]
+    assert parse_config(defaults) == parse_config([]), "the defaults are written as they are given"
+    assert "train.stepz" in refusal("-h", "train.stepz")
+
+
+def types_with_help() -> list[str]:
+    """All keys, and the section that null replaces."""
+    return [key for key in types() if key in known_keys() or key == "model.rope_scaling"]
 
 
 def test_print_config_prints_what_reads_back_and_leaves_nothing_for_the_next_parse(
