@@ -1,7 +1,10 @@
 """The `parallel` section of the config; `plan/make.py` makes a plan from it."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.structure import convert
 
 Auto = Literal["auto"]
 Dtype = Literal["float32", "bfloat16"]  # float16 would need a gradient scaler
@@ -9,6 +12,27 @@ Exchange = Literal["heads", "gather"]
 ReduceGradients = Literal["every_micro_batch", "last_micro_batch"]
 ActivationCheckpoint = Literal["none", "full", "selective", "budget", "offload"]
 Recipe = Literal["none", "tensorwise", "rowwise"]
+
+# Rules for single values, apart from "auto": in words, and as a function
+NATURAL = {"rule": "at least 0", "holds": lambda value: value >= 0}
+COUNT = {"rule": "at least 1", "holds": lambda value: value >= 1}
+REST = {"rule": "at least 1 (or -1: all that is left)", "holds": lambda value: value >= 1 or value == -1}
+SHARE = {"rule": "between 0 (recompute all) and 1 (keep all)", "holds": lambda value: 0 <= value <= 1}
+
+
+def check_section(section: str, config: Any) -> None:
+    """Convert the fields of a config section to their types, such as lists to tuples. Raises PlanError with a
+    line for each value of another type, or that breaks its field's rule: key, value, and what is allowed."""
+    mistakes: list[str] = []
+    for item in fields(config):
+        key, before = f"{section}.{item.name}", len(mistakes)
+        value = convert(item.type, getattr(config, item.name), key, mistakes)
+        object.__setattr__(config, item.name, value)
+        checked = item.metadata and value != "auto" and len(mistakes) == before
+        if checked and not item.metadata["holds"](value):
+            mistakes.append(f"{key}={value} must be {item.metadata['rule']}")
+    if mistakes:
+        raise PlanError(";\n".join(mistakes))
 
 
 @dataclass(frozen=True)
@@ -41,6 +65,9 @@ class CompileConfig:
     cache_dir: str | None = None
     fullgraph: bool = True
 
+    def __post_init__(self) -> None:
+        check_section("parallel.compile", self)
+
 
 @dataclass(frozen=True)
 class Float8Config:
@@ -58,8 +85,11 @@ class Float8Config:
 
     recipe: Recipe = "none"
     linears: tuple[str, ...] = ("layers.*",)
-    min_dim: int = 1024
+    min_dim: int = field(default=1024, metadata=COUNT)
     all_gather: bool = False
+
+    def __post_init__(self) -> None:
+        check_section("parallel.float8", self)
 
 
 TP_MODULES = ("embedding", "attention", "feed_forward", "head")  # parts of the Llama
@@ -130,31 +160,34 @@ class ParallelConfig:
 
     plan: str = "manual"
     strategy: str | None = None
-    dp_replicate: Auto | int = "auto"
-    dp_shard: Auto | int = "auto"
-    cp: Auto | int = "auto"
+    dp_replicate: Auto | int = field(default="auto", metadata=COUNT)
+    dp_shard: Auto | int = field(default="auto", metadata=REST)
+    cp: Auto | int = field(default="auto", metadata=COUNT)
     cp_exchange: Literal[Auto, Exchange] = "auto"
-    tp: Auto | int = "auto"
+    tp: Auto | int = field(default="auto", metadata=COUNT)
     tp_modules: tuple[str, ...] = TP_MODULES
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: Auto | bool | int = "auto"
     reshard_after_backward: Auto | bool = "auto"
     reduce_gradients: Literal[Auto, ReduceGradients] = "auto"
-    forward_prefetch: Auto | int = "auto"
-    backward_prefetch: Auto | int = "auto"
+    forward_prefetch: Auto | int = field(default="auto", metadata=NATURAL)
+    backward_prefetch: Auto | int = field(default="auto", metadata=NATURAL)
     activation_checkpoint: Literal[Auto, ActivationCheckpoint] = "auto"
     activation_checkpoint_blocks: Auto | int = "auto"
     selective_policy: str = "matmul"
-    activation_budget: float = 0.5
-    unit_min_params: int = 0
+    activation_budget: float = field(default=0.5, metadata=SHARE)
+    unit_min_params: int = field(default=0, metadata=NATURAL)
     storage_dtype: Dtype = "float32"
     param_dtype: Literal[Auto, Dtype] = "float32"
     reduce_dtype: Dtype = "float32"
     cpu_offload: bool = False
     attention: str = "auto"
-    loss_chunk_tokens: Auto | int = "auto"
+    loss_chunk_tokens: Auto | int = field(default="auto", metadata=NATURAL)
     fused_projections: bool = False
     async_tp: bool = False
     float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)
+
+    def __post_init__(self) -> None:
+        check_section("parallel", self)

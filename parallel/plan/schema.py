@@ -5,7 +5,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
+
+import msgspec
 
 from meshwright.parallel.config import (
     ActivationCheckpoint,
@@ -19,8 +21,8 @@ from meshwright.parallel.structure import Count, Integer, Natural
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-REDUCE_GRADIENTS: tuple[ReduceGradients, ...] = get_args(ReduceGradients)
 CP_EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class UnitPlan:
     backward_prefetch: Natural | tuple[str, ...]
     activation_checkpoint: ActivationCheckpoint
     saved_ops: tuple[str, ...]
-    activation_budget: float
+    activation_budget: Share
     compiled: bool
     param_dtype: Dtype
     reduce_dtype: Dtype

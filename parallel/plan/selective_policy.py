@@ -1,11 +1,8 @@
 """Selective activation checkpointing: the operators whose results a policy keeps."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from meshwright.parallel.plan.mistakes import Mistake
 
 MATMUL = "aten.mm"
 # The reductions of tp: recomputing their results would communicate again.
@@ -25,26 +22,6 @@ def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
     if policy in POLICIES:
         return (*POLICIES[policy], *attention_ops, *TP_SUMS)
     return tuple(op.strip() for op in policy.split(",") if op.strip())
-
-
-def policy_mistakes(policy: str, attention_ops: tuple[str, ...]) -> Iterator[Mistake]:
-    """Check the policy, and that this torch has its operators."""
-    key, kept = "parallel.selective_policy", saved_ops(policy, attention_ops)
-    unknown = [op for op in kept if not is_op(op)]
-    if policy.startswith("every:"):
-        if not blocks_of_every(policy):
-            yield Mistake(key, f"={policy} must be every:N with N at least 1")
-    elif unknown or not kept:
-        problem = (
-            f"{', '.join(unknown)} is not an operator of this torch"
-            if unknown
-            else "it keeps nothing, the same as activation_checkpoint=full"
-        )
-        yield Mistake(
-            key,
-            f"={policy}: {problem}. Use {', '.join(POLICIES)}, every:N, or operators such as "
-            "aten.mm or aten.mm/2",
-        )
 
 
 def find_op(text: str) -> Any:
