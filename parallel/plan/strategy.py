@@ -22,32 +22,41 @@ STRATEGIES: dict[str, tuple[str, bool | None, str]] = {
 }
 
 
-def resolve_strategy(
-    name: str, config: ParallelConfig, inner: int, world_size: int, gpus_per_node: int
-) -> tuple[ParallelConfig, list[Mistake]]:
-    """Return the config with the strategy's degrees and resharding in its keys, and mistakes: keys that
-    contradict it.
+def strategy_settings(
+    config: ParallelConfig, inner: int, world_size: int, gpus_per_node: int
+) -> dict[str, int | bool]:
+    """Return the degrees and resharding that `config.strategy` stands for, by key of ParallelConfig.
 
     `inner`: tp x cp, of which a node has gpus_per_node / inner. Degrees that do not divide the number of
     processes are rounded down here; the check of the mesh reports them.
     """
-    if name not in STRATEGIES:
-        message = f"={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
-        return config, [Mistake("parallel.strategy", message)]
-    shards, reshard, _ = STRATEGIES[name]
+    shards, reshard, _ = STRATEGIES[config.strategy or ""]
     data_parallel = max(world_size // inner, 1)
     node_shards = max(min(gpus_per_node, world_size) // inner, 1)
     shard = {"all": data_parallel, "node": node_shards, "none": 1}[shards]
     settings: dict[str, int | bool] = {"dp_replicate": max(data_parallel // shard, 1), "dp_shard": shard}
     if reshard is not None:
         settings["reshard_after_forward"] = reshard
+    return settings
+
+
+def resolve_strategy(
+    config: ParallelConfig, inner: int, world_size: int, gpus_per_node: int
+) -> tuple[ParallelConfig, list[Mistake]]:
+    """Return the config with the strategy's settings in its keys, and mistakes: keys that contradict it.
+    `inner`: tp x cp."""
+    name = config.strategy or ""
+    if name not in STRATEGIES:
+        message = f"={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
+        return config, [Mistake("parallel.strategy", message)]
+    settings = strategy_settings(config, inner, world_size, gpus_per_node)
     mistakes = []
     for key, value in settings.items():
         requested = getattr(config, key)
         left_open = requested == "auto" or (key == "dp_shard" and requested == -1)
         if not left_open and (type(requested), requested) != (type(value), value):
             message = (
-                f"={str(requested).lower()} contradicts parallel.strategy={name}, "
+                f"={str(requested).lower()} contradicts parallel.strategy={config.strategy}, "
                 f"which means {str(value).lower()} here: remove one of them"
             )
             mistakes.append(Mistake(f"parallel.{key}", message))

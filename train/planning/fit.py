@@ -12,6 +12,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS, on_mesh, with_activation_checkpoint
 from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.parallel.planner.machines import Machines
@@ -315,8 +316,9 @@ def _changes(job: TrainingJob, plan: Plan, model: ModelUnits) -> Iterator[tuple[
     mesh, batch = plan.mesh, {"train.global_batch_size": plan.global_batch_size}
     micro = {"train.micro_batch_size": plan.micro_batch_size} if job.micro_batch_size == "auto" else {}
     modes = {u.activation_checkpoint for u in plan.units if model.checkpointed.issuperset(u.modules)}
+    can_select = not any(policy_mistakes(job.parallel.selective_policy, model.attention_ops))
     for mode, helps in (("full", modes - {"full"}), ("selective", modes & {"none", "offload"})):
-        if helps:
+        if helps and (mode == "full" or can_select):
             units = with_activation_checkpoint(plan.units, mode, job.parallel, model)
             yield {"parallel.activation_checkpoint": mode}, replace(plan, units=units)
     if plan.micro_batch_size % 2 == 0:
