@@ -1,10 +1,12 @@
 """The `parallel` section of the config; `plan/make.py` makes a plan from it."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.structure import convert
+from meshwright.parallel.structure import Count, Integer, Natural, convert
 
 Auto = Literal["auto"]
 Dtype = Literal["float32", "bfloat16"]  # float16 would need a gradient scaler
@@ -13,26 +15,18 @@ ReduceGradients = Literal["every_micro_batch", "last_micro_batch"]
 ActivationCheckpoint = Literal["none", "full", "selective", "budget", "offload"]
 Recipe = Literal["none", "tensorwise", "rowwise"]
 
-# Rules for single values, apart from "auto": in words, and as a function
-NATURAL = {"rule": "at least 0", "holds": lambda value: value >= 0}
-COUNT = {"rule": "at least 1", "holds": lambda value: value >= 1}
-REST = {"rule": "at least 1 (or -1: all that is left)", "holds": lambda value: value >= 1 or value == -1}
-SHARE = {"rule": "between 0 (recompute all) and 1 (keep all)", "holds": lambda value: 0 <= value <= 1}
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-def check_section(section: str, config: Any) -> None:
-    """Convert the fields of a config section to their types, such as lists to tuples. Raises PlanError with a
-    line for each value of another type, or that breaks its field's rule: key, value, and what is allowed."""
-    mistakes: list[str] = []
-    for item in fields(config):
-        key, before = f"{section}.{item.name}", len(mistakes)
-        value = convert(item.type, getattr(config, item.name), key, mistakes)
-        object.__setattr__(config, item.name, value)
-        checked = item.metadata and value != "auto" and len(mistakes) == before
-        if checked and not item.metadata["holds"](value):
-            mistakes.append(f"{key}={value} must be {item.metadata['rule']}")
+def convert_fields(section: Any, name: str) -> None:
+    """Convert the fields of a new config section to their types, such as lists to tuples. Raises PlanError
+    with a line for each value of another type. `name`: of the section, which the keys begin with."""
+    mistakes = list[str]()
+    for item in fields(section):
+        value = convert(item.type, getattr(section, item.name), f"{name}.{item.name}", mistakes)
+        object.__setattr__(section, item.name, value)
     if mistakes:
-        raise PlanError(";\n".join(mistakes))
+        raise PlanError("\n".join(mistakes))
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class CompileConfig:
     fullgraph: bool = True
 
     def __post_init__(self) -> None:
-        check_section("parallel.compile", self)
+        convert_fields(self, "parallel.compile")
 
 
 @dataclass(frozen=True)
@@ -85,11 +79,11 @@ class Float8Config:
 
     recipe: Recipe = "none"
     linears: tuple[str, ...] = ("layers.*",)
-    min_dim: int = field(default=1024, metadata=COUNT)
+    min_dim: Count = 1024
     all_gather: bool = False
 
     def __post_init__(self) -> None:
-        check_section("parallel.float8", self)
+        convert_fields(self, "parallel.float8")
 
 
 TP_MODULES = ("embedding", "attention", "feed_forward", "head")  # parts of the Llama
@@ -160,34 +154,37 @@ class ParallelConfig:
 
     plan: str = "manual"
     strategy: str | None = None
-    dp_replicate: Auto | int = field(default="auto", metadata=COUNT)
-    dp_shard: Auto | int = field(default="auto", metadata=REST)
-    cp: Auto | int = field(default="auto", metadata=COUNT)
+    dp_replicate: Auto | Count = "auto"
+    dp_shard: Auto | Integer = "auto"
+    cp: Auto | Count = "auto"
     cp_exchange: Literal[Auto, Exchange] = "auto"
-    tp: Auto | int = field(default="auto", metadata=COUNT)
+    tp: Auto | Count = "auto"
     tp_modules: tuple[str, ...] = TP_MODULES
     sequence_parallel: bool = True
     loss_parallel: bool = True
-    reshard_after_forward: Auto | bool | int = "auto"
+    reshard_after_forward: Auto | bool | Integer = "auto"
     reshard_after_backward: Auto | bool = "auto"
     reduce_gradients: Literal[Auto, ReduceGradients] = "auto"
-    forward_prefetch: Auto | int = field(default="auto", metadata=NATURAL)
-    backward_prefetch: Auto | int = field(default="auto", metadata=NATURAL)
+    forward_prefetch: Auto | Natural = "auto"
+    backward_prefetch: Auto | Natural = "auto"
     activation_checkpoint: Literal[Auto, ActivationCheckpoint] = "auto"
-    activation_checkpoint_blocks: Auto | int = "auto"
+    activation_checkpoint_blocks: Auto | Natural = "auto"
     selective_policy: str = "matmul"
-    activation_budget: float = field(default=0.5, metadata=SHARE)
-    unit_min_params: int = field(default=0, metadata=NATURAL)
+    activation_budget: Share = 0.5
+    unit_min_params: Natural = 0
     storage_dtype: Dtype = "float32"
     param_dtype: Literal[Auto, Dtype] = "float32"
     reduce_dtype: Dtype = "float32"
     cpu_offload: bool = False
     attention: str = "auto"
-    loss_chunk_tokens: Auto | int = field(default="auto", metadata=NATURAL)
+    loss_chunk_tokens: Auto | Natural = "auto"
     fused_projections: bool = False
     async_tp: bool = False
     float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)
 
     def __post_init__(self) -> None:
-        check_section("parallel", self)
+        convert_fields(self, "parallel")
+        if self.dp_shard not in ("auto", -1) and self.dp_shard < 1:
+            rule = "auto, -1 (all that is left) or an integer of at least 1"
+            raise PlanError(f"parallel.dp_shard={self.dp_shard} must be {rule}")

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.parallel.config import TP_MODULES, Float8Config, ParallelConfig
+from meshwright.parallel.config import TP_MODULES, Auto, Float8Config, ParallelConfig, convert_fields
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_float8
 from meshwright.parallel.plan.mistakes import Mistake, describe
@@ -25,6 +25,7 @@ from meshwright.parallel.plan.schema import (
 from meshwright.parallel.plan.selective_policy import blocks_of_every, saved_ops
 from meshwright.parallel.plan.strategy import resolve_strategy
 from meshwright.parallel.plan.validate import validate
+from meshwright.parallel.structure import Count, Integer
 
 LOSS_CHUNK_TOKENS = 2048  # large enough for matrix products at full speed
 
@@ -44,18 +45,17 @@ class RunShape:
         dynamic: what compile.dynamic=null resolves to; None leaves it to torch
     """
 
-    world_size: int
-    gpus_per_node: int
-    seq_len: int
-    micro_batch_size: int | str = 1
-    global_batch_size: int = -1
+    world_size: Count
+    gpus_per_node: Count
+    seq_len: Count
+    micro_batch_size: Auto | Count = 1
+    global_batch_size: Integer = -1
     attention: str = "cpu"
     param_dtype: str = "float32"
     dynamic: bool | None = None
 
     def __post_init__(self) -> None:
-        if (micro := self.micro_batch_size) != "auto" and (type(micro) is not int or micro < 1):
-            raise PlanError(f"train.micro_batch_size={micro} must be auto or an integer, at least 1")
+        convert_fields(self, "train")
 
 
 def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
@@ -80,9 +80,7 @@ def _resolve_config(
     mistakes = list[Mistake]()
     if config.strategy:
         inner = _resolve(config.tp, 1) * _resolve(config.cp, 1)
-        config, mistakes = resolve_strategy(
-            config.strategy, config, inner, shape.world_size, shape.gpus_per_node
-        )
+        config, mistakes = resolve_strategy(config, inner, shape.world_size, shape.gpus_per_node)
     for part in dict.fromkeys(() if config.tp_modules == TP_MODULES else config.tp_modules):
         if model.styles and part not in model.styles:
             hint = nearest(part, model.styles) or f" Use {', '.join(model.styles)}."

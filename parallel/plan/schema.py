@@ -5,9 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
-
-import msgspec
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from meshwright.parallel.config import (
     ActivationCheckpoint,
@@ -16,13 +14,13 @@ from meshwright.parallel.config import (
     Exchange,
     Recipe,
     ReduceGradients,
+    Share,
 )
 from meshwright.parallel.structure import Count, Integer, Natural
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CP_EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """Selective activation checkpointing: the operators whose results a policy keeps."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from meshwright.parallel.plan.mistakes import Mistake
 
 MATMUL = "aten.mm"
 # The reductions of tp: recomputing their results would communicate again.
@@ -22,6 +25,26 @@ def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
     if policy in POLICIES:
         return (*POLICIES[policy], *attention_ops, *TP_SUMS)
     return tuple(op.strip() for op in policy.split(",") if op.strip())
+
+
+def policy_mistakes(policy: str, attention_ops: tuple[str, ...]) -> Iterator[Mistake]:
+    """Check what a policy keeps."""
+    yield from () if blocks_of_every(policy) else saved_ops_mistakes(saved_ops(policy, attention_ops))
+
+
+def saved_ops_mistakes(ops: Sequence[str]) -> Iterator[Mistake]:
+    """Check that there are operators to keep, and that this torch has them."""
+    if not ops:
+        yield Mistake(
+            "units.saved_ops", "=[] keeps nothing: list operators, or use activation_checkpoint=full"
+        )
+    for op in ops:
+        if not is_op(op):
+            yield Mistake(
+                "units.saved_ops",
+                f": {op!r} is not an operator of this torch: list single ones, such as aten.mm or aten.mm/2; "
+                f"a config key may also be {', '.join(POLICIES)} or every:N, with N at least 1",
+            )
 
 
 def find_op(text: str) -> Any:

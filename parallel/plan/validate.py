@@ -20,7 +20,7 @@ from meshwright.parallel.plan.schema import (
     only_look_up,
     regathered,
 )
-from meshwright.parallel.plan.selective_policy import POLICIES, is_op
+from meshwright.parallel.plan.selective_policy import saved_ops_mistakes
 from meshwright.parallel.plan.serialize import value_text
 
 
@@ -189,17 +189,8 @@ def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Itera
         yield Mistake("units.activation_budget", f"={budget} is for activation_checkpoint=budget: use 1.0")
     if mode != "selective" and ops:
         yield Mistake("units.saved_ops", f"={list(ops)} is for activation_checkpoint=selective: use []")
-    elif mode == "selective" and not ops:
-        yield Mistake(
-            "units.saved_ops", "=[] keeps nothing: list operators, or use activation_checkpoint=full"
-        )
-    for op in ops if mode == "selective" else ():
-        if not is_op(op):
-            yield Mistake(
-                "units.saved_ops",
-                f": {op!r} is not an operator of this torch: list single ones, such as aten.mm or aten.mm/2; "
-                f"a config key may also be {', '.join(POLICIES)} or every:N, with N at least 1",
-            )
+    elif mode == "selective":
+        yield from saved_ops_mistakes(ops)
 
 
 def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mistake]:

@@ -18,7 +18,7 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
-from meshwright.parallel.plan.mistakes import key_line
+from meshwright.parallel.plan.mistakes import describe
 from meshwright.parallel.plan.schema import CP_EXCHANGES, ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
@@ -110,7 +110,7 @@ def search(
     if config.activation_checkpoint == "auto" and (
         mistakes := [*policy_mistakes(config.selective_policy, model.attention_ops)]
     ):
-        raise PlanError("\n".join(map(key_line, mistakes)))
+        raise PlanError("\n".join(map(describe, mistakes)))
     state = _Search(config, model, shape, machines, trace)
     with _without_collector():
         for candidate in sorted(state.legal_candidates(), key=lambda c: (-c.rate(), _complexity(c))):
