@@ -2,6 +2,7 @@
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import value_text
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # inductor's modes that capture CUDA graphs
 
@@ -76,7 +77,7 @@ def unused_keys(config: ParallelConfig) -> list[str]:
         works = value not in ("auto", 1) if other_key == "tp" else value == needed
         if requested != getattr(default, key) and not works:
             advice.append(
-                f"parallel.{key}={str(requested).lower()} has no effect with parallel.{other_key}={value}: "
+                f"parallel.{key}={value_text(requested)} has no effect with parallel.{other_key}={value}: "
                 f"it needs {needed}"
             )
     if not config.compile.enabled:

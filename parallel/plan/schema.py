@@ -20,6 +20,7 @@ from meshwright.parallel.structure import Count, Integer, Natural
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+REDUCE_GRADIENTS: tuple[ReduceGradients, ...] = get_args(ReduceGradients)
 CP_EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
 
