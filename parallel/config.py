@@ -185,6 +185,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         convert_fields(self, "parallel")
-        if self.dp_shard not in ("auto", -1) and self.dp_shard < 1:
+        if self.dp_shard != "auto" and self.dp_shard != -1 and self.dp_shard < 1:
             rule = "auto, -1 (all that is left) or an integer of at least 1"
             raise PlanError(f"parallel.dp_shard={self.dp_shard} must be {rule}")

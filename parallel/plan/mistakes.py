@@ -47,23 +47,25 @@ def describe(mistake: Mistake, file: Path | None = None, strategy: str | None = 
 
     `strategy`: the value of `parallel.strategy`, which decides the mesh if it is set.
     """
-    field, units = mistake.field, mistake.units
-    is_key = field.startswith(("parallel.", "train."))
-    if (file is None or is_key) and (key := field if is_key else key_of(field)):
-        return one_line(
-            (f"parallel.strategy={strategy}" if strategy and field == "mesh" else key) + mistake.message
-        )
+    key, units = key_of(mistake.field), mistake.units
+    if key and (file is None or key == mistake.field):
+        place = f"parallel.strategy={strategy}" if strategy and mistake.field == "mesh" else key
+        return one_line(place + mistake.message)
+    place = f"plan file {file}: " if file else ""
     if units:
-        name = field.removeprefix("units").replace(".", ": ")
-        field = (
-            f"units {units[0]} to {units[-1]} ({len(units)})" if units[1:] else f"unit {units[0]}"
-        ) + name
-    return one_line((f"plan file {file}: " if file else "") + field + mistake.message)
+        place += f"units {units[0]} to {units[-1]} ({len(units)})" if units[1:] else f"unit {units[0]}"
+        place += mistake.field.removeprefix("units").replace(".", ": ")
+    else:
+        place += mistake.field
+    return one_line(place + mistake.message)
 
 
 def key_of(field: str) -> str:
-    """Return the config key that decides a field of a plan, such as mesh.tp; "" if the model does."""
+    """Return the config key that decides a field of a plan, such as mesh.tp, or "" if the model does; a
+    config key unchanged."""
     section, _, name = field.rpartition(".")
+    if section.partition(".")[0] in ("parallel", "train"):
+        return field
     return OTHER_KEYS.get(field, f"parallel.{field if section in ('compile', 'float8') else name}")
 
 

@@ -175,21 +175,17 @@ def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mi
     """Check context parallelism: the model's cores, the sizes that the degree must divide, and the attention
     kernel. Messages list the valid degrees."""
     cp, tp, context = plan.mesh.cp, plan.mesh.tp, plan.context
+    cores = model.attention_cores if cp > 1 else ()
+    if context.cores != cores:
+        yield Mistake("context.cores", f"={list(context.cores)} must be {list(cores)} with cp={cp}")
     if cp == 1:
-        if context.cores:
-            yield Mistake("context.cores", ": cp=1 exchanges nothing: use [], or make a new plan")
         return
-    if not model.attention_cores:
+    if not cores:
         why = model.why_no_cores or (
             "this model has no module that takes queries, keys and values to attention's output"
         )
         yield Mistake("mesh.cp", f"={cp}, but {why}: use 1")
         return
-    if context.cores != model.attention_cores:
-        yield Mistake(
-            "context.cores",
-            f"={list(context.cores)} must be this model's attention cores: {list(model.attention_cores)}",
-        )
     parts = {"2 x cp" if context.exchange == "gather" else "cp": cp * (1 + (context.exchange == "gather"))}
     parts |= {"tp": tp} if plan.tensor.sequence_parallel else {}
     if seq_len % (together := math.prod(parts.values())):

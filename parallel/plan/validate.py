@@ -56,7 +56,7 @@ def plan_file_mistakes(
 ) -> list[str]:
     """Return a line for each config key that contradicts a plan file, and for each mistake in the file.
     `batch`: the keys of the batch's sizes in the section `train`."""
-    keys = key_values(config) | (batch if batch and plan.mesh.world_size == world_size else {})
+    keys = {**key_values(config), **(batch if batch and plan.mesh.world_size == world_size else {})}
     mistakes = [*_contradictions(keys, plan, model, f"the plan file {config.plan}")]
     mistakes += validate(plan, model, world_size, seq_len)
     return [describe(mistake, path) for mistake in mistakes]
@@ -252,37 +252,31 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
     """Check that tensor-parallel styles name the model's weights, and split a part fully or not at all."""
     styles, tp = plan.tensor.styles, plan.mesh.tp
-    if tp > 1 and not model.styles:
+    if tp == 1:
+        if styles or plan.tensor.sequence_parallel:
+            yield Mistake("tensor", ": tp=1 splits nothing: use sequence_parallel=false and styles={}")
+        return
+    if not model.styles:
         why = model.why_no_styles or (
             "this model has no tensor-parallel styles: use 1, or describe(..., styles={...})"
         )
         yield Mistake("mesh.tp", f"={tp}, but {why}")
         return
-    if plan.tensor.sequence_parallel and styles and not rules.splits_tokens(styles):
+    if not styles:
+        yield Mistake("tensor.styles", ": tp > 1 needs the styles of the weights: make a new plan")
+        return
+    if plan.tensor.sequence_parallel and not rules.splits_tokens(styles):
         yield Mistake(
             "tensor.sequence_parallel",
             "=true, but this model computes positions or masks from all tokens: use false",
         )
-    if tp == 1 and plan.tensor.sequence_parallel:
-        yield Mistake(
-            "tensor.sequence_parallel", "=true splits tokens over tp ranks, but tp=1 has only one: use false"
-        )
-    elif tp == 1 and styles:
-        yield Mistake("tensor.styles", ": tp=1 needs an empty table: make a new plan")
-    elif tp > 1 and not styles and model.styles:
-        yield Mistake("tensor.styles", ": tp > 1 needs the styles of the weights: make a new plan")
-    if tp == 1 or not styles:
-        return
     patterns = [pattern for table in model.styles.values() for pattern in table]
-    wrong = [
-        f": {p} is not one of this model's patterns.{nearest(p, patterns)}"
-        for p in styles
-        if p not in patterns
-    ]
-    if wrong:
-        yield from (Mistake("tensor.styles", message) for message in wrong)
+    if unknown := [pattern for pattern in styles if pattern not in patterns]:
+        for pattern in unknown:
+            message = f": {pattern} is not one of this model's patterns.{nearest(pattern, patterns)}"
+            yield Mistake("tensor.styles", message)
         return
-    split = []
+    wrong, split = [], []
     for part, table in model.styles.items():
         allowed = [split_styles(table), split_styles(table, gathered=True), split_styles(table, unsplit=True)]
         styles_of_part = {pattern: style for pattern in table if (style := find_style(plan.tensor, pattern))}

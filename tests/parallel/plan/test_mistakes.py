@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.config import CompileConfig, Float8Config, ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict
@@ -72,9 +72,10 @@ unit_min_params: -1 -> parallel.unit_min_params=-1 ... at least 0
 # dtypes and kernels
 param_dtype: float16 -> parallel.param_dtype='float16' ... auto, float32 or bfloat16
 # values of another type, which a config made in Python can have
-tp: 2.0 -> parallel.tp=2.0 must be auto or an integer
+tp: 2.0 -> parallel.tp=2.0 must be auto or an integer of at least 1
 reshard_after_forward: 'false' -> parallel.reshard_after_forward='false' must be auto or true or false or an
 tp_modules: head, cpu_offload: 1 -> parallel.tp_modules='head' ... a list & parallel.cpu_offload=1 ... true or
+activation_budget: .nan -> parallel.activation_budget=nan ... at least 0 and at most 1
 storage_dtype: bfloat16 -> parallel.storage_dtype=bfloat16 ... param_dtype=bfloat16
 attention: flush -> parallel.attention=flush ... cpu
 loss_chunk_tokens: 3 -> parallel.loss_chunk_tokens=3 ... 0 (all ... at least 64
@@ -100,10 +101,6 @@ compile: {mode: fast} -> parallel.compile.mode=fast ... default ... max-autotune
 compile: {backend: indctor} -> parallel.compile.backend=indctor ... mean inductor?
 # activation checkpointing
 activation_checkpoint: half -> parallel.activation_checkpoint='half' ... none, full, selective
-activation_checkpoint: budget, activation_budget: -0.5 -> parallel.activation_budget=-0.5 ... at least 0
-activation_checkpoint: budget, activation_budget: 1.5
- -> parallel.activation_budget=1.5 ... at most 1
-activation_checkpoint: budget, activation_budget: .nan -> parallel.activation_budget=nan ... at least 0
 activation_checkpoint: budget, compile: {enabled: false}
  -> activation_checkpoint=budget ... full, selective ... enabled=true
 activation_checkpoint: budget, compile: {backend: aot_eager}
@@ -143,6 +140,19 @@ def check_lines(lines: list[str], facts: str) -> None:
 
 def test_a_wrong_key_is_one_line_with_key_value_rule_and_way_out() -> None:
     try_each(rows(KEYS), lambda keys, facts: check_lines(mistakes_of(**keys_from(keys)), facts))
+
+
+def test_a_wrong_value_is_refused_where_a_config_is_made_in_python() -> None:
+    sections = {
+        ParallelConfig: "parallel",
+        CompileConfig: "parallel.compile",
+        Float8Config: "parallel.float8",
+    }
+    for section, name in sections.items():
+        for field in dataclasses.fields(section):
+            with pytest.raises(PlanError, match=rf"^{name}\.{field.name}=Ellipsis must be "):
+                section(**{field.name: ...})
+    assert ParallelConfig(tp_modules=["head"]) == ParallelConfig(tp_modules=("head",))  # type: ignore[arg-type]
 
 
 def test_two_mistakes_are_two_lines_and_none_is_said_twice() -> None:
@@ -224,20 +234,20 @@ layers.0: {backward_prefetch: [embed]} -> names embed ... unshard_in_backward=fa
 # the dtype that the first module returns, and the compiler
 layers.0: {param_dtype: bfloat16} -> layers.0 computes in bfloat16 ... output_dtype=bfloat16
 compile: {enabled: false} -> units layers.0 to head (5): compiled=true ... compile.enabled=false
-tensor: {sequence_parallel: true} -> tensor.sequence_parallel=true ... tp=1 ... use false
-tensor: {styles: {head: logits}} -> tensor.styles: tp=1 ... make a new plan
+tensor: {sequence_parallel: true} -> tensor: tp=1 ... use sequence_parallel=false
+tensor: {styles: {head: logits}} -> tensor: tp=1 ... styles={}
 float8: {linears: [layers.*.wq]} -> float8.recipe=none ... no linears
 float8: {recipe: fp8} -> float8.recipe='fp8' ... none, tensorwise or rowwise
 float8: {recipe: rowwise, linears: [wq]} -> float8.linears: wq ... layers.*.wq, layers.*.wo
 float8: {recipe: tensorwise} -> recipe=tensorwise ... min_dim or tp, or use none
-context: {cores: [layers.*.core]} -> context.cores: cp=1 ... use []
+context: {cores: [layers.*.core]} -> context.cores=['layers.*.core'] must be [] ... cp=1
 plan: {unsharded: [embed.weight]} -> unsharded=['embed.weight'] ... []
 mesh: {cp: 1} -> right
 cp: 2 | context: {cores: []} -> context.cores=[] ... ['layers.*.core']
 # styles
 tp: 2 | tensor: {styles: {}} -> tensor.styles: tp > 1 ... make a new plan
 tp: 2 | tensor.styles: {layers.*.wq: colwize} -> part attention ... layers.*.wq is colwize ... colwise
-tp: 2 | tensor.styles: {layers.*.wq: rowwise} -> tensor.styles: part attention ... layers.*.wq is rowwise ... colwise
+tp: 2 | tensor.styles: {layers.*.wq: rowwise} -> tensor.styles: part attention ... is rowwise ... colwise
 tp: 2 | tensor.styles: {layers.*.wq: whole_colwise} -> layers.*.wq is whole_colwise ... colwise
 tp: 2 | tensor.styles: {head.output: gathered_logits}
  -> part head ... head.output is gathered_logits ... logits
