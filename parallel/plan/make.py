@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.parallel.config import TP_MODULES, Auto, Float8Config, ParallelConfig, convert_fields
+from meshwright.parallel.config import TP_MODULES, Auto, ParallelConfig, convert_fields
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_float8
+from meshwright.parallel.plan.float8_rules import make_float8
 from meshwright.parallel.plan.mistakes import Mistake, describe
 from meshwright.parallel.plan.rules import heads_of_rank, nearest, split_styles, splits_tokens
 from meshwright.parallel.plan.schema import (
@@ -73,10 +73,8 @@ def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pla
 def _resolve_config(
     config: ParallelConfig, model: ModelUnits, shape: RunShape
 ) -> tuple[ParallelConfig, list[Mistake]]:
-    """Return the config with the strategy's settings in its keys, and mistakes that a plan cannot express.
-
-    Keys with such mistakes are reset. `validate` finds all other mistakes in the plan.
-    """
+    """Return the config with the strategy's settings in its keys, and mistakes that a plan cannot express;
+    `validate` finds all others in the plan."""
     mistakes = list[Mistake]()
     if config.strategy:
         inner = _resolve(config.tp, 1) * _resolve(config.cp, 1)
@@ -87,7 +85,7 @@ def _resolve_config(
             mistakes.append(Mistake("parallel.tp_modules", f": {part} is not a part of this model.{hint}"))
     blocks, mode = config.activation_checkpoint_blocks, config.activation_checkpoint
     message = ""
-    if blocks != "auto" and not 0 <= blocks <= len(model.checkpointed):
+    if blocks != "auto" and blocks > len(model.checkpointed):
         message = f"={blocks} must be auto (all) or a number of blocks from 0 to {len(model.checkpointed)}"
     elif blocks != "auto" and mode in ("auto", "none"):
         message = (
@@ -95,9 +93,6 @@ def _resolve_config(
         )
     if message:
         mistakes.append(Mistake("parallel.activation_checkpoint_blocks", message))
-    if wrong := [*float8_config_mistakes(config.float8, model)]:
-        mistakes += wrong
-        config = dataclasses.replace(config, float8=Float8Config())
     return config, mistakes
 
 

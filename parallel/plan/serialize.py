@@ -157,9 +157,8 @@ def _read_units(entries: list[Any], mistakes: list[str]) -> list[UnitPlan]:
         first = convert(UnitPlan, {"modules": [], **settings}, "", wrong)
         mistakes += [f"unit {name}: {each}" for each in wrong]
         names = _read_names([name], "units", mistakes)
-        units += (
-            [] if wrong else [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
-        )
+        if not wrong:
+            units += [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
     return units
 
 

@@ -38,8 +38,7 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     mistakes += rules.written_mistakes(plan.mesh, model.written)
     mistakes += rules.unsharded_mistakes(plan, model)
     mistakes += rules.async_tp_mistakes(plan)
-    if not any(mistake.field.startswith("mesh") for mistake in mistakes):
-        mistakes += float8_mistakes(plan, model)  # whose sizes depend on the degrees
+    mistakes += float8_mistakes(plan, model, not any(each.field.startswith("mesh") for each in mistakes))
     mistakes += _all_units_mistakes(plan, model, world_size)
     mistakes += _dtype_chain_mistakes(plan)
     return mistakes
