@@ -27,6 +27,8 @@ cp: 1 -> right
 dp_shard: 3 -> dp_shard=3 ... 3 processes ... this run has 8 ... use 3 processes ... dp_shard=-1
 dp_shard: 8, tp: 2 -> dp_shard=8 x tp=2 ... 16 processes ... this run has 8
 dp_replicate: 3, reshard_after_forward: 4 -> dp_replicate=3 ... this run has 8
+dp_shard: 3, activation_checkpoint: selective, selective_policy: aten.no
+ -> dp_shard=3 ... this run has 8 & parallel.selective_policy: 'aten.no' ... operator
 dp_replicate: 0 -> parallel.dp_replicate=0 ... at least 1
 dp_shard: -2 -> parallel.dp_shard=-2 ... auto, -1 (all that is left) ... at least 1
 tp: 0, strategy: full_shard -> parallel.tp=0 ... at least 1
@@ -68,11 +70,9 @@ reshard_after_forward: 0 -> parallel.reshard_after_forward=0 ... true, false, 2,
 reshard_after_forward: 8, dp_replicate: 2 -> =8 ... dp_shard=4 ... true, false, 2
 reshard_after_forward: 2, tp: 2 -> reshard_after_forward=2 ... tp=2 ... use true or false
 backward_prefetch: -3 -> parallel.backward_prefetch=-3 ... at least 0
-unit_min_params: -1 -> parallel.unit_min_params=-1 ... at least 0
 # dtypes and kernels
 param_dtype: float16 -> parallel.param_dtype='float16' ... auto, float32 or bfloat16
 # values of another type, which a config made in Python can have
-tp: 2.0 -> parallel.tp=2.0 must be auto or an integer of at least 1
 reshard_after_forward: 'false' -> parallel.reshard_after_forward='false' must be auto or true or false or an
 tp_modules: head, cpu_offload: 1 -> parallel.tp_modules='head' ... a list & parallel.cpu_offload=1 ... true or
 activation_budget: .nan -> parallel.activation_budget=nan ... at least 0 and at most 1
@@ -100,7 +100,6 @@ compile: {backend: eager, mode: max-autotune} -> mode=max-autotune ... default
 compile: {mode: fast} -> parallel.compile.mode=fast ... default ... max-autotune
 compile: {backend: indctor} -> parallel.compile.backend=indctor ... mean inductor?
 # activation checkpointing
-activation_checkpoint: half -> parallel.activation_checkpoint='half' ... none, full, selective
 activation_checkpoint: budget, compile: {enabled: false}
  -> activation_checkpoint=budget ... full, selective ... enabled=true
 activation_checkpoint: budget, compile: {backend: aot_eager}
@@ -194,8 +193,6 @@ layers.2: {unit: 'layers.[3-0]'} -> layers.[3-0] ... low to high
 layers.2: {unit: 'layers.[0-99999999]'} -> layers.[0-99999999] ... 10000
 # mesh and batch
 mesh: {dp_shard: 16} -> mesh: dp_replicate=1 x dp_shard=16 ... 16 processes ... this run has 8 ... use 16
-mesh: {tp: -2} -> mesh.tp=-2 ... integer of at least 1
-context: {exchange: ring} -> context.exchange='ring' ... heads or gather
 # the modules of units
 layers.2: {unit: layers.22} -> unit layers.22 ... no module layers.22 ... mean layers.2?
 layers.2: {unit: layers.1} -> unit layers.1 ... in 2 units ... once
@@ -204,11 +201,7 @@ embed: {unit: embed+layers.0} -> module layers.0 is in 2 units
 plan: {modules: [embed]} -> modules ... 1, the model has 6 ... layers.0 ... make a new plan
 # single units
 layers.2: {reshard_after_forward: -4} -> unit layers.2: reshard_after_forward=-4 ... dp_shard=8
-layers.2: {reduce_gradients: last} -> ='last' ... every_micro_batch or last_micro_batch
-layers.2: {reduce_dtype: float16} -> unit layers.2: reduce_dtype='float16' ... float32 or bfloat16
-layers.2: {output_dtype: fp32} -> unit layers.2: output_dtype='fp32' ... same, float32 or bfloat16
 layers.2: {unshard_in_backward: false} -> unit layers.2: unshard_in_backward=false ... use true
-layers.2: {activation_checkpoint: some} -> activation_checkpoint='some' ... none, full, selective
 layers.2: {activation_checkpoint: budget, compiled: false}
  -> activation_checkpoint=budget ... compiling is off ... full
 layers.2: {activation_budget: 0.5} -> activation_budget=0.5 ... =budget ... use 1.0
@@ -222,7 +215,6 @@ head: {activation_checkpoint: full} -> unit head: activation_checkpoint=full ...
 embed: {compiled: true} -> unit embed: compiled=true ... use false
 head: {output_dtype: bfloat16} -> unit head: output_dtype=bfloat16 ... loss ... use same
 # prefetch lists
-layers.2: {forward_prefetch: -1} -> unit layers.2: forward_prefetch=-1 ... integer of at least 0
 layers.2: {forward_prefetch: [layers.9]} -> forward_prefetch ... layers.9 ... mean layers.
 layers.2: {forward_prefetch: [layers.2]} -> forward_prefetch names the unit itself ... remove it
 layers.2: {forward_prefetch: [head, head]} -> forward_prefetch names head twice ... once
@@ -237,7 +229,6 @@ compile: {enabled: false} -> units layers.0 to head (5): compiled=true ... compi
 tensor: {sequence_parallel: true} -> tensor: tp=1 ... use sequence_parallel=false
 tensor: {styles: {head: logits}} -> tensor: tp=1 ... styles={}
 float8: {linears: [layers.*.wq]} -> float8.recipe=none ... no linears
-float8: {recipe: fp8} -> float8.recipe='fp8' ... none, tensorwise or rowwise
 float8: {recipe: rowwise, linears: [wq]} -> float8.linears: wq ... layers.*.wq, layers.*.wo
 float8: {recipe: tensorwise} -> recipe=tensorwise ... min_dim or tp, or use none
 context: {cores: [layers.*.core]} -> context.cores=['layers.*.core'] must be [] ... cp=1
