@@ -148,7 +148,7 @@ class Run:
     def _outcome(self, root: Path, fault: Fault, place: Place) -> Outcome:
         """Put the fault in, run the tests that may catch it, and remove it."""
         last = self._known.faults.get(fault.name)
-        groups = order_tests(fault, place.path, last.test if last else "")
+        groups = order_tests(place.path, last.test if last else "")
         start_s, ran, printed, failed = time.monotonic(), 0, "", ("", "")
         until_s = start_s + FAULT_S
         with put_in(root, fault, place, _undo(root)):
