@@ -20,8 +20,7 @@ from meshwright.tools.plan.report import find_kind
 from meshwright.tools.processes import BenchError
 from meshwright.tools.workers import run_workers
 from meshwright.train.calibration.compute import AttentionShape, Scale, device_model
-from meshwright.train.calibration.hardware_file import hardware_text
-from meshwright.train.calibration.measure import measure_machine
+from meshwright.train.calibration.measure import hardware_text, measure_machine
 from meshwright.train.distributed.process_group import usable_cores
 
 LINKED_CPU_RANKS = 4  # processes between which collectives are measured, also in pairs

@@ -17,8 +17,7 @@ from typing import Any
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import machines_of_kind
+from meshwright.parallel.planner.hardware import load_hardware, machines_of_kind
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu
 from meshwright.tools.dryrun.log import Call

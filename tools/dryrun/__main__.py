@@ -8,8 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import machines_of_kind
+from meshwright.parallel.planner.hardware import load_hardware, machines_of_kind
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import diff_plans, load_plan
-from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.machines import Machines, machines_of_kind
+from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,

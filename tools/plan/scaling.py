@@ -9,8 +9,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.mistakes import planned_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.explain import describe_choices, needed_gib
-from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.machines import Machines, machines_of_kind
+from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
 from meshwright.tools.cli import format_table
 from meshwright.tools.plan.report import TITLES, keys_to_show, seconds, time_to_train
 from meshwright.train.config import TrainingJob

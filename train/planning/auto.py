@@ -9,8 +9,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import describe_choices, give_reasons
-from meshwright.parallel.planner.hardware import find_hardware, load_hardware
-from meshwright.parallel.planner.machines import Machines
+from meshwright.parallel.planner.hardware import Machines, find_hardware, load_hardware
 from meshwright.parallel.planner.search import SearchResult
 from meshwright.train.calibration.measure import FALLBACK, measure_here
 from meshwright.train.config import TrainingJob

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.planner.hardware import COLLECTIVES, load_hardware, read_hardware, share_at
-from meshwright.train.calibration.hardware_file import Calibration, hardware_text, measured_values
+from meshwright.train.calibration.measure import Calibration, hardware_text, measured_values
 
 COMPUTE = {
     "matmul": {"bfloat16": [(1.0, 2e11), (4.0, 4e11)]},
