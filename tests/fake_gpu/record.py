@@ -19,15 +19,14 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.planner.hardware import load_hardware, machines_of_kind
 from meshwright.tools.dryrun import log
-from meshwright.tools.dryrun.install import ROOT, FakeGpu
-from meshwright.tools.dryrun.log import Call
-from meshwright.tools.dryrun.program import (
+from meshwright.tools.dryrun.install import ROOT, FakeGpu, step_command
+from meshwright.tools.dryrun.log import (
     MEMORY_FILE,
     PLAN_FILE,
+    Call,
     grid_blocks,
     steady_step,
     steady_waits,
-    step_command,
     stream_numbers,
 )
 from meshwright.train.config_parser import parse_config

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import FakeGpu
-from meshwright.tools.dryrun.program import steady_step
+from meshwright.tools.dryrun.log import steady_step
 from tests.fake_gpu.controls import NO_WAIT, READ, WRONG_STREAM, broken_copy
 from tests.fake_gpu.record import run_steps
 from tests.fake_gpu.test_steps import check_offload

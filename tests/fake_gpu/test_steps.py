@@ -11,8 +11,7 @@ import pytest
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.simulate.collectives import Collective as Simulated
 from meshwright.tools.dryrun import log
-from meshwright.tools.dryrun.log import Call, NcclCollective
-from meshwright.tools.dryrun.program import MEMORY_FILE, steady_step
+from meshwright.tools.dryrun.log import MEMORY_FILE, Call, NcclCollective, steady_step
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict
 from tests.fake_gpu.calls import devices, refused, unimplemented

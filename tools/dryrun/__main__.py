@@ -17,8 +17,7 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
-from meshwright.tools.dryrun.install import SIZE, install
-from meshwright.tools.dryrun.program import run_program
+from meshwright.tools.dryrun.install import SIZE, install, run_program
 from meshwright.tools.dryrun.report import FIRST, as_text, make_document, read_dry_run
 from meshwright.tools.plan.report import make_report
 from meshwright.train.config_parser import parse_config

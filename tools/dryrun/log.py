@@ -1,9 +1,15 @@
 """Read the log of a fake GPU (fake_cuda/core.h): the calls of one process."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+STEPS = 3  # the first compiles, the second still fills caches, the third equals all later ones
+# In the scratch folder, beside the log and the compiler's caches. step.py says what they contain.
+PLAN_FILE, MEMORY_FILE, AXES_FILE = "plan.yaml", "memory.json", "axes.json"
+TRACE_FILE, OPERATORS_FILE = "trace.json", "operators.json"
 
 LAUNCHES = ("kernel", "gemm", "triton", "cudnn")  # torch, cuBLAS, Triton (the project's, inductor's), cuDNN
 POINT_TO_POINT = ("send", "recv")
@@ -122,3 +128,27 @@ def collective(call: Call) -> NcclCollective:
     if op in POINT_TO_POINT:
         op, size = "all_to_all", ranks * size
     return NcclCollective(op, number, ranks, size, call.stream)
+
+
+def steady_step(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls of the last step."""
+    return between(calls, f"step {STEPS - 1}", f"end {STEPS - 1}")
+
+
+def steady_waits(calls: Sequence[Call]) -> Counter[tuple[int, int]]:
+    """Return how often in the last step one stream waits for another: (waiting stream, awaited stream)."""
+    end = calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))
+    return stream_waits(calls[:end], steady_step(calls))
+
+
+def stream_numbers(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return a number for each stream, by order of first use; 0 is the default one, which computes."""
+    used = (call.stream for call in step if call.kind in ON_STREAMS)
+    order = dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)])
+    return {stream: number for number, stream in enumerate(order)}
+
+
+def grid_blocks(launch: Call) -> int:
+    """Return the number of blocks in the grid of a torch or Triton kernel."""
+    grid = launch.words[1 if launch.kind == "kernel" else 3]
+    return math.prod(map(int, grid.split(",")))

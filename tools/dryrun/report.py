@@ -12,8 +12,7 @@ from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.tools.cli import format_table
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.launches import LIBRARIES, KernelLaunch, read_recorded_step
-from meshwright.tools.dryrun.log import Call
-from meshwright.tools.dryrun.program import MEMORY_FILE, steady_step, steady_waits, stream_numbers
+from meshwright.tools.dryrun.log import MEMORY_FILE, Call, steady_step, steady_waits, stream_numbers
 from meshwright.tools.plan.report import PlanReport
 from meshwright.tools.simulate import total_by_axis, totals_table
 

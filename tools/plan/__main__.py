@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import diff_plans, load_plan
 from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
+from meshwright.tools.calibrate import HERE, measure_this_machine
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
@@ -27,7 +28,6 @@ from meshwright.tools.cli import (
 from meshwright.tools.plan import check as checking
 from meshwright.tools.plan import compare, export, scaling
 from meshwright.tools.plan import report as reporting
-from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
