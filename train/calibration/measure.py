@@ -30,7 +30,7 @@ from meshwright.parallel.planner.hardware import (
 )
 from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_value, to_yaml
-from meshwright.train.calibration.collectives import Seconds, fit_link, time_collectives
+from meshwright.train.calibration.collectives import Seconds, time_collectives
 from meshwright.train.calibration.compute import (
     AttentionShape,
     Products,
@@ -81,8 +81,6 @@ def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
         lines.append(f"Rates are those of one core, with {measured.processes} processes that compute.")
     if copied := sorted(base.matmul.keys() - measured.compute["matmul"].keys()):
         lines.append(f"{', '.join(copied)}: as in {base.name}.yaml, memory_efficiency as measured.")
-    if measured.collectives_s:
-        lines.append(f"node: fitted to collectives_s, mean error {fit_link(measured.collectives_s)[1]:.0%}.")
     lines.append(f"As in {base.name}.yaml: {', '.join(others)}.")
     entries = (_entry(key, value) for key, value in {**values, **others}.items())
     return "".join([*(f"# {line}\n" for line in lines), *entries])
@@ -138,7 +136,7 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
     unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
     launching = {name: compute[name] for name in ("operator_s", "kernel_s", "graph_s")}
     slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
-    values |= {
+    return values | {
         "memory_efficiency": {**unmeasured, **moved},
         "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
         "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
@@ -146,7 +144,6 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
         "collectives_s": measured.collectives_s,
         "fitted": [],
     }
-    return values | ({"node": fit_link(measured.collectives_s)[0]} if measured.collectives_s else {})
 
 
 def _curve(products: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
