@@ -1,7 +1,6 @@
 """Read the log of a fake GPU (fake_cuda/core.h): the calls of one process."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +68,6 @@ def between(calls: Sequence[Call], begin: str, end: str) -> list[Call]:
     return list(calls[marks[begin] + 1 : marks[end]])
 
 
-def count_launches(calls: Sequence[Call]) -> int:
-    """Return the number of kernel launches of all libraries except NCCL."""
-    return sum(call.kind in LAUNCHES for call in calls)
-
-
 def host_waits(calls: Sequence[Call]) -> list[Call]:
     """Return the calls in which the host waits for the device. This includes copies from or to pageable
     memory (CUDA runtime API, section "API synchronization behavior": the stream is synchronized first)."""
@@ -87,25 +81,6 @@ def host_waits(calls: Sequence[Call]) -> list[Call]:
 def allocations(calls: Sequence[Call]) -> list[Call]:
     """Return the calls that allocate or free device memory or page-locked host memory."""
     return [call for call in calls if call.kind in ALLOCATIONS]
-
-
-def stream_waits(calls: Sequence[Call], step: Sequence[Call]) -> Counter[tuple[int, int]]:
-    """Return how often in the step one stream waits for another: (waiting stream, awaited stream). `calls`:
-    all calls of the process up to the step's end, because an event may have been recorded long before."""
-    recorded: dict[str, int] = {}
-    waits: Counter[tuple[int, int]] = Counter()
-    begin = len(calls) - len(step)
-    for at, call in enumerate(calls):
-        if call.kind == "record":
-            recorded[call.words[0]] = call.stream
-        elif call.kind == "wait" and at >= begin and call.words[0] in recorded:
-            waits[call.stream, recorded[call.words[0]]] += 1
-    return waits
-
-
-def collectives(calls: Sequence[Call]) -> list[NcclCollective]:
-    """Return the NCCL collectives in order."""
-    return [collective(call) for call in collective_calls(calls)]
 
 
 def collective_calls(calls: Sequence[Call]) -> list[Call]:
@@ -135,17 +110,11 @@ def steady_step(calls: Sequence[Call]) -> list[Call]:
     return between(calls, f"step {STEPS - 1}", f"end {STEPS - 1}")
 
 
-def steady_waits(calls: Sequence[Call]) -> Counter[tuple[int, int]]:
-    """Return how often in the last step one stream waits for another: (waiting stream, awaited stream)."""
-    end = calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))
-    return stream_waits(calls[:end], steady_step(calls))
-
-
-def stream_numbers(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return a number for each stream, by order of first use; 0 is the default one, which computes."""
+def stream_numbers(step: Sequence[Call], others: Iterable[int] = ()) -> dict[int, int]:
+    """Return a number for each stream, by order of first use, then for others; 0 is the default one, which
+    computes."""
     used = (call.stream for call in step if call.kind in ON_STREAMS)
-    order = dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)])
-    return {stream: number for number, stream in enumerate(order)}
+    return {stream: n for n, stream in enumerate(dict.fromkeys([0, *used, *sorted(others)]))}
 
 
 def grid_blocks(launch: Call) -> int:
