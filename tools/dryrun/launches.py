@@ -11,6 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from meshwright.parallel.mesh import CONTEXT_GROUP
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.log import AXES_FILE, OPERATORS_FILE, STEPS, TRACE_FILE, Call, grid_blocks
@@ -83,27 +85,23 @@ DTYPES = {"0": "float32", "2": "float16", "14": "bfloat16", "28": "float8_e4m3",
 LIBRARIES = {"kernel": "torch", "gemm": "cublas", "cudnn": "cudnn", "triton": "triton"}
 
 
-@dataclass(frozen=True)
-class _Operator:
+class _Span(NamedTuple):
+    """An annotation of a CPU thread: of a unit's phase, or of a call of a compiled graph."""
+
+    start: float = 0.0
+    end: float = 0.0
+    unit: str = ""
+    phase: str = ""
+    graph: str = ""
+
+
+class _Operator(NamedTuple):
     """The operator that launched a kernel: its bytes, and its place in the step."""
 
     name: str
     bytes: int | None
-    unit: str
-    phase: str
-    graph: str
-    graph_start: float
-
-
-@dataclass(frozen=True)
-class _Span:
-    """An annotation of a CPU thread: of a unit's phase, or of a call of a compiled graph."""
-
-    start: float
-    end: float
-    unit: str = ""
-    phase: str = ""
-    graph: str = ""
+    unit: _Span
+    graph: _Span
 
 
 def read_recorded_step(scratch: Path) -> RecordedStep:
@@ -142,13 +140,15 @@ def _operators(events: Sequence[Event], tensors: Mapping[int, Event]) -> dict[in
     for event in events:
         if event.get("cat") == "cpu_op":
             around = [s for s in spans[event["tid"]] if s.start <= event["ts"] < s.end]
-            unit = max((span for span in around if span.unit), key=attrgetter("start"), default=_Span(0, 0))
-            graph = max((span for span in around if span.graph), key=attrgetter("start"), default=_Span(0, 0))
             node = tensors.get(int(event["args"].get("Record function id", -1)))
             size = round(event["args"].get("kernel_num_gb", 0) * 1e9) or (moved_bytes(node) if node else None)
-            operators[_external_id(event)] = _Operator(
-                event["name"], size, unit.unit, unit.phase, graph.graph, graph.start
+            unit, graph = (
+                max(
+                    (span for span in around if getattr(span, kind)), key=attrgetter("start"), default=_Span()
+                )
+                for kind in ("unit", "graph")
             )
+            operators[_external_id(event)] = _Operator(event["name"], size, unit, graph)
     return operators
 
 
@@ -183,14 +183,15 @@ def _launches(
         if size is not None and external in counted:
             size = 0  # counted at the operator's first launch of this kernel
         counted.add(external)
-        rows.append((_launch(call, name, size, operator), operator.graph_start if operator else 0.0))
+        rows.append((_launch(call, name, size, operator), operator.graph.start if operator else 0.0))
     return rows
 
 
 def _launch(call: Call, name: str, size: int | None, operator: _Operator | None) -> KernelLaunch:
     registers, spills = map(int, call.words[1:3]) if call.kind == "triton" else (None, None)
-    place = (operator.unit, operator.phase, operator.graph) if operator else ("", "", "")
-    return KernelLaunch(name, LIBRARIES[call.kind], size, registers, spills, *place)
+    unit, graph = (operator.unit, operator.graph) if operator else (_Span(), _Span())
+    library = LIBRARIES[call.kind]
+    return KernelLaunch(name, library, size, registers, spills, unit.unit, unit.phase, graph.graph)
 
 
 def _name(call: Call, event: Event, operator: _Operator | None) -> str:
@@ -221,7 +222,7 @@ def _collectives(
             names = axes.get(str(event["args"].get("Process Group Name", "")), ["dp_shard"])
             if event["args"].get("Process Group Description") == CONTEXT_GROUP:
                 names = ["cp"]
-            axis = names[0 if operator and operator.unit else -1]
+            axis = names[0 if operator and operator.unit.unit else -1]
             yield AxisCollective(sent.op, axis, sent.bytes, sent.stream)
 
 
@@ -291,25 +292,12 @@ def _attribute(node: Mapping[str, Any], name: str) -> str:
 
 def _argument_kinds(schema: str) -> list[str]:
     """Return for each argument of a schema: "out" (only written), "changed" (read and written) or "read"."""
-    arguments = schema[schema.index("(") + 1 : schema.rindex(" -> ") - 1]
-    kinds, keyword_only = [], False
-    for argument in _split(arguments):
-        keyword_only = keyword_only or argument == "*"
-        if argument != "*":
-            changed = re.match(r"Tensor\([\w ]+!", argument)
-            kinds.append(("out" if keyword_only else "changed") if changed else "read")
-    return kinds
-
-
-def _split(arguments: str) -> Iterator[str]:
-    """Yield the arguments of a schema, which may have commas in brackets."""
-    depth, begin = 0, 0
-    for at, letter in enumerate(arguments):
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and not depth:
-            yield arguments[begin:at].strip()
-            begin = at + 1
-    yield arguments[begin:].strip()
+    return [
+        ("out" if argument.kwarg_only else "changed")
+        if argument.alias_info and argument.alias_info.is_write
+        else "read"
+        for argument in torch._C.parse_schema(schema).arguments
+    ]
 
 
 def _tensors(values: Mapping[str, Any]) -> list[list[_Allocated]]:

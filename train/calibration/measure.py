@@ -82,15 +82,9 @@ def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
     if copied := sorted(base.matmul.keys() - measured.compute["matmul"].keys()):
         lines.append(f"{', '.join(copied)}: as in {base.name}.yaml, memory_efficiency as measured.")
     lines.append(f"As in {base.name}.yaml: {', '.join(others)}.")
-    entries = (_entry(key, value) for key, value in {**values, **others}.items())
-    return "".join([*(f"# {line}\n" for line in lines), *entries])
-
-
-def _entry(key: str, value: Any) -> str:
-    plain = _plain(value)
+    comments = "".join(f"# {line}\n" for line in lines)
     # None writes collections of scalars on one line
-    flow_style = None if isinstance(plain, list | dict) else False
-    return to_yaml({key: plain}, default_flow_style=flow_style, width=math.inf)
+    return comments + to_yaml(_plain({**values, **others}), default_flow_style=None, width=math.inf)
 
 
 def _plain(value: Any) -> Any:
