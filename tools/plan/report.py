@@ -87,7 +87,12 @@ def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
     if hardware:
         check_attention(job, plan, "cpu" if hardware.cores else "cuda")
         prediction = prediction or predict(job, plan, hardware, machines.per_node)
-        fit_error = "" if choice else _find_fit_error(job, machines, plan)
+        if not choice:
+            name = f"{hardware.name}, without allocator and process overhead,"
+            try:
+                check_fits(job, plan, machines, name)
+            except PlanError as error:
+                fit_error = str(error)
     memory = prediction.memory if prediction else predict_memory(job, plan)
     return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice)
 
@@ -103,15 +108,6 @@ def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int
         f"{job.seq_len} tokens: reduce train.seq_len, or leave more keys at auto with "
         "--parallel.plan=auto"
     )
-
-
-def _find_fit_error(job: TrainingJob, machines: Machines, plan: Plan) -> str:
-    """Return why the plan does not fit and what would; "" if it fits."""
-    try:
-        check_fits(job, plan, machines, f"{machines.kind.name}, without allocator and process overhead,")
-    except PlanError as error:
-        return str(error)
-    return ""
 
 
 def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str, float]:
