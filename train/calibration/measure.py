@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,15 +215,15 @@ def measure_machine(
 
 
 def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> Scale:
-    """Return the sizes of the job's own operations, without and with tensor parallelism, and for the smallest
-    and the largest micro batch, if the planner chooses them."""
+    """Return the sizes of the job's own operations: for the smallest and the largest micro batch, if the
+    planner chooses it."""
     requested = job.parallel.param_dtype
     dtype = dtype_on_device(device) if requested == "auto" else requested
     model = model_of(job.model)
     block = max(model.units.modules[name] for name in model.units.checkpointed)
-    sequences, degrees = _micro_batches(job, local_processes), _tp_degrees(job, local_processes)
+    sequences = _micro_batches(job, local_processes)
     tokens = [n * job.seq_len for n in sequences]
-    products = {p for t in tokens for tp in degrees for p in _products(model, t, tp)}
+    products = {(n, *layer) for n in tokens for layer in model.linears}
     block_bytes = [block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
         products=sorted({_shortened(product) for product in products}),
@@ -241,24 +241,6 @@ def _micro_batches(job: TrainingJob, processes: int) -> list[int]:
         return [job.micro_batch_size]
     share = job.global_batch_size // processes if job.global_batch_size > 0 else MOST_SEQUENCES
     return sorted({1, max(1, min(share, MOST_SEQUENCES))})
-
-
-def _tp_degrees(job: TrainingJob, processes: int) -> list[int]:
-    if isinstance(job.parallel.tp, int):
-        return [job.parallel.tp]
-    sizes = [size for part in model_of(job.model).units.tp_divides.values() for size in part.values()]
-    return [1, 2] if processes % 2 == 0 and sizes and not any(size % 2 for size in sizes) else [1]
-
-
-def _products(model: TrainedModel, tokens: int, tp: int) -> Iterator[Products]:
-    """Yield the linear layers of a block, and the head: tokens, inputs, outputs. Those that make the model's
-    width from another are split over their inputs, the others over their outputs."""
-    dim, _ = _widths(model)
-    for inputs, outputs in model.linears:
-        if inputs == dim:
-            yield tokens, inputs, max(1, outputs // tp)
-        else:
-            yield tokens, max(1, inputs // tp), outputs
 
 
 def _widths(model: TrainedModel) -> tuple[int, int]:
