@@ -1,6 +1,5 @@
 """`parallel.plan: auto`: the planner's choice for a run on any machine, and the error if no plan fits."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,7 +15,7 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.console import Console
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
-from meshwright.train.memory import peak_resident_bytes
+from meshwright.train.memory import peak_resident_bytes, smallest_memory
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (
     Prediction,
@@ -34,13 +33,12 @@ def choose_for_run(
     device: torch.device,
     device_name: str,
     console: Console,
-    smallest_memory: Callable[[], list[int]],
 ) -> tuple[Prediction, int]:
     """Choose the plan on rank 0 and broadcast it, so that all ranks have the same. Return its prediction, and
     the predicted peak as metrics record it.
 
     A machine that no file describes, as a CPU, is measured first, by all ranks, if there is a legal plan.
-    `smallest_memory`: see run_plan.py. Raises PlanError if no plan fits.
+    Raises PlanError if no plan fits.
     """
     kind = find_hardware(device_name)
     if kind is None:
@@ -49,7 +47,7 @@ def choose_for_run(
         kind, _, line = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
         console.print(f"planner: {line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    machines = this_machine(device, ranks, kind, smallest_memory())
+    machines = this_machine(device, ranks, kind, smallest_memory(device, ranks))
 
     def choose() -> tuple[Prediction, int]:
         predicted = _choose_for_device(job, ranks, device, machines)
