@@ -31,75 +31,6 @@ from meshwright.parallel.planner.ledger import KEPT, PASSING, Ledger, ModuleTens
 from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, ModuleWorkload
 
-
-def shard_values(module: ModuleWorkload, shards: int) -> list[int]:
-    """Return the number of values of each of a module's weights on one rank: its rows, padded."""
-    weights = module.weights or ((module.parameters, 1),)
-    return [-(-rows // shards) * values for rows, values in weights]
-
-
-class UnitBytes:
-    """The sizes under one plan. Shares of a rank contain FSDP2's padding."""
-
-    def __init__(self, plan: Plan, work: ModelWorkload) -> None:
-        self._plan, self._work = plan, work
-        self._values: dict[int, int] = {}  # by identity of the workload, which all blocks share
-        self.stored = DTYPE_BYTES[plan.storage_dtype]  # bytes of a stored parameter, and of its gradient
-
-    def values(self, name: str) -> int:
-        """Return the number of a module's parameters on one rank."""
-        module, shards = self._work.modules[name], self._plan.mesh.shards
-        if id(module) not in self._values:
-            self._values[id(module)] = sum(shard_values(module, shards))
-        return self._values[id(module)]
-
-    def trained_values(self, name: str) -> int:
-        """Return the number of a module's gradient values on one rank."""
-        return round(self.values(name) * self._work.trained.get(name, 1.0))
-
-    def trained_parameters(self, name: str) -> int:
-        """Return the number of a module's trained parameters before they are sharded."""
-        return round(self._work.modules[name].parameters * self._work.trained.get(name, 1.0))
-
-    def gathered(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's gathered parameters."""
-        parameters = sum(map(self.values, unit.modules)) * self._plan.mesh.shards
-        return gathered_bytes(parameters, unit, self._plan, self._work)
-
-    def buffer(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's all-gather buffer; 0 if nothing shards it."""
-        return self.gathered(unit) if self._plan.mesh.shards > 1 else 0
-
-    def by_weight(self, unit: UnitPlan, size: int) -> list[int]:
-        """Divide the bytes of a unit among its weights."""
-        modules = [self._work.modules[name] for name in unit.modules]
-        weights = [prod(weight) for module in modules for weight in module.weights] or [1]
-        ends = [size * end // sum(weights) for end in accumulate(weights, initial=0)]
-        return [end - begin for begin, end in pairwise(ends)]
-
-    def last_weight(self, unit: UnitPlan) -> int:
-        """Return the number of values of a unit's last weight, at most those that are trained."""
-        weights = self._work.modules[unit.modules[-1]].weights
-        trained = sum(map(self.trained_parameters, unit.modules))
-        return min(trained, prod(weights[-1])) if weights else 0
-
-    def reduction(self, unit: UnitPlan, last: bool) -> tuple[int, int]:
-        """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a
-        cast, as over replicas before the last micro batch."""
-        reduced, reduce_bytes = sum(map(self.trained_values, unit.modules)), DTYPE_BYTES[unit.reduce_dtype]
-        casts = reduce_bytes != self.stored and (last or self._plan.mesh.dp_replicate == 1)
-        return reduced * reduce_bytes, reduced * self.stored if casts else 0
-
-    def accumulated(self, unit: UnitPlan) -> int:
-        """Return the bytes of a unit's sharded gradient from the micro batches before the last: in
-        storage_dtype, or in reduce_dtype if an all-reduce over replicas is still to come; 0 if it is summed
-        whole."""
-        if sums_whole_gradients(unit, self._plan):
-            return 0
-        kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self.stored
-        return sum(map(self.trained_values, unit.modules)) * kept
-
-
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
 WORKSPACE_BYTES = 32 * 2**20
 EDGE = 2  # blocks at each end of a row whose tensors are held one by one
@@ -358,6 +289,74 @@ class MemorySink(StepSink):
 
     def _casts(self, unit: UnitPlan) -> bool:
         return DTYPE_BYTES[unit.param_dtype] != self._bytes.stored
+
+
+def shard_values(module: ModuleWorkload, shards: int) -> list[int]:
+    """Return the number of values of each of a module's weights on one rank: its rows, padded."""
+    weights = module.weights or ((module.parameters, 1),)
+    return [-(-rows // shards) * values for rows, values in weights]
+
+
+class UnitBytes:
+    """The sizes under one plan. Shares of a rank contain FSDP2's padding."""
+
+    def __init__(self, plan: Plan, work: ModelWorkload) -> None:
+        self._plan, self._work = plan, work
+        self._values: dict[int, int] = {}  # by identity of the workload, which all blocks share
+        self.stored = DTYPE_BYTES[plan.storage_dtype]  # bytes of a stored parameter, and of its gradient
+
+    def values(self, name: str) -> int:
+        """Return the number of a module's parameters on one rank."""
+        module, shards = self._work.modules[name], self._plan.mesh.shards
+        if id(module) not in self._values:
+            self._values[id(module)] = sum(shard_values(module, shards))
+        return self._values[id(module)]
+
+    def trained_values(self, name: str) -> int:
+        """Return the number of a module's gradient values on one rank."""
+        return round(self.values(name) * self._work.trained.get(name, 1.0))
+
+    def trained_parameters(self, name: str) -> int:
+        """Return the number of a module's trained parameters before they are sharded."""
+        return round(self._work.modules[name].parameters * self._work.trained.get(name, 1.0))
+
+    def gathered(self, unit: UnitPlan) -> int:
+        """Return the bytes of a unit's gathered parameters."""
+        parameters = sum(map(self.values, unit.modules)) * self._plan.mesh.shards
+        return gathered_bytes(parameters, unit, self._plan, self._work)
+
+    def buffer(self, unit: UnitPlan) -> int:
+        """Return the bytes of a unit's all-gather buffer; 0 if nothing shards it."""
+        return self.gathered(unit) if self._plan.mesh.shards > 1 else 0
+
+    def by_weight(self, unit: UnitPlan, size: int) -> list[int]:
+        """Divide the bytes of a unit among its weights."""
+        modules = [self._work.modules[name] for name in unit.modules]
+        weights = [prod(weight) for module in modules for weight in module.weights] or [1]
+        ends = [size * end // sum(weights) for end in accumulate(weights, initial=0)]
+        return [end - begin for begin, end in pairwise(ends)]
+
+    def last_weight(self, unit: UnitPlan) -> int:
+        """Return the number of values of a unit's last weight, at most those that are trained."""
+        weights = self._work.modules[unit.modules[-1]].weights
+        trained = sum(map(self.trained_parameters, unit.modules))
+        return min(trained, prod(weights[-1])) if weights else 0
+
+    def reduction(self, unit: UnitPlan, last: bool) -> tuple[int, int]:
+        """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a
+        cast, as over replicas before the last micro batch."""
+        reduced, reduce_bytes = sum(map(self.trained_values, unit.modules)), DTYPE_BYTES[unit.reduce_dtype]
+        casts = reduce_bytes != self.stored and (last or self._plan.mesh.dp_replicate == 1)
+        return reduced * reduce_bytes, reduced * self.stored if casts else 0
+
+    def accumulated(self, unit: UnitPlan) -> int:
+        """Return the bytes of a unit's sharded gradient from the micro batches before the last: in
+        storage_dtype, or in reduce_dtype if an all-reduce over replicas is still to come; 0 if it is summed
+        whole."""
+        if sums_whole_gradients(unit, self._plan):
+            return 0
+        kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self.stored
+        return sum(map(self.trained_values, unit.modules)) * kept
 
 
 def whole_gradient_bytes(plan: Plan, work: ModelWorkload) -> int:

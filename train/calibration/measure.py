@@ -47,6 +47,13 @@ from meshwright.train.memory import memory_limit_bytes
 from meshwright.train.model.trained_model import AttentionHeads, TrainedModel, model_of
 from meshwright.train.planning.resolve import dtype_on_device
 
+HERE = "this machine"  # name of a kind that measured itself
+FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied
+BUDGET_S = 0.1  # seconds of repetition of each measurement
+MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU needs less than a second
+MOST_SEQUENCES = 8  # of a measured micro batch, if the planner chooses it
+ROTATED_BYTES = 2**26
+GIVEN_BYTES = (2**14, 2**17, 2**20, 2**22)  # of collectives, besides those of the model's blocks
 DIGITS = 4  # significant digits: more than repeated measurements agree on
 
 
@@ -70,105 +77,6 @@ class Calibration:
     compute: Mapping[str, Any]
     collectives_s: Seconds
     has_mfu: bool = True
-
-
-def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
-    """Return the text of the hardware file of a machine; what was not measured is that of `base`."""
-    values = measured_values(measured, base)
-    others = {key: value for key, value in vars(base).items() if key not in ("name", *values)}
-    lines = [title, f"Measured {datetime.date.today()}, torch {torch.__version__}, {measured.name}."]
-    if measured.device == "cpu":
-        lines.append(f"Rates are those of one core, with {measured.processes} processes that compute.")
-    if copied := sorted(base.matmul.keys() - measured.compute["matmul"].keys()):
-        lines.append(f"{', '.join(copied)}: as in {base.name}.yaml, memory_efficiency as measured.")
-    lines.append(f"As in {base.name}.yaml: {', '.join(others)}.")
-    comments = "".join(f"# {line}\n" for line in lines)
-    # None writes collections of scalars on one line
-    return comments + to_yaml(_plain({**values, **others}), default_flow_style=None, width=math.inf)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as plain YAML data, floats with DIGITS significant digits."""
-    match value:
-        case float():
-            return float(f"{value:.{DIGITS}g}")
-        case Link() | HostCosts():
-            return _plain(vars(value))
-        case Mapping():
-            return {key: _plain(inner) for key, inner in value.items()}
-        case ((_, share),):  # a curve with one point is constant
-            return _plain(share)
-        case list() | tuple():
-            return [_plain(inner) for inner in value]
-        case _:
-            return value
-
-
-def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
-    """Return the measured keys of Hardware. Of a dtype that was not measured the base has the shares of its
-    peak, and the measured one stands for its memory bandwidth."""
-    compute = measured.compute
-    curves = {dtype: _curve(products) for dtype, products in compute["matmul"].items()}
-    if measured.device == "cpu":
-        bytes_s = compute["copy_bytes_s"]
-        best = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
-        peaks = {**base.peak_tflops, **best}
-        values = _cpu_values(measured, peaks, bytes_s)
-    else:
-        bytes_s, peaks = 1e9 * base.memory_gb_s, dict(base.peak_tflops)
-        values = {
-            "device_names": [measured.name] if measured.has_mfu else [],
-            "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
-            "operation_s": compute["operation_s"],
-        }
-    matmul = {d: [(size, rate / 1e12 / peaks[d]) for size, rate in curve] for d, curve in curves.items()}
-    values["matmul"] = {**base.matmul, **matmul}
-    for key in ("attention_forward", "attention_backward"):
-        shares = {dtype: rate / 1e12 / peaks[dtype] for dtype, rate in compute[key].items()}
-        values[key] = {**getattr(base, key), **shares}
-    moved = {dtype: rate / bytes_s for dtype, rate in compute["memory_bytes_s"].items()}
-    unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
-    launching = {name: compute[name] for name in ("operator_s", "kernel_s", "graph_s")}
-    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
-    return values | {
-        "memory_efficiency": {**unmeasured, **moved},
-        "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
-        "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
-        "reserved_gib": compute["taken_gib"],
-        "collectives_s": measured.collectives_s,
-        "fitted": [],
-    }
-
-
-def _curve(products: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the operations per second by GFLOP of a product: medians over products of equal size."""
-    by_size: dict[float, list[float]] = {}
-    for size, rate in products:
-        by_size.setdefault(size, []).append(rate)
-    return [(size, statistics.median(rates)) for size, rates in sorted(by_size.items())]
-
-
-def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s: float) -> dict[str, Any]:
-    """Return what only a CPU has measured: its peak and its bandwidth are the best rates. It has no MFU."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "device_names": [],
-        "memory_gib": min(total, memory_limit_bytes() or total) / GIB,
-        "memory_gb_s": copy_bytes_s / 1e9,
-        "host_gb_s": copy_bytes_s / 1e9,
-        "peak_tflops": peaks,
-        "operation_s": 0.0,  # a CPU launches what it computes: host has the costs
-        "cores": measured.cores,
-    }
-
-
-HERE = "this machine"  # name of a kind that measured itself
-FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied
-BUDGET_S = 0.1  # seconds of repetition of each measurement
-MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU needs less than a second
-MOST_SEQUENCES = 8  # of a measured micro batch, if the planner chooses it
-ROTATED_BYTES = 2**26
-GIVEN_BYTES = (2**14, 2**17, 2**20, 2**22)  # of collectives, besides those of the model's blocks
 
 
 def measure_here(
@@ -305,3 +213,93 @@ def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
 def _describe_age(path: Path) -> str:
     measured_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
     return f"this machine as it measured itself on {measured_at}; delete {path} to measure it again"
+
+
+def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
+    """Return the text of the hardware file of a machine; what was not measured is that of `base`."""
+    values = measured_values(measured, base)
+    others = {key: value for key, value in vars(base).items() if key not in ("name", *values)}
+    lines = [title, f"Measured {datetime.date.today()}, torch {torch.__version__}, {measured.name}."]
+    if measured.device == "cpu":
+        lines.append(f"Rates are those of one core, with {measured.processes} processes that compute.")
+    if copied := sorted(base.matmul.keys() - measured.compute["matmul"].keys()):
+        lines.append(f"{', '.join(copied)}: as in {base.name}.yaml, memory_efficiency as measured.")
+    lines.append(f"As in {base.name}.yaml: {', '.join(others)}.")
+    comments = "".join(f"# {line}\n" for line in lines)
+    # None writes collections of scalars on one line
+    return comments + to_yaml(_plain({**values, **others}), default_flow_style=None, width=math.inf)
+
+
+def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
+    """Return the measured keys of Hardware. Of a dtype that was not measured the base has the shares of its
+    peak, and the measured one stands for its memory bandwidth."""
+    compute = measured.compute
+    curves = {dtype: _curve(products) for dtype, products in compute["matmul"].items()}
+    if measured.device == "cpu":
+        bytes_s = compute["copy_bytes_s"]
+        best = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
+        peaks = {**base.peak_tflops, **best}
+        values = _cpu_values(measured, peaks, bytes_s)
+    else:
+        bytes_s, peaks = 1e9 * base.memory_gb_s, dict(base.peak_tflops)
+        values = {
+            "device_names": [measured.name] if measured.has_mfu else [],
+            "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
+            "operation_s": compute["operation_s"],
+        }
+    matmul = {d: [(size, rate / 1e12 / peaks[d]) for size, rate in curve] for d, curve in curves.items()}
+    values["matmul"] = {**base.matmul, **matmul}
+    for key in ("attention_forward", "attention_backward"):
+        shares = {dtype: rate / 1e12 / peaks[dtype] for dtype, rate in compute[key].items()}
+        values[key] = {**getattr(base, key), **shares}
+    moved = {dtype: rate / bytes_s for dtype, rate in compute["memory_bytes_s"].items()}
+    unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
+    launching = {name: compute[name] for name in ("operator_s", "kernel_s", "graph_s")}
+    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
+    return values | {
+        "memory_efficiency": {**unmeasured, **moved},
+        "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
+        "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
+        "reserved_gib": compute["taken_gib"],
+        "collectives_s": measured.collectives_s,
+        "fitted": [],
+    }
+
+
+def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s: float) -> dict[str, Any]:
+    """Return what only a CPU has measured: its peak and its bandwidth are the best rates. It has no MFU."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "device_names": [],
+        "memory_gib": min(total, memory_limit_bytes() or total) / GIB,
+        "memory_gb_s": copy_bytes_s / 1e9,
+        "host_gb_s": copy_bytes_s / 1e9,
+        "peak_tflops": peaks,
+        "operation_s": 0.0,  # a CPU launches what it computes: host has the costs
+        "cores": measured.cores,
+    }
+
+
+def _curve(products: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the operations per second by GFLOP of a product: medians over products of equal size."""
+    by_size: dict[float, list[float]] = {}
+    for size, rate in products:
+        by_size.setdefault(size, []).append(rate)
+    return [(size, statistics.median(rates)) for size, rates in sorted(by_size.items())]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as plain YAML data, floats with DIGITS significant digits."""
+    match value:
+        case float():
+            return float(f"{value:.{DIGITS}g}")
+        case Link() | HostCosts():
+            return _plain(vars(value))
+        case Mapping():
+            return {key: _plain(inner) for key, inner in value.items()}
+        case ((_, share),):  # a curve with one point is constant
+            return _plain(share)
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case _:
+            return value
