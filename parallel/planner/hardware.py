@@ -107,7 +107,6 @@ class Hardware:
         cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
             CPU's rates are those of one core while the others are equally busy: a process gets
             cores / processes of them
-        fitted: keys whose values were fitted to published runs
     """
 
     name: str
@@ -137,7 +136,6 @@ class Hardware:
     reserved_share: Amount
     reserved_gib: Amount
     cores: Natural
-    fitted: tuple[str, ...]
 
 
 def share_at(curve: Curve | float, size: float) -> float:

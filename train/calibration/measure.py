@@ -262,7 +262,6 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
         "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
         "reserved_gib": compute["taken_gib"],
         "collectives_s": measured.collectives_s,
-        "fitted": [],
     }
 
 
