@@ -34,6 +34,11 @@ from meshwright.parallel.planner.step_time import simulate_step, step_seconds
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import ModelWorkload
 
+T = TypeVar("T")
+PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit
+EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
+MIN_TIMED = 12  # plans simulated before any is pruned, for the list of runners-up
+NEAREST = 24  # plans whose memory is predicted in full if none fits, to find the smallest
 CHECKPOINTING = ("none", "selective", "full", "offload")
 PREFETCH = (1, 2)  # units ahead; with 0 every all-gather is exposed
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # tried if the global batch is open too
@@ -206,13 +211,6 @@ def _micro_batches(shape: RunShape, data_parallel: int) -> list[Any]:
         return list(MICRO_BATCHES)
     share = shape.global_batch_size // max(data_parallel, 1)
     return [n for n in range(1, min(share, MOST_SEQUENCES) + 1) if share % n == 0] or [1]
-
-
-T = TypeVar("T")
-PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit
-EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
-MIN_TIMED = 12  # plans simulated before any is pruned, for the list of runners-up
-NEAREST = 24  # plans whose memory is predicted in full if none fits, to find the smallest
 
 
 @dataclass(frozen=True)

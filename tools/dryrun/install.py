@@ -31,6 +31,13 @@ SIZE = "0.53 GB, 1.9 GB on disk"
 ROOT = Path(meshwright.__file__).parents[1]
 # Variables that would change the behavior of a process on the fake GPU.
 NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ENVIRONMENT = {
+    "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # inductor writes its estimate of a kernel's bytes into the kernel
+    "FAKE_CUDA_REFUSES_GIB": "100000",  # the memory of a plan that does not fit an H100 is counted too
+    # In a group of more ranks than this (128 by default) rank 0 would wait for ids from other ranks.
+    "TORCH_NCCL_RANKS_PER_ROOT": "1000000",
+}
+PROGRESS = "progress: "  # begins the lines of step.py's output that are for the user
 
 
 class FakeGpuError(ConfigError):
@@ -139,17 +146,6 @@ def _fetch(folder: Path) -> None:
             f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, but the package index returned another "
             "build"
         )
-
-
-ENVIRONMENT = {
-    "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # inductor writes its estimate of a kernel's bytes into the kernel
-    "FAKE_CUDA_REFUSES_GIB": "100000",  # the memory of a plan that does not fit an H100 is counted too
-    # In a group of more ranks than this (128 by default) rank 0 would wait for ids from other ranks.
-    "TORCH_NCCL_RANKS_PER_ROOT": "1000000",
-}
-
-
-PROGRESS = "progress: "  # begins the lines of step.py's output that are for the user
 
 
 def step_command(scratch: Path, arguments: Sequence[str], record: bool = False) -> list[str]:

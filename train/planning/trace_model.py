@@ -1,5 +1,9 @@
 """Traces a model's workload under a plan, module by module, and caches it on disk: a trace takes seconds and
-depends only on the config, the code and torch."""
+depends only on the config, the code and torch.
+
+A module is built as one rank has it after the all-gather, with the arguments of its call in a forward of the
+model's example, on fake tensors.
+"""
 
 import contextlib
 import copy
