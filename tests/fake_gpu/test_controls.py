@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu
-from meshwright.tools.dryrun.program import steady_step
+from meshwright.tools.dryrun.log import steady_step
 from tests.fake_gpu.record import run_steps
 from tests.fake_gpu.test_steps import check_offload
 from tests.soak.faults.source import PRODUCT

@@ -13,7 +13,7 @@ import pytest
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu
 from meshwright.tools.dryrun.log import Call
-from tests.fake_gpu.calls import devices, refused, unimplemented
+from tests.fake_gpu.calls import devices, refused, stream_waits, unimplemented
 from tests.fake_gpu.commands import run, start
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
 
@@ -39,7 +39,7 @@ def batches_awaited(calls: Sequence[Call]) -> int:
         for c in calls
         if c.kind == "memcpy" and c.words == ("HtoD", str(BATCH_BYTES), "pinned") and c.stream
     }
-    return log.stream_waits(calls, calls)[0, stream]
+    return stream_waits(calls, calls)[0, stream]
 
 
 def saves_awaited(calls: Sequence[Call]) -> bool:

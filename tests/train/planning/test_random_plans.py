@@ -21,10 +21,8 @@ from meshwright.parallel.plan.selective_policy import POLICIES
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import STRATEGIES
 from meshwright.parallel.plan.validate import validate
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.memory_model import predict_step_memory
-from meshwright.parallel.planner.unit_bytes import host_memory
+from meshwright.parallel.planner.hardware import Machines, load_hardware
+from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
 from meshwright.train.model.trained_model import model_of
