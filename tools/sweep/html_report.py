@@ -18,15 +18,19 @@ def make_page(sweep: SweepResults) -> str:
 
     cells = {row.run.name: {**row.varied, "state": row.state, **row.texts()} for row in sweep.runs}
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True).from_string(template).render(
-        sweep=sweep,
-        best=FIGURES[sweep.spec.best][0],
-        counts=", ".join(f"{n} {state}" for state, n in Counter(row.state for row in sweep.runs).items()),
-        devices=", ".join(dict.fromkeys(row.device for row in sweep.runs if row.device)),
-        head=[name for name in next(iter(cells.values())) if any(row[name] for row in cells.values())],
-        cells=cells,
-        signs=[(SIGNS[style.marker], style.color) for style in map(style_of, range(len(sweep.runs)))],
-        charts=draw_charts(sweep),
+    return (
+        Environment(autoescape=True, trim_blocks=True)
+        .from_string(template)
+        .render(
+            sweep=sweep,
+            best=FIGURES[sweep.spec.best][0],
+            counts=", ".join(f"{n} {state}" for state, n in Counter(row.state for row in sweep.runs).items()),
+            devices=", ".join(dict.fromkeys(row.device for row in sweep.runs if row.device)),
+            head=[name for name in next(iter(cells.values())) if any(row[name] for row in cells.values())],
+            cells=cells,
+            signs=[(SIGNS[style.marker], style.color) for style in map(style_of, range(len(sweep.runs)))],
+            charts=draw_charts(sweep),
+        )
     )
 
 
