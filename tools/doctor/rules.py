@@ -64,7 +64,7 @@ def find_problems(facts: Facts) -> Iterator[tuple[str, Facts]]:
     if facts["shm_gib"] is not None and facts["shm_gib"] < LEAST_SHM_GIB:
         yield "shm", {"kind": "fails" if count > 1 else "note"}
     if facts["cores"] is not None and facts["cores"] < 2 * count:
-        yield "cores", {"count": count}
+        yield "few_cores", {"count": count}
     if str(facts["cache_filesystem"]).startswith(NETWORK):
         yield "cache", {}
     loopback = facts["addresses"] and all(ip_address(each).is_loopback for each in facts["addresses"])
