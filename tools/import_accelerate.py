@@ -46,12 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(to_json(imported))
         return
-    launch = imported["launch"]
-    print(f"# Imported from {options.file} by tools.import_accelerate. Launch:\n# {launch}")
+    print(f"# Imported from {options.file} by tools.import_accelerate. Launch:\n# {imported['launch']}")
     print(to_yaml(imported["config"]), end="")
     items = [f"  {item}: {becomes}" for item, becomes in imported["items"].items()]
     notes = [f"note: {note}" for note in imported["notes"]]
-    print("keys:", *items, *notes, "launch:", f"  {launch}", sep="\n", file=sys.stderr)
+    print("keys:", *items, *notes, "launch:", f"  {imported['launch']}", sep="\n", file=sys.stderr)
 
 
 def convert(file: Path) -> dict[str, Any]:
