@@ -43,11 +43,11 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_out_is_over(stopped, data
         launch.ranks[stopped].kill()  # torchrun would do so after 30 s
         assert launch.wait(LIMIT_S) == 1
     headline = launch.output().partition("STUCK: ")[2].partition("\n")[0]
-    assert headline.startswith(f"rank {stopped} does not answer"), headline
+    assert headline.startswith(f"rank {stopped}: no answer"), headline
     assert check_commits(folder) >= 5
     status = read_status(folder)
     assert status["state"] == "failed"
-    assert f"rank {stopped} does not answer" in status["reason"]
+    assert f"rank {stopped}: no answer" in status["reason"]
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_path):
