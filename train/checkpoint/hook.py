@@ -12,6 +12,7 @@ from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.hooks import Hook, StepDone, is_due
+from meshwright.train.memory import free_host_bytes
 from meshwright.train.metrics.collector import StepClock
 from meshwright.train.metrics.writer import Rows
 from meshwright.train.run import Run
@@ -28,7 +29,7 @@ def open_saver(
         run.config.checkpoint,
         run.folder / "checkpoints",
         *parts,
-        machine=run.ranks.machine,
+        host_bytes=lambda: free_host_bytes() // run.ranks.local_world_size,
         group_timeout=timeout,
         hooks=state,
     )
