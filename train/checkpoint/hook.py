@@ -14,7 +14,7 @@ from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.hooks import Hook, StepDone, is_due
 from meshwright.train.memory import free_host_bytes
 from meshwright.train.metrics.collector import StepClock
-from meshwright.train.metrics.writer import Rows
+from meshwright.train.metrics.writer import RowWriter
 from meshwright.train.run import Run
 
 
@@ -46,7 +46,7 @@ class Checkpoints(Hook):
         run: Run,
         supervision: Supervision,
         nonfinite: NonFiniteGuard,
-        rows: Rows,
+        rows: RowWriter,
         clock: StepClock,
     ) -> None:
         self._saver, self._config, self._print = saver, run.config.checkpoint, run.console.print

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.sequences import StepData
 from meshwright.train.metrics.collector import MIN_REPORTS, THRESHOLD, SpikeDetector
-from meshwright.train.metrics.writer import Rows
 from meshwright.train.step import StepResult
 from tests.support.metrics import board_steps, make_metrics, open_rows, read_board, rows_in
 from tests.support.steps import step_done
@@ -60,7 +59,7 @@ def test_few_reports_are_not_judged_and_constant_losses_may_vary_in_their_last_d
 def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        zero, rows = torch.zeros(()), Rows(open_rows(tmp_path), lambda step: None)
+        zero, rows = torch.zeros(()), open_rows(tmp_path)
         metrics = make_metrics(rows, about={"epoch": 0.75, "data_hash": "ab12"})
         metrics.start(TrainPosition())
         for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
