@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.training_data import TrainLoader
@@ -21,6 +20,7 @@ from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 from tests.support.steps import step_done
+from tests.support.stores import load_corpus
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 3, 2, 1
 Now = dict[str, int]

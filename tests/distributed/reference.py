@@ -12,10 +12,10 @@ from torch.func import functional_call
 from meshwright.models.llama import Llama
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.config import Config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import sample_indices
 from meshwright.train.data.sequences import Batch, make_sequence_shape, read_batch
 from meshwright.train.optim.optimizer import learning_rate
+from tests.support.stores import load_corpus
 
 EVALUATE_AFTER = 2  # steps
 

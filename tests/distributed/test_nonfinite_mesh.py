@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.corpus import load_corpus
 from tests.distributed.faulty_training import FAULTY_STEP, STEPS, Case, train_all
 from tests.support.launch import EAGER, TINY, write_text
+from tests.support.stores import load_corpus
 from tests.support.worlds import run_ranks
 
 ONE_SKIP, TP = "--train.max_skipped_steps=1", "--parallel.tp=2"

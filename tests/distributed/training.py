@@ -21,7 +21,6 @@ import meshwright.parallel.tensor_parallel
 from meshwright.models.attention import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.train.config import Config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.training_data import TrainLoader
@@ -31,6 +30,7 @@ from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.step import train_step
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
 from tests.support.sharded import build_sharded
+from tests.support.stores import load_corpus
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.corpus import load_corpus
 from tests.support.launch import read_status, run
 from tests.support.run_faults import (
     LIMIT_S,
@@ -21,6 +20,7 @@ from tests.support.run_faults import (
     wait_for_commit,
     wait_for_step,
 )
+from tests.support.stores import load_corpus
 
 STEP_S = 4
 

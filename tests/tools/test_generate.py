@@ -28,7 +28,6 @@ from meshwright.tools.generate import (
 from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.prepare.prepare import prepare
 from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.sequences import make_sequence_shape
@@ -39,6 +38,7 @@ from meshwright.train.evaluation import set_batches
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
+from tests.support.stores import load_corpus
 from tests.support.texts import train_bpe, write_jsonl
 
 Tool = Callable[..., CompletedProcess[str]]

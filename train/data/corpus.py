@@ -32,7 +32,7 @@ from meshwright.train.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
-from meshwright.train.data.verify import verify_alone, verify_together
+from meshwright.train.data.verify import verify_together
 from meshwright.train.distributed.ranks import RankInfo, gather_from_all, on_all_ranks
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
@@ -68,13 +68,6 @@ class Prepared:
     sources: dict[str, Path]
     validation: dict[str, Path]
     manifests: dict[Path, TokenStoreManifest]
-
-
-def load_corpus(config: DataConfig) -> Corpus:
-    """Load the data of a config in this process. Raises DataError."""
-    prepared = find_prepared(config)
-    verify_alone(prepared.manifests, config.verify == "full", cache_root(config) / "verified")
-    return open_corpus(config, prepared)
 
 
 def find_prepared(config: DataConfig) -> Prepared:

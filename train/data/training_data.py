@@ -5,12 +5,13 @@ Shapes: G sequences of the global batch, B of a micro batch, T tokens.
 """
 
 import math
-import queue
-import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import token_positions
+from meshwright.train.background import BackgroundThread
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.resume import Start
 from meshwright.train.config import Config
@@ -89,45 +91,36 @@ class TrainLoader:
     ) -> None:
         self._order, self._sequences, self._shape = order, sequences, shape
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free_slots, self._closed = threading.Semaphore(ahead), threading.Event()
-        self._ready: queue.SimpleQueue[_Ready | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._fill, args=(first_sample,), name="train-loader", daemon=True
-        )
-        self._thread.start()
+        self._next_sample = first_sample
+        self._thread, self._ready = BackgroundThread("train-loader"), deque[Future[_Ready]]()
+        for _ in range(ahead):
+            self._read_ahead()
 
     def next(self) -> StepData:
-        """Return this rank's data of the next step. Raises the exception of the loading thread, if any."""
+        """Return this rank's data of the next step. Raises the error of reading it, in later calls too."""
         start = time.perf_counter()
-        ready = self._ready.get()
-        if isinstance(ready, BaseException):
-            self._ready.put(ready)  # the next call raises it again
-            raise ready
+        batches, data_hash, copied = self._ready[0].result()
         wait_s = time.perf_counter() - start
-        self._free_slots.release()
-        batches, data_hash, copied = ready
+        self._ready.popleft()
+        self._read_ahead()
         if copied is not None:
             await_copies(batches, copied)
         return StepData(batches, data_hash, wait_s)
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
-        self._closed.set()
-        self._free_slots.release()
-        self._thread.join()
+        for step in self._ready:
+            step.cancel()
+        self._thread.close()
 
-    def _fill(self, first_sample: int) -> None:
-        try:
-            if self._stream is not None:  # a new thread uses GPU 0 and would create a second context there
-                torch.cuda.set_device(self._stream.device)
-            while self._free_slots.acquire() and not self._closed.is_set():
-                self._ready.put(self._read_step(first_sample))
-                first_sample += self._shape.global_batch_size
-        except BaseException as error:  # next() raises it in the training loop
-            self._ready.put(error)
+    def _read_ahead(self) -> None:
+        self._ready.append(self._thread.submit(partial(self._read_step, self._next_sample)))
+        self._next_sample += self._shape.global_batch_size
 
     def _read_step(self, first_sample: int) -> _Ready:
         shape, stream = self._shape, self._stream
+        if stream is not None:  # a new thread uses GPU 0 and would create a second context there
+            torch.cuda.set_device(stream.device)
         size = shape.micro_batch_size
         first = first_sample + shape.data_rank * size * shape.accumulation
         batches = [

@@ -16,11 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.train.config import DataConfig
-from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus, load_on_all_ranks
+from meshwright.train.data.corpus import check_data, find_tokenizer, load_on_all_ranks
 from meshwright.train.data.token_store import MANIFEST, TokenStream
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
+from tests.support.stores import load_corpus
 from tests.support.texts import prepare_texts, train_bpe, write_jsonl
 from tests.support.worlds import run_ranks
 
