@@ -45,7 +45,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
 # What few runs need is imported late. The first module is imported by one process per core; a run with a
 # manual plan needs no planner except on rank 0.
 LATE = {
-    "train.data.prepare.worker_pool": ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio"),
+    "train.data.prepare.worker": ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio"),
     "train.main": (
         *("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
         *(f"{PACKAGE}.parallel.planner.{name}" for name in ("search", "workload", "timeline")),

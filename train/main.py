@@ -43,7 +43,7 @@ from meshwright.train.distributed.ranks import (
     read_rank_info,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS
-from meshwright.train.evaluation_hook import Evaluation
+from meshwright.train.evaluation import Evaluation
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.peers import as_peer_lost_error

@@ -24,7 +24,8 @@ from meshwright.train.config import Config
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.training_data import TrainLoader
-from meshwright.train.evaluation import mean_loss, score_sets
+from meshwright.train.evaluation import score_sets
+from meshwright.train.hooks import mean_loss
 from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.step import train_step

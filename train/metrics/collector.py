@@ -21,8 +21,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import TrainingJob
-from meshwright.train.evaluation import mean_loss
-from meshwright.train.hooks import Hook, Hooks, Score, StepDone
+from meshwright.train.hooks import Hook, Hooks, Score, StepDone, mean_loss
 from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.model.shard import training_flops
 from meshwright.train.run import Run

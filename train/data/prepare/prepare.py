@@ -24,8 +24,8 @@ from meshwright.train.data.prepare.worker import (
     result_path,
     token_dtype,
     tokenize_piece,
+    tokenize_pieces,
 )
-from meshwright.train.data.prepare.worker_pool import tokenize_pieces
 from meshwright.train.data.token_store import (
     MANIFEST,
     MANIFEST_BYTES,
