@@ -118,7 +118,10 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         first = tokens.clone() if job.document_mask else None
         shape = make_batch_shape(plan, sharded[0].mesh)
         training[0].step(
-            [shape.own_tokens(Batch(tokens.clone(), tokens.clone(), first)) for _ in range(plan.accumulation)]
+            [
+                shape.local_tokens(Batch(tokens.clone(), tokens.clone(), first))
+                for _ in range(plan.accumulation)
+            ]
         )
 
     return simulate(plan, TrainingCode(shard, fill, step, model_of(job.model).logits), rank)

@@ -57,7 +57,7 @@ class Evaluation(Hook):
         data, training = self._data, self._training
         scores = score_sets(
             training.sharded.model,
-            data.evaluation_sets,
+            data.corpus.evaluation_sets,
             data.sequences,
             data.batch,
             limit=self._config.eval_sequences,
@@ -108,7 +108,7 @@ def set_batches(
         index = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
         rows = np.stack((np.zeros_like(index), np.where(index < count, index, -1)), axis=1)
         batch = read_batch([split], rows, sequences, device.type == "cuda")
-        yield to_device(shape.own_tokens(batch), device)
+        yield to_device(shape.local_tokens(batch), device)
 
 
 def _predicted(split: TokenStream, shape: SequenceShape) -> int:

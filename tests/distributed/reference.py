@@ -41,7 +41,7 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = _optimizer(model, config)
     corpus = load_corpus(config.data)
-    train, held_out = corpus.sources[0].split, corpus.held_out["held_out"]
+    train, held_out = corpus.sources[0].split, corpus.evaluation_sets["held_out"]
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )

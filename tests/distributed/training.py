@@ -76,14 +76,16 @@ def train_case(config: Config, steps: int) -> dict[str, Any]:
         seen.append(torch.cat([batch.tokens for batch in batches]))
         if step == steps:
             batches = [replace(batch, targets=pad_unevenly(batch.tokens, batch.targets)) for batch in batches]
-        batches = [shape.own_tokens(batch) for batch in batches]
+        batches = [shape.local_tokens(batch) for batch in batches]
         result = train_step(run.sharded, optimizer, batches, config.train.grad_clip, loss_of_forward)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         if step == EVALUATE_AFTER:
             limit = config.train.eval_sequences
             eval_loss = mean_loss(
-                score_sets(model, corpus.held_out, sequences, shape, limit, device, group, loss_of_forward)
+                score_sets(
+                    model, corpus.evaluation_sets, sequences, shape, limit, device, group, loss_of_forward
+                )
             )
         graphs.append(count_compiled_graphs())
     loader.close()

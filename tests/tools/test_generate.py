@@ -65,7 +65,9 @@ def test_the_loaded_model_has_the_runs_own_loss(run: Path) -> None:
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
     limit = config.train.eval_sequences
-    batches = list(set_batches(corpus.held_out["held_out"], sequences, BatchShape(1, 1, 0, 1), limit, CPU))
+    batches = list(
+        set_batches(corpus.evaluation_sets["held_out"], sequences, BatchShape(1, 1, 0, 1), limit, CPU)
+    )
     with torch.no_grad():
         loss = sum(model(b.tokens, b.targets).item() for b in batches) / sum(
             b.targets.numel() for b in batches

@@ -66,7 +66,7 @@ def read_corpus(config: DataConfig) -> None:
     order = SampleOrder(corpus.sources, shape, 0)
     if min(order.sizes):
         assert read_batch(order.splits, order.rows(0, sum(order.sizes)), shape).tokens.max() < 512
-    for split in corpus.held_out.values():
+    for split in corpus.evaluation_sets.values():
         read_batch([split], np.array([[0, -1]]), shape)
 
 

@@ -43,8 +43,8 @@ from meshwright.train.checkpoint.manifest import (
 from meshwright.train.checkpoint.shards import (
     TensorShard,
     degrees,
+    local_shards,
     needed_bytes,
-    own_shards,
     random_state,
     training_tensors,
     write_shard_file,
@@ -179,7 +179,7 @@ class CheckpointSaver:
         tensors, random, shards, problem = dict[str, Tensor](), random_state(), dict[str, TensorShard](), ""
         try:
             tensors = self._tensors()
-            shards = own_shards(tensors, self._mesh)
+            shards = local_shards(tensors, self._mesh)
             shards |= {name: TensorShard(state, (0,) * state.dim()) for name, state in random.items()}
         except SaveError as error:
             problem = str(error)
@@ -331,9 +331,9 @@ class CheckpointSaver:
         except Exception as error:
             outcome = SaveError(f"{type(error).__name__}: {error}")
         outcomes = gather_from_all(outcome, self._group)
-        for error in outcomes:
-            if isinstance(error, SaveError):
-                raise error
+        for each in outcomes:
+            if isinstance(each, SaveError):
+                raise each
         return outcomes
 
 

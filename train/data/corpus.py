@@ -44,8 +44,7 @@ class Corpus:
 
     Args:
         sources: the training sources
-        held_out: name -> tokens held out of the sources
-        validation: name -> tokens of data.validation
+        evaluation_sets: name -> tokens held out of the sources, and those of data.validation
         tokenizer: of all sources and sets
         description: a line of text that is printed at the start of a run
         fingerprint: hash of the shards, the mixture's weights and data.packing, which with the seed and
@@ -53,8 +52,7 @@ class Corpus:
     """
 
     sources: tuple[Source, ...]
-    held_out: dict[str, TokenStream]
-    validation: dict[str, TokenStream]
+    evaluation_sets: dict[str, TokenStream]
     tokenizer: TokenizerInfo
     description: str
     fingerprint: str
@@ -113,10 +111,8 @@ def open_corpus(config: DataConfig, prepared: Prepared) -> Corpus:
             Source(names[source], weight, open_split(folder, manifests[folder], "train"))
             for (source, folder), weight in zip(folders.items(), weights, strict=True)
         ),
-        held_out=held_out,
-        validation={
-            name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()
-        },
+        evaluation_sets=held_out
+        | {name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()},
         tokenizer=tokenizer,
         description=config.factory
         or "; ".join(_describe(source, folder, manifests[folder]) for source, folder in folders.items()),
@@ -302,14 +298,13 @@ def check_sequences(split: TokenStream, shape: SequenceShape, name: str) -> int:
 
 def check_evaluation(corpus: Corpus) -> None:
     """Check that there is an evaluation set and that each has at least two tokens. Raises DataError."""
-    sets = {**corpus.held_out, **corpus.validation}
-    if not sets:
+    if not corpus.evaluation_sets:
         how = "raise data.eval_fraction, set" if corpus.sources else "set"  # a data.factory holds none out
         raise DataError(
             f"train.eval_every is not 0, but no document is held out: {how} data.validation, or set "
             "train.eval_every=0"
         )
-    for name, split in sets.items():
+    for name, split in corpus.evaluation_sets.items():
         if split.tokens < 2:
             raise DataError(
                 f"evaluation set {name} has {split.tokens} tokens, but at least two are needed: use more "
@@ -333,7 +328,7 @@ def load_on_all_ranks(
     cache = cache_root(config) / "verified"
     verify_together(prepared.manifests, config.verify == "full", cache, ranks, print_)
     corpus = open_corpus(config, prepared)
-    sizes = {name: split.tokens for name, split in {**corpus.held_out, **corpus.validation}.items()}
+    sizes = {name: split.tokens for name, split in corpus.evaluation_sets.items()}
     seen = gather_from_all((corpus.fingerprint, sizes, resume_from and resume_from.name))
     if any(state != seen[0] for state in seen):
         raise DataError(

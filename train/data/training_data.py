@@ -28,7 +28,6 @@ from meshwright.train.config import Config
 from meshwright.train.data.corpus import Corpus, check_evaluation, check_sequences, load_on_all_ranks
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import Batch, SequenceShape, StepData, at_positions, make_sequence_shape
-from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
@@ -62,7 +61,7 @@ class BatchShape:
         """Sequences of an optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation * self.data_parallel
 
-    def own_tokens(self, batch: Batch) -> Batch:
+    def local_tokens(self, batch: Batch) -> Batch:
         """Return this rank's tokens of a batch of whole sequences."""
         if self.context_parallel == 1:
             return batch
@@ -131,7 +130,7 @@ class TrainLoader:
             hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens)
         )
         data_hash = data_hash if shape.context_rank == 0 else 0
-        batches = [shape.own_tokens(batch) for batch in batches]
+        batches = [shape.local_tokens(batch) for batch in batches]
         batches, copied = copy_on_stream(batches, stream) if stream else (batches, None)
         return batches, data_hash, copied
 
@@ -204,11 +203,6 @@ class TrainingData:
         sequences, in steps of this global batch size. 0 unless the batch size or the data has changed."""
         behind = self.start.step - self.start.samples / self.batch.global_batch_size
         return self.total_steps, behind if self.asked else 0.0
-
-    @property
-    def evaluation_sets(self) -> dict[str, TokenStream]:
-        """The evaluation sets by name."""
-        return {**self.corpus.held_out, **self.corpus.validation}
 
     def load_from(self, position: TrainPosition, ahead: int) -> TrainLoader:
         """Return a loader of this rank's micro batches from `position` on, at most `ahead` steps ahead."""
