@@ -42,9 +42,9 @@ from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import score_sets
 from meshwright.train.hooks import Score
-from meshwright.train.model.shard import shard_model
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
+from meshwright.train.training import shard_model
 
 PROG = "tools.eval"
 DESCRIPTION = """examples:

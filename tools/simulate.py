@@ -37,10 +37,9 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.shard import shard_model
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.training import Training, fill_training
+from meshwright.train.training import Training, fill_training, shard_model
 
 PROG = "tools.simulate"
 FIRST = 24  # collectives shown without --all

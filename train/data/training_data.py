@@ -208,11 +208,11 @@ class TrainingData:
         """Return a loader of this rank's micro batches from `position` on, at most `ahead` steps ahead."""
         return TrainLoader(self.order, self.sequences, self.batch, position.samples, self.device, ahead)
 
-    def advance(self, position: TrainPosition, steps: int = 1) -> TrainPosition:
-        """Return the position that many optimizer steps later."""
+    def advance(self, position: TrainPosition) -> TrainPosition:
+        """Return the position one optimizer step later."""
         return TrainPosition(
-            step=position.step + steps,
-            samples=position.samples + steps * self.batch.global_batch_size,
+            step=position.step + 1,
+            samples=position.samples + self.batch.global_batch_size,
             seed=self.order.seed,
             seq_len=self.sequences.seq_len,
             world_size=dist.get_world_size(),

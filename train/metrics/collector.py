@@ -23,8 +23,8 @@ from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import TrainingJob
 from meshwright.train.hooks import Hook, Hooks, Score, StepDone, mean_loss
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.model.shard import training_flops
 from meshwright.train.run import Run
+from meshwright.train.training import training_flops
 
 PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
 UNIT_NORMS = "unit_grad_norms"
