@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -131,12 +131,13 @@ class CheckpointSaver:
             self._results.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
             return
         start_s = time.perf_counter()
+        job = self._make_job(position)
         try:
-            job = self._make_job(position)
+            problem = self._allocate_copies(job.shards) or job.problem
         except RuntimeError as failed:  # of a collective
             self._finish(position.step, None, self._cut_off_after(position.step, failed), start_s)
             return
-        arguments = job, start_s, time.perf_counter() - start_s
+        arguments = self._copy(replace(job, problem=problem)), start_s, time.perf_counter() - start_s
         self._thread = threading.Thread(
             target=self._run, args=arguments, name="checkpoint-saver", daemon=True
         )
@@ -166,7 +167,9 @@ class CheckpointSaver:
         if not self._config.every:
             return
         try:
-            self._write(self._make_job(TrainPosition(step + 1), trial=True))
+            job = self._make_job(TrainPosition(step + 1), trial=True)
+            problem = "" if self._on_cpu else self._allocate_copies(job.shards)
+            self._write(replace(job, shards={}, problem=job.problem or problem))
         except SaveError as error:
             message = f"checkpoint.every={self._config.every}, but no checkpoint can be saved: {error}"
             if self._config.on_error == "stop":
@@ -174,8 +177,8 @@ class CheckpointSaver:
             warn(f"warning: {message}")
 
     def _make_job(self, position: TrainPosition, trial: bool = False) -> _Job:
-        """Copy what is to be saved; for a trial allocate the copies of a GPU, and copy nothing. A problem of
-        this rank is part of the job, because the others wait for this rank."""
+        """Return a job whose shards are not copied yet. A problem of this rank is part of it, because the
+        others wait for this rank."""
         tensors, random, shards, problem = dict[str, Tensor](), random_state(), dict[str, TensorShard](), ""
         try:
             tensors = self._tensors()
@@ -183,14 +186,9 @@ class CheckpointSaver:
             shards |= {name: TensorShard(state, (0,) * state.dim()) for name, state in random.items()}
         except SaveError as error:
             problem = str(error)
-        if not (trial and self._on_cpu):
-            problem = self._allocate_copies(shards) or problem
-        copied = {} if problem or trial else self._copy(shards)
-        # the state of hooks may be infinite, such as the best loss so far
-        limits = _limits(shards[name] for name in copied if not name.startswith((RANDOM, STATE)))
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
         needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
-        return _Job(position, copied, limits.cpu(), described, needed, problem, trial)
+        return _Job(position, shards, torch.zeros(0, 2), described, needed, problem, trial)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that training changes. Raises SaveError."""
@@ -225,18 +223,23 @@ class CheckpointSaver:
             return f"host memory for copies of the training state cannot be allocated ({why})"
         return ""
 
-    def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
-        """Return the shards in host memory, where training cannot change them; the shards themselves if
-        training waits for the save and they are on a CPU."""
+    def _copy(self, job: _Job) -> _Job:
+        """Return the job with its limits, and with its shards in host memory, where training cannot change
+        them; the shards themselves if training waits for the save and they are on a CPU."""
+        if job.problem:
+            return replace(job, shards={})
+        # the state of hooks may be infinite, such as the best loss so far
+        finite = (shard for name, shard in job.shards.items() if not name.startswith((RANDOM, STATE)))
+        job = replace(job, limits=_limits(finite).cpu())
         if not self._asynchronous and self._on_cpu:
-            return shards
+            return job
         copied = {
             name: TensorShard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
-            for name, shard in shards.items()
+            for name, shard in job.shards.items()
         }
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return copied
+        return replace(job, shards=copied)
 
     def _run(self, job: _Job, start_s: float, stall_s: float) -> None:
         path, error = None, ""
