@@ -20,7 +20,7 @@ from benchmarks.train import (
     resolve,
     with_setup,
 )
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config

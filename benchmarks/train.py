@@ -80,7 +80,7 @@ def resolve(setup: Setup) -> Config:
     """
     if any(argument.split("=")[0] == "--run.dir" for argument in setup.arguments):
         raise BenchError("--run.dir: a measurement always runs in a temporary folder: remove this option")
-    config = parse_config(setup.command_line(), "benchmarks.train")
+    config = parse_config(setup.command_line())
     plan_run(config.job, setup.processes)
     find_prepared(config.data)  # not part of the measured time: peers also prepare their data beforehand
     return config

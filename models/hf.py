@@ -13,8 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope import OTHER_KINDS, RopeScaling
+from meshwright.models.config import OTHER_KINDS, LlamaConfig, RopeScaling
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 SIZES = {

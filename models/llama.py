@@ -9,8 +9,7 @@ feed_forward(norm(x)).
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -26,9 +25,10 @@ from meshwright.models.attention import (
     Documents,
     document_mask,
 )
+from meshwright.models.config import LlamaConfig
 from meshwright.models.head import Head
 from meshwright.models.projections import Projection, project_as_one
-from meshwright.models.rope import RopeScaling, apply_rope, check_scaling, rope_frequencies, rope_tables
+from meshwright.models.rope import apply_rope, rope_frequencies, rope_tables
 
 INIT_STD = 0.02  # normal initialization: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 
@@ -52,77 +52,6 @@ SHARDING: dict[str, dict[str, str]] = {
     "head": {"head.norm": "sequence", "head.output": "logits", "head.loss": "loss"},
 }
 ATTENTION_CORES = ("layers.*.attention.inner",)  # context parallelism exchanges tokens around them
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """Shape of the model.
-
-    Args:
-        dim: width of the residual stream
-        n_layers: number of transformer blocks
-        n_heads: number of query heads; the head dim is dim / n_heads
-        n_kv_heads: number of key-value heads, each shared by n_heads / n_kv_heads query heads
-        ffn_dim: hidden width of the SwiGLU feed-forward
-        vocab_size: number of token ids
-        max_seq_len: longest sequence that the model is for, in tokens
-        rope_theta: base of the rotary wavelengths
-        rope_scaling: stretching of rotary wavelengths, or null; a mapping with the keys kind (llama3 or
-            linear), factor (a ratio) and, for llama3, low_freq_factor, high_freq_factor (ratios) and
-            original_max_seq_len (tokens)
-        norm_eps: epsilon of every RMSNorm
-        tie_embeddings: output head and token embedding share one weight
-    """
-
-    dim: int = 256
-    n_layers: int = 4
-    n_heads: int = 8
-    n_kv_heads: int = 4
-    ffn_dim: int = 768
-    vocab_size: int = 264
-    max_seq_len: int = 2048
-    rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-
-    # a Llama is built as every model is, by a factory
-    factory: ClassVar[str] = f"{__name__}:Llama"
-    blocks: ClassVar[None] = None
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
-        positive = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps}
-        for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"model.{name}={value} must be greater than 0")
-        if self.rope_scaling:
-            check_scaling(self.rope_scaling)
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}")
-        if self.dim % (2 * self.n_heads):
-            raise ValueError(
-                f"model.dim={self.dim} must be an even multiple of model.n_heads={self.n_heads}: "
-                "RoPE rotates channels in pairs"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.dim // self.n_heads
-
-    @property
-    def args(self) -> dict[str, Any]:
-        """The arguments of the factory."""
-        return {"config": self}
-
-    @property
-    def of_one_block(self) -> "LlamaConfig":
-        """The shape whose modules compute what those of all lengths do: all blocks are alike, and position
-        tables are arguments of them."""
-        return replace(self, n_layers=1, rope_scaling=None)
 
 
 class Attention(nn.Module):

@@ -2,15 +2,16 @@
 
 import dataclasses
 import difflib
-import re
 import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from meshwright.parallel.errors import one_line
+from meshwright.parallel.yaml_io import Written, load_value, value_of
 
 T = TypeVar("T")
 # Field types with bounds. The upper bounds exclude infinity, and integers too large for torch.
@@ -19,15 +20,13 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-_TYPE_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "Path": "a path",
-    "bool": "true or false",
-    "null": "null",
-    "array": "a list",
-    "object": "a mapping of keys to values",
+MOST = 10  # mistakes in a report
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    types.NoneType: "null",
 }
 
 
@@ -46,10 +45,12 @@ def structure(cls: type[T], data: Any, place: str) -> T:
 
 
 def report(place: str, mistakes: Sequence[str]) -> str:
-    """Return `place` and the mistakes as text: one on the same line, several on lines of their own."""
+    """Return `place` and the mistakes as text: one on the same line, several on lines of their own, of many
+    the first ten."""
     if len(mistakes) == 1:
         return one_line(f"{place}: {mistakes[0]}")
-    return "\n".join([f"{place}:", *(f"  {one_line(mistake)}" for mistake in mistakes)])
+    more = [f"and {len(mistakes) - MOST} more"] if len(mistakes) > MOST else []
+    return "\n".join([f"{place}:", *(f"  {one_line(mistake)}" for mistake in [*mistakes[:MOST], *more])])
 
 
 def wrong_keys(given: Iterable[Any], known: Sequence[str], place: str = "") -> list[str]:
@@ -66,11 +67,26 @@ def wrong_keys(given: Iterable[Any], known: Sequence[str], place: str = "") -> l
     return mistakes
 
 
+def check_types(section: Any, name: str) -> None:
+    """Raise ValueError with every value of a dataclass, and of those in it, that is not of its field's type.
+    `name`: of the dataclass, which the values' names begin with."""
+    mistakes: list[str] = []
+    for item in dataclasses.fields(section):
+        value, key = getattr(section, item.name), _join(name, item.name)
+        if dataclasses.is_dataclass(value):
+            check_types(value, key)
+        else:
+            convert(item.type, value, key, mistakes)
+    if mistakes:
+        raise ValueError("\n".join(map(one_line, mistakes)))
+
+
 def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bool = True) -> Any:
     """Convert the value to the target type; dataclasses, lists and mappings by element, so that every mistake
     has its place: `mistakes` gets a line for each, and the result is then of no use.
 
-    Not `strict`: text may be a number, as the keys of YAML and JSON are.
+    A scalar as it is written (`parallel.yaml_io.Written`) is text where the target is, otherwise what YAML
+    makes of it. Not `strict`: text may be a number, as the keys of YAML and JSON are.
     """
     kind, inner = get_origin(target), get_args(target)
     if isinstance(target, type) and dataclasses.is_dataclass(target) and isinstance(value, dict):
@@ -83,7 +99,7 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
             if key in fields
         }
         return None if mistakes else target(**parts)
-    if kind is tuple and inner[1:] == (...,) and isinstance(value, list):
+    if kind is tuple and isinstance(value, list) and len(inner) == (2 if inner[1:] == (...,) else len(value)):
         return tuple(convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
     if kind in (dict, Mapping) and isinstance(value, dict):
         return {
@@ -93,36 +109,77 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
             for key, part in value.items()
         }
     try:
-        return msgspec.convert(value, target, strict=strict)
+        return msgspec.convert(_value_for(target, value), target, strict=strict)
     except ValueError as error:  # from msgspec, or for text with an unpaired surrogate
-        shown = one_line(repr(value), 80)
-        mistakes.append(f"{f'{place}={shown}' if place else shown}{_rule(str(error), target)}")
+        shown = one_line(value if isinstance(value, Written) else repr(value_of(value)), 80)
+        rule = f" must be {describe_type(target)}"
+        if isinstance(error, UnicodeError) or (type(value) is int and not -(2**63) <= value < 2**63):
+            rule = f": {error}"
+        mistakes.append(f"{f'{place}={shown}' if place else shown}{rule}")
         return None
+
+
+def _value_for(target: Any, written: Any) -> Any:
+    """Return what is `written` as text where the target is, and otherwise by YAML's rules, by which "3e-4" in
+    quotes is a number too."""
+    value = value_of(written)
+    if not isinstance(written, Written) or target is Any or (value is None and accepts_null(target)):
+        return value
+    if is_text(target):
+        return str(written)
+    return load_value(value) if isinstance(value, str) else value
+
+
+def members(target: Any) -> tuple[Any, ...]:
+    """The types in a union; any other type alone."""
+    return get_args(target) if get_origin(target) in (Union, types.UnionType) else (target,)
+
+
+def accepts_null(target: Any) -> bool:
+    """Return whether null is a value of the type."""
+    return target is Any or types.NoneType in members(target)
+
+
+def is_text(target: Any) -> bool:
+    """Return whether all values of the type, but null, are text."""
+    literals = [kind for kind in members(target) if get_origin(kind) is Literal]
+    return all(
+        kind in (str, types.NoneType) or (kind in literals and isinstance(get_args(kind)[0], str))
+        for kind in members(target)
+    )
+
+
+def describe_type(target: Any) -> str:
+    """Return the rule for a value of the type, such as `auto or an integer of at least 1`."""
+    kind, inner = get_origin(target), get_args(target)
+    if len(members(target)) > 1:
+        return " or ".join(map(describe_type, inner))
+    if kind is Literal:
+        return " or ".join(filter(None, (", ".join(map(str, inner[:-1])), str(inner[-1]))))
+    if kind is Annotated:
+        return _describe_bounded(inner[0], inner[1])
+    if kind is tuple and inner[1:] == (...,):
+        return f"a list, such as [a, b], each {'any value' if inner[0] is Any else describe_type(inner[0])}"
+    if kind is tuple:
+        return f"a list of {len(inner)} values"
+    return _NAMES.get(target, "a mapping of keys to values")
+
+
+def _describe_bounded(kind: Any, meta: msgspec.Meta) -> str:
+    """Return the rule for a value of the `kind` within bounds, without those that any finite value keeps."""
+    bounds = {"of at least": meta.ge, "greater than": meta.gt, "at most": meta.le, "less than": meta.lt}
+    endless = (None, -(2**63), 2**63 - 1, sys.float_info.max)
+    rules = [f"{rule} {bound:.15g}" for rule, bound in bounds.items() if bound not in endless]
+    if meta.pattern:
+        rules.append(f"matching {meta.pattern}")
+    name = "a finite number" if meta.le == sys.float_info.max else describe_type(kind)
+    name += " that is not empty" if meta.min_length else ""
+    return " ".join([name, " and ".join(rules)]).strip()
 
 
 @cache
 def _fields(cls: type) -> dict[str, Any]:
     return {item.name: item.type for item in dataclasses.fields(cls)}
-
-
-def _rule(error: str, target: Any) -> str:
-    """Return the violated rule, from msgspec's "Expected `int`, got `str` - at `$[0]`"."""
-    kinds = get_args(target)
-    if get_origin(target) is Literal:
-        return f" must be one of {', '.join(map(str, kinds))}"
-    if any(get_origin(kind) is Literal for kind in kinds):
-        return f" must be {' or '.join(map(_name_type, kinds))}"
-    message, _, element = error.partition(" - at `$")
-    expected = re.fullmatch(r"Expected `([\w |]+)`(.*?)(?:, got .*)?", message, re.DOTALL)
-    if not expected:
-        return f": {message}"
-    types = " or ".join(_TYPE_NAMES.get(name, name) for name in expected[1].split(" | "))
-    return f"{f': {element[:-1]}' if element else ''} must be {types}{expected[2].removesuffix('.0')}"
-
-
-def _name_type(kind: Any) -> str:
-    names = get_args(kind) if get_origin(kind) is Literal else [_TYPE_NAMES[kind.__name__]]
-    return ", ".join(map(str, names))
 
 
 def _join(place: str, key: object) -> str:

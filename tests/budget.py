@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 MARGIN = 1.4
 PRODUCT = ("models", "parallel", "train", "tools")
 IMPORTED = (
-    "import sys, meshwright.train.main; print(sum(name.startswith('meshwright') for name in sys.modules))"
+    "import sys, meshwright.train.main, meshwright.train.phases; "
+    "print(sum(name.startswith('meshwright') for name in sys.modules))"
 )
 REAPER = 36  # PR_SET_CHILD_SUBREAPER: processes whose parent has ended become children of this one
 REAP_S = 20.0

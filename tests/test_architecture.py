@@ -30,7 +30,7 @@ GROUND = {
         "parallel.structure",
         "parallel.yaml_io",
     ),
-    "train/config.py": ("models.llama", "parallel.config"),
+    "train/config.py": ("models.config", "parallel.config", "parallel.structure"),
     "train/errors.py": ("parallel.errors",),
 }
 MAX_FUNCTION_LINES = 60
@@ -46,7 +46,11 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
 # manual plan needs no planner except on rank 0.
 LATE = {
     "train.data.prepare.worker": ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio"),
-    "train.main": (
+    # -h, mistakes in keys and lists of checkpoints are printed at once
+    "train.main": ("torch", "matplotlib", "rich"),
+    "tools.plan.__main__": ("torch", "matplotlib", "rich"),
+    "tools.checkpoint.__main__": ("torch", "matplotlib", "rich"),
+    "train.phases": (
         *("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
         *(f"{PACKAGE}.parallel.planner.{name}" for name in ("search", "workload", "timeline")),
         *(f"{PACKAGE}.parallel.{name}" for name in ("tensor_parallel", "context_parallel", "float8")),

@@ -24,13 +24,14 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.checkpoint.convert import imported_config
 from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, new_parser, positive, run_tool
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
-from meshwright.tools.load_weights import find_newest
 from meshwright.tools.run_reader import value_text
+from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST
 from meshwright.train.config import Config, DataConfig
-from meshwright.train.config_parser import leaves, parse_config
+from meshwright.train.config_keys import leaves
+from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import Corpus, check_data, load_on_all_ranks
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
@@ -187,7 +188,7 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
         keys = [f"--config={folder / 'config.yaml'}"]
     keys += [*RESET_KEYS, f"--train.micro_batch_size={options.micro_batch_size}"]
     keys += [f"--train.seq_len={options.seq_len}"] if options.seq_len else []
-    config = parse_config([*keys, *overrides], PROG)
+    config = parse_config([*keys, *overrides])
     weights = find_weights(str(folder), config.model)
     assert weights is not None, "the folder exists, and there is no checkpoint to resume from"
     if is_hf and not options.data:

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.models.rope import rope_frequencies
 from meshwright.tools.cli import natural, new_parser, number_from, run_tool
-from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
+from meshwright.tools.load_weights import checkpoint_config, load_full_weights
+from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.data.corpus import find_tokenizer, is_prepared

@@ -6,38 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
-from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint, read_tensors
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import CheckpointError, ConfigError
-
-
-def checkpoints_folder(path: Path) -> Path:
-    """Return a run's checkpoints folder, given the run's folder or that one. CheckpointError if missing."""
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: no such folder: use the folder of a run, such as runs/NAME, or its checkpoints folder"
-        )
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
-
-
-def find_newest(path: Path) -> Path:
-    """Return `path` if it is a checkpoint; else the newest checkpoint of the run or checkpoints folder.
-    CheckpointError if there is none."""
-    if (path / MANIFEST).is_file():
-        return path
-    folder = checkpoints_folder(path)
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise CheckpointError(
-            f"{folder} contains no complete checkpoint (a folder step-NNNNNNNN with a {MANIFEST}): "
-            "use a checkpoint, or a run that has saved one"
-        )
-    return checkpoints[-1]
 
 
 def checkpoint_config(checkpoint: Path) -> Config:

@@ -14,7 +14,7 @@ from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.config_parser import leaves
+from meshwright.train.config_keys import leaves
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_folder import Status, read_status
 from meshwright.train.files import parse_mapping

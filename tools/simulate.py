@@ -52,7 +52,7 @@ NO_BUDGET = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse arguments, simulate, print. Raises ConfigError and PlanError."""
     options, keys = make_parser().parse_known_args(arguments)
-    config = parse_config(config_arguments(options, keys, PROG), PROG)
+    config = parse_config(config_arguments(options, keys, PROG))
     if not options.rank < options.world_size:
         raise ConfigError(f"--rank={options.rank} must be less than --world-size={options.world_size}")
     plan = plan_run(config.job, options.world_size, options.gpus_per_node)

@@ -1,31 +1,19 @@
-"""The configuration: one frozen dataclass per section, with the bounds of its numbers. No other code."""
+"""The configuration: one frozen dataclass per section, whose types have the bounds of its numbers. No
+other code."""
 
-import dataclasses
-import math
-import sys
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from meshwright.models.llama import LlamaConfig
+from msgspec import Meta
+
+from meshwright.models.config import LlamaConfig
 from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.structure import Amount, Count, Natural, Positive, check_types
 
-
-def bounded(default: float, low: float, high: float = math.inf) -> Any:
-    """A dataclass field with a default; `check_bounds` requires `low` <= value <= `high`."""
-    return field(default=default, metadata={"bounds": (low, high)})
-
-
-def check_bounds(section: str, config: Any) -> None:
-    """Raise ValueError with key, value and bounds for the first bounded field of a config section, or of a
-    section in it, that is out of range."""
-    for item in fields(config):
-        low, high = item.metadata.get("bounds", (None, None))
-        value = getattr(config, item.name)
-        if is_dataclass(value):
-            check_bounds(f"{section}.{item.name}", value)
-        elif low is not None and not (low <= value <= min(high, sys.float_info.max)):
-            rule = f"be finite and at least {low}" if high == math.inf else f"lie between {low} and {high}"
-            raise ValueError(f"{section}.{item.name}={value} must {rule}")
+Period = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps between events; 0 is never
+Share = Annotated[float, Meta(ge=0, le=1)]
+DecayRate = Annotated[float, Meta(ge=0, lt=1)]
+Timeout = Annotated[float, Meta(ge=0, le=1e6)]  # seconds or hours; 0 is none
 
 
 def check_name(key: str, name: str) -> None:
@@ -67,9 +55,9 @@ class CheckpointConfig:
             (other heads, rope_theta, an argument of the factory ...), which is refused otherwise
     """
 
-    every: int = bounded(-1, low=-1)
-    keep: int = bounded(2, low=0)
-    keep_every: int = bounded(0, low=0)
+    every: Period = -1
+    keep: Natural = 2
+    keep_every: Natural = 0
     asynchronous: bool = True
     on_error: Literal["stop", "warn"] = "stop"
     resume: str = "auto"
@@ -114,19 +102,19 @@ class DataConfig:
 
     source: str = "stdlib"
     factory: str | None = None
-    mixture: dict[str, float] = field(default_factory=dict)
+    mixture: dict[str, Positive] = field(default_factory=dict)
     validation: dict[str, str] = field(default_factory=dict)
     tokenizer: str = "auto"
     bos: str = "auto"
     eos: str = "auto"
     text_field: str = "text"
-    skip_bad: int = bounded(0, low=0)
-    eval_fraction: float = bounded(0.02, low=0, high=0.999)
+    skip_bad: Natural = 0
+    eval_fraction: Annotated[float, Meta(ge=0, le=0.999)] = 0.02
     packing: bool = True
     document_mask: bool = False
     verify: VerifyMode = "full"
     cache_dir: str | None = None
-    prefetch: int = bounded(2, low=1)
+    prefetch: Count = 2
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -137,11 +125,6 @@ class DataConfig:
                 raise ValueError(
                     f"data.factory={self.factory} gives whole sequences, in place of data.source, "
                     "data.mixture and data.document_mask: remove these"
-                )
-        for source, weight in self.mixture.items():
-            if not 0 < weight < float("inf"):
-                raise ValueError(
-                    f"data.mixture: {source} has weight {weight}: a weight must be finite and greater than 0"
                 )
         for name, source in self.validation.items():
             if not (name and source):
@@ -167,12 +150,12 @@ class TimeoutConfig:
         checkpoint_s: saving one checkpoint
     """
 
-    setup_s: float = bounded(1800.0, low=0, high=1e6)
-    data_s: float = bounded(0.0, low=0, high=1e6)
-    first_step_s: float = bounded(3600.0, low=0, high=1e6)
-    step_s: float = bounded(600.0, low=0, high=1e6)
-    evaluation_s: float = bounded(3600.0, low=0, high=1e6)
-    checkpoint_s: float = bounded(3600.0, low=0, high=1e6)
+    setup_s: Timeout = 1800.0
+    data_s: Timeout = 0.0
+    first_step_s: Timeout = 3600.0
+    step_s: Timeout = 600.0
+    evaluation_s: Timeout = 3600.0
+    checkpoint_s: Timeout = 3600.0
 
 
 @dataclass(frozen=True)
@@ -196,12 +179,12 @@ class RunConfig:
     """
 
     dir: str | None = None
-    seed: int = bounded(0, low=0, high=2**63 - 1)
+    seed: Natural = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = bounded(0, low=0, high=4096)
+    threads: Annotated[int, Meta(ge=0, le=4096)] = 0
     expandable_segments: bool = True
-    max_hours: float = bounded(0.0, low=0, high=1e6)
-    grace_s: float = bounded(120.0, low=1, high=1e6)
+    max_hours: Timeout = 0.0
+    grace_s: Annotated[float, Meta(ge=1, le=1e6)] = 120.0
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 
 
@@ -236,17 +219,17 @@ class TrainConfig:
         hooks: classes of yours, MODULE:CLASS, for what is to happen beside the steps (docs/your-training.md)
     """
 
-    steps: int = bounded(1000, low=1)
-    epochs: float = bounded(0.0, low=0)
-    seq_len: int = bounded(1024, low=1)
+    steps: Count = 1000
+    epochs: Amount = 0.0
+    seq_len: Count = 1024
     micro_batch_size: int | Literal["auto"] = "auto"
     global_batch_size: int = -1
-    grad_clip: float = bounded(1.0, low=0)
-    z_loss: float = bounded(0.0, low=0)
-    max_skipped_steps: int = bounded(5, low=0)
-    eval_every: int = bounded(0, low=0)
-    eval_sequences: int = bounded(64, low=0)
-    gc_every_steps: int = bounded(50, low=0)
+    grad_clip: Amount = 1.0
+    z_loss: Amount = 0.0
+    max_skipped_steps: Natural = 5
+    eval_every: Natural = 0
+    eval_sequences: Natural = 64
+    gc_every_steps: Natural = 50
     freeze: tuple[str, ...] = ()
     loss: str | None = None
     hooks: tuple[str, ...] = ()
@@ -270,7 +253,7 @@ class MetricsConfig:
         gradient_norms: add the gradient norm of each FSDP unit to every report
     """
 
-    every: int = bounded(10, low=0)
+    every: Natural = 10
     tensorboard: bool = True
     gradient_norms: bool = False
 
@@ -297,14 +280,14 @@ class OptimConfig:
             the memory
     """
 
-    lr: float = bounded(3e-4, low=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = bounded(1e-8, low=0)
-    weight_decay: float = bounded(0.1, low=0)
-    warmup_steps: int = bounded(100, low=0)
+    lr: Amount = 3e-4
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: Amount = 0.1
+    warmup_steps: Natural = 100
     schedule: str = "cosine"
-    min_lr_ratio: float = bounded(0.1, low=0, high=1)
-    decay_ratio: float = bounded(0.2, low=0, high=1)
+    min_lr_ratio: Share = 0.1
+    decay_ratio: Share = 0.2
     state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
@@ -313,13 +296,6 @@ class OptimConfig:
         elif self.schedule not in SCHEDULES:
             raise ValueError(
                 f"optim.schedule={self.schedule} must be {', '.join(SCHEDULES)}, or MODULE:FUNCTION of yours"
-            )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)}: both must lie in [0, 1)")
-        if self.eps == 0:
-            raise ValueError(
-                "optim.eps=0 must be greater than 0: the update of a weight without a gradient so far would "
-                "be 0/0"
             )
 
 
@@ -336,8 +312,8 @@ class ProfileConfig:
             pytorch.org/memory_viz; on a CPU, add allocations to the trace
     """
 
-    start: int = bounded(0, low=0)
-    steps: int = bounded(3, low=1, high=100)  # a longer trace fills memory and takes minutes to write
+    start: Natural = 0
+    steps: Annotated[int, Meta(ge=1, le=100)] = 3  # a longer trace fills memory and takes minutes to write
     all_ranks: bool = False
     stacks: bool = False
     memory: bool = False
@@ -356,8 +332,7 @@ class FactoryConfig:
     """
 
     factory: str
-    # not dict[str, Any]: jsonargparse would import, while it parses, what a value {class_path: ...} names
-    args: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    args: dict[str, Any] = field(default_factory=dict)
     blocks: str | None = None
 
     def __hash__(self) -> int:
@@ -443,8 +418,7 @@ class Config:
         )
 
     def __post_init__(self) -> None:
-        for section in dataclasses.fields(self):
-            check_bounds(section.name, getattr(self, section.name))
+        check_types(self, "")
         if self.data.factory and self.train.epochs:
             raise ValueError(
                 "train.epochs needs to know how many sequences there are, which data.factory does not say: "

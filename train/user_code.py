@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.train.errors import ConfigError
 
 # the keys whose values are such names

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.models.attention import CausalAttention
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.tools.workers import run_workers
 from meshwright.train.calibration.compute import AttentionShape, Products, Timer, attention_runs, product_runs
 

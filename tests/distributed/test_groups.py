@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
-import meshwright.train.main
+import meshwright.train.phases
 from meshwright.parallel import fsdp
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import MeshPlan
@@ -183,7 +183,7 @@ def timeouts_in_training(arguments: list[str]) -> dict[str, timedelta]:
 
     meshwright.train.main.train_loop = look
     ranks = RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), True)
-    meshwright.train.main.run(parse_config(arguments), ranks)
+    meshwright.train.phases.run(parse_config(arguments), ranks)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return seen
 

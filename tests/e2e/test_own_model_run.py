@@ -8,8 +8,8 @@ import torch
 
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.checkpoint.__main__ import main as convert
-from meshwright.tools.load_weights import checkpoint_config, find_newest, load_full_weights
-from meshwright.train.checkpoint.commit import list_checkpoints
+from meshwright.tools.load_weights import checkpoint_config, load_full_weights
+from meshwright.train.checkpoint.commit import find_newest, list_checkpoints
 from meshwright.train.model.trained_model import call_factory
 from meshwright.train.user_code import allow
 from tests.support.factories import RUN, causal_lm

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.tools.load_weights import find_newest, read_full_tensors
+from meshwright.tools.load_weights import read_full_tensors
+from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_manifest
 from meshwright.train.checkpoint.reader import open_checkpoint
 from tests.support.launch import EAGER, TINY, read_status, run, write_text

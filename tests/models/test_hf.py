@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.models.config import LlamaConfig, RopeScaling
 from meshwright.models.hf import config_from_hf, config_to_hf, for_every_version, hf_name
-from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.models.rope import RopeScaling
+from meshwright.models.llama import Llama
 from tests.support.hf_models import MAX_SEQ_LEN, ROPES, make_hf, make_tokens
 
 LLAMA_31 = {  # config.json of meta-llama/Llama-3.1-8B, as transformers 4.43 wrote it

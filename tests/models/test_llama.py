@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.models.llama import INIT_STD, SHARDING, Llama, LlamaConfig
-from meshwright.models.rope import RopeScaling
+from meshwright.models.config import LlamaConfig, RopeScaling
+from meshwright.models.llama import INIT_STD, SHARDING, Llama
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
 CONFIG = LlamaConfig(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload, eager_workload
 from tests.support.launch import EAGER, TINY

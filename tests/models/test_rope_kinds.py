@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope import RopeScaling, rope_frequencies
+from meshwright.models.config import LlamaConfig, RopeScaling
+from meshwright.models.rope import rope_frequencies
 
 
 @pytest.mark.parametrize("head_dim", [6, 64, 128])

@@ -54,6 +54,7 @@ PRELOADED = """
     torch.profiler
     torch.utils.tensorboard
     meshwright.train.main
+    meshwright.train.phases
     meshwright.tools.plan
     meshwright.tools.simulate
     meshwright.tools.checkpoint.convert

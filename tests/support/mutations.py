@@ -168,7 +168,8 @@ def judge(target: Target) -> str:
         return f"warns: {caught[0].message}" if caught else ""
     except target.error as error:
         message = str(error)
-        readable = message.isprintable() and len(message) < 1000  # which is one line
+        lines = message.splitlines()
+        readable = len(lines) < 12 and all(line.isprintable() and len(line) < 1000 for line in lines)
         if readable and any(name in message for name in target.named):
             return ""
         return f"an unreadable message, or one that names no place: {message[:500]!r}"

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint.__main__ import main
-from meshwright.tools.checkpoint.contents import compare_checkpoints
-from meshwright.tools.load_weights import find_newest, load_full_weights
+from meshwright.tools.checkpoint.differences import compare_checkpoints
+from meshwright.tools.load_weights import load_full_weights
+from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import hash_file, manifest_to_text, read_manifest
 from meshwright.train.checkpoint.reader import load_checkpoint
 from meshwright.train.checkpoint.save import CheckpointSaver

@@ -12,7 +12,8 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.tools.generate import (
     Sampling,
@@ -25,7 +26,8 @@ from meshwright.tools.generate import (
     make_context,
     stream_text,
 )
-from meshwright.tools.load_weights import checkpoint_config, find_newest
+from meshwright.tools.load_weights import checkpoint_config
+from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.prepare.prepare import prepare

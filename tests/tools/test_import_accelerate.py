@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from meshwright.tools.import_accelerate import ROWS, convert, main
-from meshwright.train.config_parser import known_keys, load_config, parse_config
+from meshwright.train.config_keys import known_keys
+from meshwright.train.config_parser import load_config, parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import check_facts

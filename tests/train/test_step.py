@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError

@@ -21,22 +21,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import config_to_hf
-from meshwright.models.llama import LlamaConfig
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
     TrainPosition,
-    describe_tensor,
     manifest_to_text,
     read_manifest,
 )
 from meshwright.train.checkpoint.reader import open_checkpoint, read_tensors
-from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
+from meshwright.train.checkpoint.shards import TensorShard, describe_tensor, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import DataConfig
-from meshwright.train.config_parser import CONFIG_FOLDER, known_keys, load_config
+from meshwright.train.config_keys import known_keys
+from meshwright.train.config_parser import CONFIG_FOLDER, load_config
 from meshwright.train.data.corpus import find_tokenizer
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape, read_batch

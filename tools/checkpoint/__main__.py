@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.checkpoint import contents, convert
+from meshwright.tools.checkpoint import contents
 from meshwright.tools.cli import number_from, run_tool, to_json
-from meshwright.tools.load_weights import checkpoints_folder, find_newest
-from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.resume import describe_training, read_training
+from meshwright.train.checkpoint.commit import checkpoints_folder, find_newest, list_checkpoints
+from meshwright.train.checkpoint.training_record import describe_training, read_training
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
 
 EXIT_DIFFERENT = 1  # as diff(1)
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 EXAMPLES = """examples:
     python -m tools.checkpoint ls runs/mine
     python -m tools.checkpoint verify runs/mine                   # every byte; exit code 0 only if all match
@@ -63,9 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         document = contents.describe_checkpoint(find_newest(path))
         text = contents.show_text(document)
     elif options.command == "diff":
-        document = contents.compare_checkpoints(find_newest(path), find_newest(others[0]))
-        text = contents.difference_text(document)
+        from meshwright.tools.checkpoint import differences  # late: imports torch
+
+        document = differences.compare_checkpoints(find_newest(path), find_newest(others[0]))
+        text = differences.difference_text(document)
     else:
+        from meshwright.tools.checkpoint import convert  # late, as above
+
         document = convert.describe(_convert(options, path, others[0]))
         text = convert.description_text(document)
     print(to_json(document) if options.json else text)
@@ -75,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _convert(options: argparse.Namespace, source: Path, out: Path) -> Path:
     """Import or export; return what was written."""
+    from meshwright.tools.checkpoint import convert
+
     limit_bytes = int((options.shard_gb or 5.0) * 1e9)
     if options.command == "import":
         return convert.import_model(source, out, options.force, limit_bytes)
@@ -111,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--shard_gb", type=number_from(1e-9), metavar="GB", help=size_help)
         command.add_argument("--force", action="store_true", help="replace OUT and everything in it")
     dtype_help = "dtype of the weights (default: as saved; with --plain_names float32)"
-    command.add_argument("--dtype", choices=convert.EXPORT_DTYPES, help=dtype_help)
+    command.add_argument("--dtype", choices=EXPORT_DTYPES, help=dtype_help)
     command.add_argument(
         "--plain_names",
         action="store_true",

@@ -18,17 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import config_to_hf, for_every_version, hf_name
-from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.load_weights import (
     checkpoint_config,
-    find_newest,
     load_full_weights,
     read_full_tensors,
     saved_weights,
 )
-from meshwright.train.checkpoint.commit import list_checkpoints, write_synced
+from meshwright.train.checkpoint.commit import find_newest, list_checkpoints, write_synced
 from meshwright.train.checkpoint.huggingface import (
     DTYPES,
     INDEX,
@@ -50,14 +49,13 @@ from meshwright.train.checkpoint.manifest import (
     SavedTensor,
     TrainPosition,
     beside_weights,
-    dtype_name,
     hash_file,
     manifest_to_text,
     rank_file,
     read_origin,
 )
 from meshwright.train.checkpoint.reader import open_checkpoint
-from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
+from meshwright.train.checkpoint.shards import TensorShard, dtype_name, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
 from meshwright.train.data.corpus import find_tokenizer_file
@@ -74,7 +72,6 @@ HEAD = (  # of that config
     "# The model of {folder}, by tools.checkpoint. Position tables have model.max_seq_len rows:\n"
     "# the key may be lowered, down to train.seq_len.\n"
 )
-EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path:

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse arguments, run, print. Raises ConfigError and PlanError before anything is downloaded."""
     options, keys = make_parser().parse_known_args(arguments)
     of_config = config_arguments(options, keys, PROG)
-    job = parse_config(of_config, PROG).job
+    job = parse_config(of_config).job
     if options.keep:
         check_empty(options.keep)
     report = make_report(job, machines_of_kind(load_hardware()[GPU], options.gpus, options.gpus_per_node))

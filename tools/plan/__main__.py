@@ -11,12 +11,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import diff_plans, load_plan
-from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.machines import Machines, machines_of_kind
+from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
@@ -25,10 +24,6 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
-from meshwright.tools.plan import check as checking
-from meshwright.tools.plan import compare, export, scaling
-from meshwright.tools.plan import report as reporting
-from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -43,61 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compare_files(make_diff_parser().parse_args(arguments[1:]))
         return
     options, job = read_options(arguments)
+    from meshwright.tools.plan import show  # late: -h and mistakes are answered before torch is imported
+
     if options.compare:
-        show_comparison(options, job)
+        show.show_comparison(options, job)
     elif options.sweep:
-        show_sweep(options, job)
-    else:
-        show_plan(options, job)
-
-
-def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
-    """Print the report on one plan, and write the requested files. One that does not fit is no error."""
-    if options.save:  # never overwritten, because a run may use it
-        export.check_target("--save", options.save, export.PLAN_SUFFIXES, overwrites=False)
-    if options.timeline:
-        export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
-    if options.gpu:
-        hardware = _find_hardware(options, options.gpus or options.gpus_per_node)
-        gpus = options.gpus or reporting.find_fewest(job, options.gpus_per_node, hardware)
-        machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
-    else:
-        machines = Machines(options.gpus, min(options.gpus, options.gpus_per_node))
-    report = reporting.make_report(job, machines)
-    check = checking.check_run(job, report.plan) if options.check else None
-    written = _write(options, report)
-    if options.json:
-        print(json.dumps(_document(options, report, check), indent=2))
-    else:
-        first = [f"fewest GPUs: {machines.processes}"] if options.min_gpus else []
-        last = [*([checking.as_text(check)] if check else []), *(f"wrote {path}" for path in written)]
-        print("\n\n".join([*first, reporting.as_text(report, options.tokens), *last]))
-    if check and check.wrong:
+        show.show_sweep(options, job)
+    elif show.show_plan(options, job):
         sys.exit(EXIT_DIFFERS)
-
-
-def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
-    """Print a row for each number of GPUs."""
-    counts = scaling.read_sweep(options.sweep)
-    hardware = _find_hardware(options, max(counts))
-    rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
-    print(json.dumps({"sweep": rows}, indent=2) if options.json else scaling.as_text(rows, options.tokens))
-
-
-def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
-    """Print a comparison of DDP, FSDP and HSDP for the training."""
-    compared = compare.compare_strategies(job, options.gpus, options.gpus_per_node)
-    print(json.dumps(compared, indent=2) if options.json else compare.as_text(compared))
-
-
-def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
-    """Return the kind that --gpu names, or this machine as it measures itself."""
-    if options.gpu != HERE:
-        return reporting.find_kind(options.gpu, "--gpu")
-    print(f"{HERE}: this machine measures itself, up to a minute, unless it has before", file=sys.stderr)
-    hardware, line = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
-    print(line, file=sys.stderr)
-    return hardware
 
 
 def compare_files(options: argparse.Namespace) -> None:
@@ -113,35 +61,7 @@ def compare_files(options: argparse.Namespace) -> None:
         print(f"{options.a} -> {options.b}", *lines, sep="\n")
 
 
-def _write(options: argparse.Namespace, report: reporting.PlanReport) -> list[Path]:
-    """Write the requested files, and return their paths."""
-    mesh, hardware = report.plan.mesh, report.machines.hardware
-    kind = hardware.name if hardware else "GPUs"
-    of = Path(options.config[-1]).stem if options.config else "model"
-    title = f"{of} on {mesh.world_size} {kind}"
-    if options.timeline and report.prediction:
-        degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
-        export.save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
-    if options.save:
-        export.save_plan(options.save, report.plan, [title, *report.reasons])
-    return [path for path in (options.save, options.timeline) if path]
-
-
-def _document(
-    options: argparse.Namespace, report: reporting.PlanReport, check: checking.PlanCheck | None
-) -> dict[str, Any]:
-    document = reporting.as_json(report)
-    if options.min_gpus:
-        document["min_gpus"] = report.machines.processes
-    if options.tokens and report.prediction:
-        document["time_to_train"] = reporting.time_to_train(
-            report.prediction, report.machines.processes, options.tokens
-        )
-    return document | ({"check": checking.as_json(check)} if check else {})
-
-
 PROG = "tools.plan"
-KEYS = "[--section.key=value ...]"
 NEED_GPU = ("tokens", "timeline", "min_gpus", "sweep")
 OF_ONE_PLAN = ("save", "timeline", "check")
 # options -> those that they refuse, and why
@@ -152,30 +72,25 @@ CONFLICTS = {
     ),
     "sweep": (OF_ONE_PLAN, "which makes several plans (one with --gpus)"),
 }
-EPILOG = """\
-Every config key is accepted too, as --section.key=value, and overrides the file. `python -m train.main -h` documents
-all of them. With --parallel.plan=auto the planner chooses the keys that the config leaves at auto: degrees, activation
-checkpointing, resharding, prefetching and the micro batch; a key that has a value keeps it.
-
-examples:
-  the best plan of a 70B model on 256 GPUs, with reasons:
-    python -m tools.plan --config llama_70b.yaml --gpus 256 --gpu h100-sxm --parallel.plan=auto --tokens 1e12
+EXAMPLES = """\
+  the best plan of a 70B model on 256 GPUs, with reasons; and how it scales:
+    python -m tools.plan --config llama_70b --gpus 256 --gpu h100-sxm \\
+        --parallel.plan=auto --tokens 1e12
+    python -m tools.plan --config llama_70b --gpu h100-sxm --sweep gpus=8..4096
   save a plan, and run it:
-    python -m tools.plan --config llama_8b.yaml --gpus 8 --gpu h100-sxm --parallel.plan=auto --save plan.yaml
-    torchrun --nproc-per-node 8 -m train.main --config llama_8b.yaml --parallel.plan=plan.yaml
-  your own plan, and a picture of a step:
-    python -m tools.plan --config llama_8b.yaml --gpus 8 --gpu h100-sxm --parallel.activation_checkpoint=full \\
-        --timeline step.svg
-  the best plan for this machine, which measures itself first:
-    python -m tools.plan --config llama_debug.yaml --gpus 2 --gpu here --parallel.plan=auto
-  the fewest GPUs, and the scaling:
-    python -m tools.plan --config llama_405b.yaml --gpu h200 --min-gpus --parallel.plan=auto
-    python -m tools.plan --config llama_70b.yaml --gpu h100-sxm --sweep gpus=8..4096 --parallel.plan=auto
-  compare the prediction with the real code before a large run:
-    python -m tools.plan --config llama_405b.yaml --gpus 4096 --gpu h100-sxm --parallel.plan=auto --check
-  list the differences between the plans of two runs:
+    python -m tools.plan --config llama_8b --gpus 8 --gpu h100-sxm --save p.yaml
+    torchrun --nproc-per-node 8 -m train.main --config llama_8b \\
+        --parallel.plan=p.yaml
+  the fewest GPUs; the best plan for this machine, which measures itself first:
+    python -m tools.plan --config llama_405b --gpu h200 --min-gpus
+    python -m tools.plan --config llama_debug --gpus 2 --gpu here \\
+        --parallel.plan=auto
+  compare a prediction with the real code; the plans of two runs:
+    python -m tools.plan --config llama_8b --gpus 64 --check
     python -m tools.plan diff runs/a/plan.yaml runs/b/plan.yaml
-"""  # noqa: E501
+
+Every key of train.main is an option, --section.key=value. With
+--parallel.plan=auto the planner chooses those that are left at auto."""
 
 
 class _PlanParser(argparse.ArgumentParser):
@@ -187,24 +102,10 @@ class _PlanParser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options; config keys are accepted in addition."""
-    usage = [
-        f"--gpus N [--gpu KIND] [--tokens T] [--check] [--save F] [--timeline F] {KEYS}",
-        f"--gpu KIND --min-gpus {KEYS}",
-        f"--gpu KIND --sweep gpus=8..4096 {KEYS}",
-        f"--gpus N --compare {KEYS}",
-    ]
-    lines = [
-        *(f"python -m {PROG} --config X {form}" for form in usage),
-        f"python -m {PROG} diff A.yaml B.yaml [--json]",
-    ]
     parser = _PlanParser(
         prog=f"python -m {PROG}",
-        usage="\n       ".join(lines),
-        description="Print the plan of a run, advice on questionable settings, and the predicted memory per "
-        "GPU;\n"
-        "with --gpu also whether the plan fits and how fast it is. Needs no GPU and starts no "
-        "processes.",
-        epilog=EPILOG,
+        usage=f"python -m {PROG} --config X --gpus N [--gpu KIND] [OPTION ...]",
+        description=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -212,63 +113,17 @@ def make_parser() -> argparse.ArgumentParser:
     add_config_option(parser)
     how_many = parser.add_mutually_exclusive_group(required=True).add_argument
     how_many("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
+    how_many("--min-gpus", action=flag, help="the fewest, a power of two, that the run fits on")
+    how_many("--sweep", metavar="gpus=A..B", help="a line for A GPUs, 2A, 4A, ... up to B")
     add_node_option(parser)
-    add(
-        "--gpu",
-        metavar="KIND",
-        help=f"kind of machine, to predict time and whether the plan fits: {', '.join(load_hardware())}; or "
-        "here: this machine, which measures itself once, for up to a minute",
-    )
-    add(
-        "--tokens",
-        type=number_from(1),
-        metavar="T",
-        help="print the time to train on this many tokens, as 1e12 (needs --gpu)",
-    )
-    add(
-        "--save",
-        type=Path,
-        metavar="FILE.yaml",
-        help="write the plan to a new file, for --parallel.plan=FILE.yaml",
-    )
-    add(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="write a step as a picture (.svg, .png) or as a trace for ui.perfetto.dev (.json); needs --gpu",
-    )
-    add(
-        "--check",
-        action=flag,
-        help="run a step of one rank with the real code on a fake process group, and compare collectives "
-        "and memory with the prediction; exit code 1 if a difference is above its limit",
-    )
-    how_many(
-        "--min-gpus",
-        action=flag,
-        help="find the fewest GPUs that the run fits on, a power of two, and plan for them (needs --gpu)",
-    )
-    how_many(
-        "--sweep",
-        metavar="gpus=A..B",
-        help="plan for A GPUs, 2A, 4A, ... up to B, to show how the run scales (needs --gpu)",
-    )
-    add(
-        "--compare",
-        action=flag,
-        help="compare DDP, FSDP and HSDP for this training: memory by kind, predicted "
-        "and measured in a simulation",
-    )
-    add(
-        "--json",
-        action=flag,
-        help="print one JSON document: plan, reasons, advice, predicted {peak_memory_gib, reserved_gib, "
-        "memory and memory_at_peak by kind in GiB, step_time_s, compute_s, exposed_comm_s, host_bound_s, "
-        "tokens_per_s_per_gpu, mfu, "
-        "mfu_causal, fits; values that need --gpu are null without it}, with plan=auto candidates, and if "
-        "requested time_to_train, min_gpus, "
-        "sweep, check",
-    )
+    kinds = ", ".join(load_hardware())
+    add("--gpu", metavar="KIND", help=f"predict time, and whether it fits: {kinds}, or here")
+    add("--tokens", type=number_from(1), metavar="T", help="time to train on as many, as 1e12")
+    add("--save", type=Path, metavar="FILE", help="write the plan, for --parallel.plan=FILE")
+    add("--timeline", type=Path, metavar="FILE", help="a step as .svg, .png or .json (ui.perfetto.dev)")
+    add("--check", action=flag, help="run the real code of one rank; exit code 1 if it differs")
+    add("--compare", action=flag, help="memory and collectives of DDP, FSDP and HSDP")
+    add("--json", action=flag, help="one JSON document, in GiB and seconds (docs/plan.md)")
     return parser
 
 
@@ -294,7 +149,7 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Training
     options, keys = make_parser().parse_known_args(arguments)
     _check_names(keys)
     options.config_arguments = config_arguments(options, keys, PROG)
-    job = parse_config(options.config_arguments, PROG).job
+    job = parse_config(options.config_arguments).job
     _check_together(options, job)
     return options, job
 

@@ -13,7 +13,8 @@ from meshwright.parallel.errors import first_of, one_line
 from meshwright.tools.run_reader import changed_keys, describe_changes, read_run, value_text
 from meshwright.tools.sweep.spec import Spec
 from meshwright.train.config import Config
-from meshwright.train.config_parser import leaves, parse_config
+from meshwright.train.config_keys import leaves
+from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError, DataError
 
 MAX_RUNS = 1000  # a larger sweep is most likely a mistake
@@ -95,7 +96,7 @@ def _make_run(spec: Spec, name: str, variant: str, keys: Mapping[str, Any]) -> S
     processes = own.pop("processes", spec.processes)
     given = [f"--{key}={value_text(value)}" for key, value in {**spec.overrides, **own}.items()]
     arguments = (f"--config={spec.config}", *given, f"--run.dir={folder}")
-    run = SweepRun(name, variant, processes, own, folder, arguments, parse_config(arguments, "tools.sweep"))
+    run = SweepRun(name, variant, processes, own, folder, arguments, parse_config(arguments))
     if folder.is_dir():
         old = read_run(folder)
         earlier = {} if old.plan is None else {"processes": old.plan.mesh.world_size}

@@ -11,7 +11,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, report, structure
 from meshwright.parallel.yaml_io import load_mapping
 from meshwright.tools.run_reader import value_text
-from meshwright.train.config_parser import has_value, is_config_key, key_hint, leaves
+from meshwright.train.config_keys import has_value, is_config_key, key_hint, leaves
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 

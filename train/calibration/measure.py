@@ -28,8 +28,9 @@ from meshwright.train.calibration.compute import (
 )
 from meshwright.train.calibration.hardware_file import Calibration, hardware_text
 from meshwright.train.config import TrainingJob
+from meshwright.train.distributed.agreement import broadcast_from_rank0, gather_from_all
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, gather_from_all
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import AttentionHeads, TrainedModel, model_of
 from meshwright.train.planning.resolve import dtype_on_device

@@ -12,7 +12,8 @@ from meshwright.parallel.errors import PlanError, first_of
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.config import Config, ModelConfig
-from meshwright.train.config_parser import keys_of, load_config
+from meshwright.train.config_keys import keys_of
+from meshwright.train.config_parser import load_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import model_of
 
@@ -39,7 +40,7 @@ def hf_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Cha
 def config_changes(saved: Config | ModelConfig, current: Config | ModelConfig, name: str) -> list[Change]:
     """Return the keys of two configs, or of two sections `name`, whose change has an effect. A model with a
     max_seq_len below the saved one is the same, because its weights do not depend on it."""
-    old, new = ({key: value for key, value, _ in keys_of(each, name)} for each in (saved, current))
+    old, new = (dict(keys_of(each, name)) for each in (saved, current))
     keys = [key for key in {**new, **old} if old.get(key) != new.get(key) and not FREE_KEYS.fullmatch(key)]
     shorter = 0 < new.get("model.max_seq_len", 0) <= old.get("model.max_seq_len", 0)
     return [(k, old.get(k), new.get(k)) for k in keys if not (shorter and k == "model.max_seq_len")]

@@ -49,6 +49,30 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=step_of)
 
 
+def checkpoints_folder(path: Path) -> Path:
+    """Return a run's checkpoints folder, given the run's folder or that one. CheckpointError if missing."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: no such folder: use the folder of a run, such as runs/NAME, or its checkpoints folder"
+        )
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def find_newest(path: Path) -> Path:
+    """Return `path` if it is a checkpoint; else the newest checkpoint of the run or checkpoints folder.
+    CheckpointError if there is none."""
+    if (path / MANIFEST).is_file():
+        return path
+    folder = checkpoints_folder(path)
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise CheckpointError(
+            f"{folder} contains no complete checkpoint (a folder step-NNNNNNNN with a {MANIFEST}): "
+            "use a checkpoint, or a run that has saved one"
+        )
+    return checkpoints[-1]
+
+
 def begin_save(folder: Path, step: int, needed_bytes: int, retention: tuple[int, int] | None = None) -> Path:
     """Create an empty folder for a step's checkpoint and return it. `retention` (keep, keep_every) may make
     room if there is too little. Raises SaveError, before anything is deleted if the folder has a checkpoint

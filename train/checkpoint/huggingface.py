@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
-from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of, one_line
 from meshwright.train.checkpoint.manifest import (
     BOS_ID,

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import hf_name
-from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
@@ -24,7 +24,7 @@ from meshwright.train.checkpoint.reader import StoredPart, open_checkpoint, open
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
-from meshwright.train.distributed.ranks import on_all_ranks
+from meshwright.train.distributed.agreement import on_all_ranks
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import user_path
 from meshwright.train.model.trained_model import model_of

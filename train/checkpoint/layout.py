@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-import torch
-
-from meshwright.train.checkpoint.manifest import SavedTensor, Sharding
+from meshwright.train.checkpoint.manifest import DTYPES, SavedTensor, Sharding
 
 RANDOM = "random."  # of the names of random states, which end with the rank
 STATE = "hook."  # begins the names of tensors that are the state of hooks
@@ -115,7 +113,7 @@ class CheckpointLayout:
     def _writer(self, name: str, part: TensorPart, first: int) -> int:
         """Return the rank that writes a part, of all that have it. `first`: the first of these."""
         tensor = self.tensors[name]
-        if part.numel * int(getattr(torch, tensor.dtype).itemsize) < SMALL_BYTES:
+        if part.numel * DTYPES[tensor.dtype][1] < SMALL_BYTES:
             return first
         others = _holders(tensor.sharding, self.mesh)
         return first + others[self._turns[name]]

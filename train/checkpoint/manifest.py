@@ -1,5 +1,5 @@
 """manifest.json: the contents of a checkpoint, with a checksum of every file; and the files with which a
-checkpoint needs no data."""
+checkpoint needs no data. Imports no torch, so that lists of checkpoints are printed at once."""
 
 import hashlib
 import json
@@ -8,12 +8,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
-from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
 from meshwright.parallel.structure import Count, Natural
@@ -31,6 +30,27 @@ FileName = Annotated[
 ]
 MOST_AXES = 8  # of a mesh, which has three
 LIMIT_BYTES = 64 * 2**20  # of a manifest; a 405B model saved by 16,384 ranks has one of 5 MB
+
+
+# torch's name of each dtype that is saved, with the name in safetensors and the bytes of an element
+DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
 
 
 @dataclass(frozen=True)
@@ -78,32 +98,10 @@ class SavedTensor:
     @property
     def size_bytes(self) -> int:
         """Bytes of the full tensor."""
-        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
-
-
-def describe_tensor(tensor: torch.Tensor) -> SavedTensor:
-    """Return shape, dtype and sharding of a full tensor."""
-    return SavedTensor(tuple(tensor.shape), dtype_name(tensor.dtype), sharding_of(tensor))
-
-
-def sharding_of(tensor: torch.Tensor) -> Sharding:
-    """Return the sharding of a tensor, from its placements."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    axes: Any = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
-    split = [(axis, placement) for axis, placement in axes if not placement.is_replicate()]
-    # FSDP splits a dim after tensor parallelism has split it, although its axis comes first in the mesh:
-    # torch's placement for that is no Shard.
-    split.sort(key=lambda pair: not pair[1].is_shard())
-    return tuple((axis, placement.dim) for axis, placement in split)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without its prefix, such as bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class CheckpointManifest:
     tensors: Mapping[str, SavedTensor]
     mesh: Annotated[Mapping[str, Count], msgspec.Meta(max_length=MOST_AXES)]
     code: Mapping[str, str] = field(
-        default_factory=lambda: {"meshwright": __version__, "torch": str(torch.__version__)}
+        default_factory=lambda: {"meshwright": __version__, "torch": version("torch")}
     )
 
 
@@ -206,7 +204,7 @@ def _tensor_to_text(tensor: SavedTensor) -> str:
 def _tensor_from(text: str) -> SavedTensor:
     """Parse the text of a SavedTensor. Raises AttributeError or TypeError for any other text."""
     dtype, sizes, split = _TENSOR.fullmatch(text).groups()  # type: ignore[union-attr]
-    if not isinstance(getattr(torch, dtype), torch.dtype):
+    if dtype not in DTYPES:
         raise TypeError(dtype)
     sharding = tuple((axis, int(dim)) for axis, dim in (pair.split(":") for pair in split.split()))
     return SavedTensor(tuple(int(size) for size in sizes.split(", ") if size), dtype, sharding)

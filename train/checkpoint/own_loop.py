@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.parallel.structure import check_types
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.reader import load_checkpoint
 from meshwright.train.checkpoint.resume import find_checkpoint, put_damaged_aside
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.config import CheckpointConfig, check_bounds
+from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.errors import CheckpointError, SaveError
 
@@ -46,7 +47,7 @@ def save(
     """
     sharded.settle()
     config = CheckpointConfig(asynchronous=False, keep=keep)
-    check_bounds("mw.save", config)
+    check_types(config, "mw.save")
     texts = {"plan.yaml": plan_to_yaml(sharded.plan), EXTRA: json.dumps(dict(extra or {}))}
     texts[OPTIMIZER] = json.dumps(groups_of(sharded.model, optimizer), default=Tensor.tolist)
     saver = CheckpointSaver(config, Path(folder), sharded.model, optimizer, sharded.mesh, texts)
@@ -72,7 +73,7 @@ def load(
     checkpoint is of another model, or of an optimizer with other groups of parameters.
     """
     sharded.settle()
-    start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info())
+    start = find_checkpoint(CheckpointConfig(), Path(folder), ranks := read_rank_info(has_group=True))
     for line in put_damaged_aside(start, ranks):
         warnings.warn(line, stacklevel=2)
     if start.checkpoint is None or start.manifest is None:

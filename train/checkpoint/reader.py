@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.errors import first_of, one_line
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.layout import RANDOM, STATE, CheckpointLayout, TensorPart, whole
-from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, rank_file
+from meshwright.train.checkpoint.manifest import DTYPES, CheckpointManifest, SavedTensor, rank_file
 from meshwright.train.checkpoint.shards import (
-    DTYPES,
     degrees,
+    describe_tensor,
     held_part,
     random_state,
     set_numbers,
     training_tensors,
 )
-from meshwright.train.distributed.ranks import on_all_ranks
+from meshwright.train.distributed.agreement import on_all_ranks
 from meshwright.train.errors import CheckpointError
 
 
@@ -101,7 +101,7 @@ def open_full(folder: Path, tensors: Mapping[str, StoredPart]) -> TensorFiles:
 
 
 def _format_dtype(tensor: SavedTensor) -> str:
-    return DTYPES.get(getattr(torch, tensor.dtype), tensor.dtype)
+    return DTYPES[tensor.dtype][0]
 
 
 def plan_reads(files: TensorFiles, wanted: Mapping[str, TensorPart]) -> dict[Path, list[PartRead]]:

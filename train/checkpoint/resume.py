@@ -1,5 +1,5 @@
-"""What a start begins from: which training the folder of its run holds (training.json), whether the start may
-use that folder (`judge`), and the checkpoint that it resumes from, verified on all ranks."""
+"""What a start begins from: whether it may use the folder of its run, which may hold another training
+(`judge`), and the checkpoint that it resumes from, verified on all ranks."""
 
 import json
 import uuid
@@ -11,10 +11,12 @@ from meshwright.parallel.errors import first_of
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, step_of
 from meshwright.train.checkpoint.manifest import CheckpointManifest
+from meshwright.train.checkpoint.training_record import FILE, TrainingRecord, read_training
 from meshwright.train.config import CheckpointConfig, Config, ModelConfig
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
+from meshwright.train.distributed.agreement import broadcast_from_rank0, comparable_settings
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, UnreadableError
-from meshwright.train.files import read_note, user_path, write_atomically
+from meshwright.train.files import user_path, write_atomically
 
 if TYPE_CHECKING:
     from meshwright.train.checkpoint.initial_weights import Weights
@@ -90,26 +92,8 @@ def put_damaged_aside(start: Start, ranks: RankInfo) -> list[str]:
     return broadcast_from_rank0(ranks, rename)
 
 
-FILE = "training.json"
 # the settings that a training has from its first start on; all others may change when it goes on
 _SETTINGS = ("checkpoint.resume", "checkpoint.init_from", "run.seed", "model.", "data.")
-
-
-@dataclass(frozen=True)
-class TrainingRecord:
-    """The contents of training.json, which every admitted start writes.
-
-    Args:
-        id: made at the first start of the training
-        settings: of the start that began it, or rolled it back: checkpoint.resume, the model, data and seed
-        resumed_from: the checkpoint that it began from; "" if it began from initial weights
-        launch: of the last admitted start (RankInfo.launch)
-    """
-
-    id: str
-    settings: dict[str, str]
-    resumed_from: str = ""
-    launch: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,11 +109,6 @@ class Admission:
     resume: str
     goes_on: bool
     restarted: bool
-
-
-def read_training(folder: Path) -> TrainingRecord | None:
-    """Return the training that a run's folder holds; None if training.json is missing or invalid."""
-    return read_note(TrainingRecord, folder / FILE, 1 << 20)
 
 
 def judge(config: Config, folder: Path, ranks: RankInfo) -> Admission:
@@ -192,17 +171,6 @@ def _record(config: Config, folder: Path, ranks: RankInfo, admission: Admission,
     except OSError as error:
         return [f"warning: {folder / FILE} cannot be written ({error.strerror}); the run continues"]
     return []
-
-
-def describe_training(folder: Path) -> str:
-    """Say which training a run's folder holds, and what a start in it does."""
-    training, checkpoints = read_training(folder), list_checkpoints(folder / "checkpoints")
-    begun = (training and training.resumed_from) or "initial weights"
-    about = f"training {training.id}, begun from {begun}: " if training else ""
-    if not checkpoints:
-        return f"{about}no checkpoint; checkpoint.resume=auto begins there again"
-    same = " or the command that began the training" if training else ""
-    return f"{about}checkpoint.resume=auto{same} goes on from {checkpoints[-1].name}, others are refused"
 
 
 def settings_of(config: Config) -> dict[str, str]:

@@ -36,13 +36,13 @@ from meshwright.train.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
     TrainPosition,
-    describe_tensor,
     hash_file,
     rank_file,
 )
 from meshwright.train.checkpoint.shards import (
     TensorShard,
     degrees,
+    describe_tensor,
     local_shards,
     needed_bytes,
     random_state,
@@ -50,7 +50,7 @@ from meshwright.train.checkpoint.shards import (
     write_shard_file,
 )
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.distributed.ranks import gather_from_all
+from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.errors import ConfigError, SaveError
 from meshwright.train.memory import free_host_bytes
 

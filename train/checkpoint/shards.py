@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, part_of, whole
-from meshwright.train.checkpoint.manifest import SavedFile, describe_tensor, dtype_name, sharding_of
+from meshwright.train.checkpoint.manifest import DTYPES, SavedFile, SavedTensor, Sharding
 from meshwright.train.errors import SaveError
 
 
@@ -57,9 +58,10 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
                 )
             if value is not None:
                 tensors[f"optim.{names[parameter]}.{key}"] = value
-    if unknown := [f"{name} ({dtype_name(t.dtype)})" for name, t in tensors.items() if t.dtype not in DTYPES]:
+    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
+    if unknown := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in DTYPES]:
         raise SaveError(
-            f"{first_of(unknown)} cannot be saved in this dtype (only {', '.join(map(dtype_name, DTYPES))}): "
+            f"{first_of(unknown)} cannot be saved in this dtype (only {', '.join(DTYPES)}): "
             "convert it, or register a buffer that can be computed with persistent=False"
         )
     return tensors
@@ -72,6 +74,28 @@ def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Map
         for key, value in state.items():
             if isinstance(value, int | float):
                 state[key] = type(value)(tensors[f"optim.{names[parameter]}.{key}"].item())
+
+
+def describe_tensor(tensor: torch.Tensor) -> SavedTensor:
+    """Return shape, dtype and sharding of a full tensor."""
+    return SavedTensor(tuple(tensor.shape), dtype_name(tensor.dtype), sharding_of(tensor))
+
+
+def sharding_of(tensor: torch.Tensor) -> Sharding:
+    """Return the sharding of a tensor, from its placements."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    axes: Any = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    split = [(axis, placement) for axis, placement in axes if not placement.is_replicate()]
+    # FSDP splits a dim after tensor parallelism has split it, although its axis comes first in the mesh:
+    # torch's placement for that is no Shard.
+    split.sort(key=lambda pair: not pair[1].is_shard())
+    return tuple((axis, placement.dim) for axis, placement in split)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without its prefix, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def random_state() -> dict[str, Tensor]:
@@ -126,24 +150,6 @@ def count_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
-DTYPES = {  # the names of safetensors
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _PIECE_BYTES = 16 * 2**20  # written and hashed at a time
 
 
@@ -184,7 +190,7 @@ def file_header(shards: Mapping[str, TensorShard]) -> bytes:
     for name, shard in shards.items():
         start, end = end, end + shard.values.nbytes
         header[name] = {
-            "dtype": DTYPES[shard.values.dtype],
+            "dtype": DTYPES[dtype_name(shard.values.dtype)][0],
             "shape": list(shard.values.shape),
             "data_offsets": [start, end],
         }

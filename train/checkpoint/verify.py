@@ -22,7 +22,7 @@ from meshwright.train.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.train.config import VerifyMode
-from meshwright.train.distributed.ranks import gather_from_all
+from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.errors import CheckpointError, UnreadableError
 
 

@@ -33,7 +33,8 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
 )
 from meshwright.train.data.verify import verify_together
-from meshwright.train.distributed.ranks import RankInfo, gather_from_all, on_all_ranks
+from meshwright.train.distributed.agreement import gather_from_all, on_all_ranks
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.data.token_store import MANIFEST, ShardInfo, TokenStoreManifest, file_sizes, hash_file
-from meshwright.train.distributed.ranks import RankInfo, gather_from_all, on_all_ranks
+from meshwright.train.distributed.agreement import gather_from_all, on_all_ranks
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
 
 RECORD = ".verified-"  # and a hash of the stamps

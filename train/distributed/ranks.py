@@ -1,21 +1,12 @@
-"""Rank information of this process, and helpers that exchange Python objects between ranks."""
+"""Who this process is among the ranks, as its launcher says. Imports no torch."""
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
-from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.config import Config
-from meshwright.train.config_parser import keys_of
-from meshwright.train.errors import USER_ERRORS, ConfigError
+from meshwright.train.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -51,13 +42,14 @@ NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "
 TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 
 
-def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
+def read_rank_info(env: Mapping[str, str] = os.environ, has_group: bool = False) -> RankInfo:
     """Return the RankInfo from the launcher's environment variables, which only this function reads. Raises
-    ConfigError for variables with which this process could join no run, or would train beside others."""
+    ConfigError for variables with which this process could join no run, or would train beside others, unless
+    it `has_group`: a loop of the user's may start its process group without them."""
     numbers = {
         name: _number(env, name, default) for name, default in {**NUMBERS, **dict.fromkeys(TASKS, 1)}.items()
     }
-    if not dist.is_initialized():  # a loop of the user's may start its process group without them
+    if not has_group:
         _check_launcher(env, numbers)
     under_torchrun = "TORCHELASTIC_RUN_ID" in env
     by_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -117,77 +109,6 @@ def start_ticks(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-T = TypeVar("T")
-
-
-def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on every rank; every rank calls this. One of USER_ERRORS is
-    raised on all ranks."""
-    made: list[Any] = [None]
-    if ranks.is_main:
-        try:
-            made = [make()]
-        except USER_ERRORS as error:
-            made = [error]
-    dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
-    if isinstance(made[0], USER_ERRORS):
-        raise made[0]
-    return made[0]  # type: ignore[no-any-return]
-
-
-def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks on every rank, exchanged on the host; every rank calls it. A process
-    without a group is alone."""
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
-def on_all_ranks(work: Callable[[], T]) -> T:
-    """Call `work` on every rank and return its result; every rank calls this. One of USER_ERRORS on any rank
-    is raised on all ranks: the others would wait for that rank in the next collective."""
-    results, failures = list[T](), list[Exception]()
-    try:
-        results.append(work())
-    except USER_ERRORS as error:
-        failures.append(error)
-    for failure in chain.from_iterable(gather_from_all(failures)):
-        raise failure
-    return results[0]
-
-
-def check_same_settings(ranks: RankInfo, local: Mapping[str, str]) -> None:
-    """Check that every rank has the settings, or the plan, of rank 0; otherwise the ranks would train the
-    parts of the model differently. Raises ConfigError with the first difference on all ranks."""
-    main = broadcast_from_rank0(ranks, lambda: local)
-    differences = [
-        f"{key} is {main.get(key)} on rank 0, {local.get(key)} on rank {ranks.rank}"
-        for key in {**main, **local}
-        if local.get(key) != main.get(key)
-    ][:1]
-    if differences := [*chain.from_iterable(gather_from_all(differences))]:
-        raise ConfigError(
-            f"the ranks were started with different settings: {differences[0]} ({len(differences)} of "
-            f"{ranks.world_size} ranks differ from rank 0). Start all ranks with the same command and the "
-            "same files; if auto resolves differently on different machines, set the key"
-        )
-
-
-def comparable_settings(config: Config) -> dict[str, str]:
-    """Return every key of the config with its value, except those that may differ between nodes: cache
-    folders and threads."""
-    keys = keys_of(config, "")
-    return {name: repr(value) for name, value, _ in keys if not name.endswith(("cache_dir", "run.threads"))}
-
-
-def plan_lines(plan: Plan) -> dict[str, str]:
-    """Return the lines of the plan's YAML, in which every auto of the config has a value."""
-    text = plan_to_yaml(replace(plan, compile=replace(plan.compile, cache_dir=None)))
-    return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
 
 
 MOST_RANGES = 12  # of ranks that a message names

@@ -16,7 +16,8 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Count, Natural
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, on_all_ranks
+from meshwright.train.distributed.agreement import broadcast_from_rank0, on_all_ranks
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, ConfigError, CrashLoopError, LockError, OutOfMemory
 from meshwright.train.fault_tolerance.peers import LostPeer, as_peer_lost_error, explain_loss
 from meshwright.train.files import make_lock, read_note, replacing, write_atomically

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import RunConfig
+from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.distributed.exit import EXIT_FAILED, exit_immediately
 from meshwright.train.distributed.process_group import group_timeout
-from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import COMMITS_INTACT, SaveError
 from meshwright.train.fault_tolerance.peers import LostPeer, PeerConnections, as_peer_lost_error, explain_loss
 from meshwright.train.hooks import Hook, StepDone

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import torch
 
@@ -19,7 +19,8 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.train.config import Config, TrainingJob
-from meshwright.train.config_parser import config_to_yaml, keys_of
+from meshwright.train.config_keys import keys_of, type_of
+from meshwright.train.config_parser import config_to_yaml
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
@@ -99,9 +100,9 @@ def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: 
 def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
     """Return the hyperparameters of a run by config key, with the plan's value where the plan decides it."""
     values = {
-        name: _plain(value, declared)
+        name: _plain(value, type_of(name))
         for section in SECTIONS
-        for name, value, declared in keys_of(getattr(config, section), section)
+        for name, value in keys_of(getattr(config, section), section)
     }
     del values["data.cache_dir"]
     open_keys = {key: planned for key, planned in planned_keys(plan).items() if isinstance(values[key], str)}
@@ -126,7 +127,8 @@ def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozens
 
 def _plain(value: Any, declared: Any) -> Value:
     """Return the value of a bool or number key unchanged, so that runs can be sorted by it; else its text."""
-    return value if declared in (bool, int, float) else _to_text(value)
+    is_number = declared in (bool, int, float) or get_origin(declared) is Annotated  # with bounds
+    return value if is_number else _to_text(value)
 
 
 def _to_text(value: Any) -> str:

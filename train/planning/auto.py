@@ -15,8 +15,9 @@ from meshwright.parallel.planner.search import SearchResult
 from meshwright.train.calibration.measure import FALLBACK, measure_here
 from meshwright.train.config import TrainingJob
 from meshwright.train.console import Console
+from meshwright.train.distributed.agreement import broadcast_from_rank0
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (

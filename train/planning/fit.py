@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, PredictedMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS, on_mesh, with_activation_checkpoint

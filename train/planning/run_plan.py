@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan, sums_whole_gradients
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.console import Console
+from meshwright.train.distributed.agreement import broadcast_from_rank0, comparable_settings
 from meshwright.train.distributed.process_group import choose_device, init_distributed
-from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, comparable_settings
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.memory import device_memory_bytes, free_host_bytes
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device

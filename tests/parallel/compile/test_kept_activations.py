@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload

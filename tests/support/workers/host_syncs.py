@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.exit import exit_process
 from meshwright.train.distributed.ranks import read_rank_info
-from meshwright.train.main import run
+from meshwright.train.phases import run
 
 PACKAGE = Path(__file__).parents[3] / "meshwright"
 # excludes a virtual environment in the same folder

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import meshwright.tools.checkpoint.convert as tool
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.tools.checkpoint.__main__ import main
 from meshwright.train.checkpoint.initial_weights import weight_shapes
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-import meshwright.train.main
+import meshwright.train.phases
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.exit import exit_process
 from meshwright.train.distributed.ranks import read_rank_info
@@ -67,6 +67,6 @@ def build_slowed(*arguments: Any) -> Training:
 if __name__ == "__main__":
     ranks, config = read_rank_info(), parse_config(sys.argv[1:])
     FOLDER = Path(config.run.dir)
-    meshwright.train.main.build_training = build_slowed
-    meshwright.train.main.run(config, ranks)
+    meshwright.train.phases.build_training = build_slowed
+    meshwright.train.phases.run(config, ranks)
     exit_process(ranks, 0)

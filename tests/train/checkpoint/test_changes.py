@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope import RopeScaling
+from meshwright.models.config import LlamaConfig, RopeScaling
 from meshwright.train.checkpoint import changes as changes_module
 from meshwright.train.checkpoint.resume import Start, compare_configs
 from meshwright.train.config import Config, FactoryConfig
-from meshwright.train.config_parser import config_to_yaml, keys_of
+from meshwright.train.config_keys import keys_of
+from meshwright.train.config_parser import config_to_yaml
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, read_status, run
@@ -63,7 +63,7 @@ def test_every_key_of_the_config_has_its_effect(group: None, tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text(config_to_yaml(before))
     keys = [
         key.removeprefix(".")
-        for key, _, _ in keys_of(before, "")
+        for key, _ in keys_of(before, "")
         if not key.endswith("checkpoint.changed_model")
     ]
     for count in (3, 6, 6):

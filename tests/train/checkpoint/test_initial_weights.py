@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from meshwright.models.config import LlamaConfig, RopeScaling
 from meshwright.models.hf import config_from_hf
-from meshwright.models.llama import LlamaConfig
-from meshwright.models.rope import RopeScaling
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.train.checkpoint.changes import refuse_other_model
 from meshwright.train.checkpoint.huggingface import INDEX

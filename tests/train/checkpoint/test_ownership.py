@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.checkpoint.resume import FILE, Start, admit, judge
+from meshwright.train.checkpoint.resume import Start, admit, judge
+from meshwright.train.checkpoint.training_record import FILE
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError

@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.data.sample_order import CYCLE, SampleOrder, count_draws, draw, shares
 from meshwright.train.data.sequences import Batch, SequenceShape, count_sequences, read_batch

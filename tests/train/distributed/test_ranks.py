@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import meshwright.train.main
+import meshwright.train.phases
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import ALONE, NUMBERS, TASKS, RankInfo, read_rank_info
 from meshwright.train.errors import ConfigError
@@ -22,7 +22,7 @@ def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes
     config = parse_config([*arguments, *of_rank.get(rank, [])])
     ranks = RankInfo(rank, world_size, rank % local_world_sizes[rank], local_world_sizes[rank], True)
     try:
-        meshwright.train.main.run(config, ranks)
+        meshwright.train.phases.run(config, ranks)
     except ConfigError as error:
         return str(error)
     return ""

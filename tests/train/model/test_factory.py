@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from meshwright.models.llama import LlamaConfig
+from meshwright.models.config import LlamaConfig
 from meshwright.train import user_code
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, FactoryConfig
@@ -140,7 +140,7 @@ def test_a_wrong_factory_is_refused_in_one_line() -> None:
 
 
 def test_an_argument_that_looks_like_a_class_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """jsonargparse imports what `class_path` names where any value is accepted, while it parses."""
+    """Readers of configs exist that import what `class_path` names."""
     (tmp_path / "a_canary.py").write_text("class X: pass")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "a_canary", raising=False)

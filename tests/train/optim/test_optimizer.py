@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.train.config import OptimConfig
 from meshwright.train.optim.optimizer import (
     build_optimizer,

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.config import LlamaConfig
+from meshwright.models.llama import Llama
 from meshwright.train.checkpoint.manifest import SavedTensor
 from meshwright.train.checkpoint.reader import refuse_different
 from meshwright.train.config import OptimConfig

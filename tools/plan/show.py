@@ -1,0 +1,91 @@
+"""What tools.plan prints and writes: the report on one plan, a row for each number of GPUs, a comparison."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.machines import Machines, machines_of_kind
+from meshwright.tools.plan import check as checking
+from meshwright.tools.plan import compare, export, scaling
+from meshwright.tools.plan import report as reporting
+from meshwright.tools.plan.here import HERE, measure_this_machine
+from meshwright.train.config import TrainingJob
+
+
+def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
+    """Print the report on one plan, and write the requested files. One that does not fit is no error. Returns
+    whether --check found a difference above its limit."""
+    if options.save:  # never overwritten, because a run may use it
+        export.check_target("--save", options.save, export.PLAN_SUFFIXES, overwrites=False)
+    if options.timeline:
+        export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
+    if options.gpu:
+        hardware = _find_hardware(options, options.gpus or options.gpus_per_node)
+        gpus = options.gpus or reporting.find_fewest(job, options.gpus_per_node, hardware)
+        machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
+    else:
+        machines = Machines(options.gpus, min(options.gpus, options.gpus_per_node))
+    report = reporting.make_report(job, machines)
+    check = checking.check_run(job, report.plan) if options.check else None
+    written = _write(options, report)
+    if options.json:
+        print(json.dumps(_document(options, report, check), indent=2))
+    else:
+        first = [f"fewest GPUs: {machines.processes}"] if options.min_gpus else []
+        last = [*([checking.as_text(check)] if check else []), *(f"wrote {path}" for path in written)]
+        print("\n\n".join([*first, reporting.as_text(report, options.tokens), *last]))
+    return bool(check and check.wrong)
+
+
+def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
+    """Print a row for each number of GPUs."""
+    counts = scaling.read_sweep(options.sweep)
+    hardware = _find_hardware(options, max(counts))
+    rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
+    print(json.dumps({"sweep": rows}, indent=2) if options.json else scaling.as_text(rows, options.tokens))
+
+
+def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
+    """Print a comparison of DDP, FSDP and HSDP for the training."""
+    compared = compare.compare_strategies(job, options.gpus, options.gpus_per_node)
+    print(json.dumps(compared, indent=2) if options.json else compare.as_text(compared))
+
+
+def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
+    """Return the kind that --gpu names, or this machine as it measures itself."""
+    if options.gpu != HERE:
+        return reporting.find_kind(options.gpu, "--gpu")
+    print(f"{HERE}: this machine measures itself, up to a minute, unless it has before", file=sys.stderr)
+    hardware, line = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
+    print(line, file=sys.stderr)
+    return hardware
+
+
+def _write(options: argparse.Namespace, report: reporting.PlanReport) -> list[Path]:
+    """Write the requested files, and return their paths."""
+    mesh, hardware = report.plan.mesh, report.machines.hardware
+    kind = hardware.name if hardware else "GPUs"
+    of = Path(options.config[-1]).stem if options.config else "model"
+    title = f"{of} on {mesh.world_size} {kind}"
+    if options.timeline and report.prediction:
+        degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
+        export.save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
+    if options.save:
+        export.save_plan(options.save, report.plan, [title, *report.reasons])
+    return [path for path in (options.save, options.timeline) if path]
+
+
+def _document(
+    options: argparse.Namespace, report: reporting.PlanReport, check: checking.PlanCheck | None
+) -> dict[str, Any]:
+    document = reporting.as_json(report)
+    if options.min_gpus:
+        document["min_gpus"] = report.machines.processes
+    if options.tokens and report.prediction:
+        document["time_to_train"] = reporting.time_to_train(
+            report.prediction, report.machines.processes, options.tokens
+        )
+    return document | ({"check": checking.as_json(check)} if check else {})
