@@ -17,7 +17,7 @@ from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError, make_environment, named_device, python_command, run_to_end
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.corpus import load_corpus
+from meshwright.train.data.corpus import find_prepared
 from meshwright.train.planning.resolve import plan_run
 
 WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first steps
@@ -82,7 +82,7 @@ def resolve(setup: Setup) -> Config:
         raise BenchError("--run.dir: a measurement always runs in a temporary folder: remove this option")
     config = parse_config(setup.command_line())
     plan_run(config.job, setup.processes)
-    load_corpus(config.data)  # not part of the measured time: peers also prepare their data beforehand
+    find_prepared(config.data)  # not part of the measured time: peers also prepare their data beforehand
     return config
 
 

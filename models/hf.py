@@ -82,8 +82,6 @@ NAMES = {
     "head.output": "lm_head",
 }
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-# Tables that transformers before 4.32 saved among the weights; they can be computed from the config.
-COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def hf_name(fqn: str) -> str:
@@ -92,11 +90,6 @@ def hf_name(fqn: str) -> str:
     number = layer.group(1) if layer else ""
     pattern = fqn.replace(f".{number}.", ".{}.", 1) if layer else fqn
     return NAMES[pattern.removesuffix(".weight")].format(number) + ".weight"
-
-
-def is_ignored(name: str, tied: bool) -> bool:
-    """Return whether a folder's tensor is not loaded: a computed table, or a tied weight's second copy."""
-    return bool(COMPUTED.fullmatch(name)) or (tied and name == OUTPUT)
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:

@@ -45,7 +45,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
 # What few runs need is imported late. The first module is imported by one process per core; a run with a
 # manual plan needs no planner except on rank 0.
 LATE = {
-    "train.data.prepare.worker_pool": ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio"),
+    "train.data.prepare.worker": ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio"),
     # -h, mistakes in keys and lists of checkpoints are printed at once
     "train.main": ("torch", "matplotlib", "rich"),
     "tools.plan.__main__": ("torch", "matplotlib", "rich"),

@@ -43,9 +43,9 @@ from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import score_sets
 from meshwright.train.hooks import Score
-from meshwright.train.model.shard import shard_model
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
+from meshwright.train.training import shard_model
 
 PROG = "tools.eval"
 DESCRIPTION = """examples:
@@ -222,8 +222,8 @@ def choose_sets(corpus: Corpus, source: str | None) -> dict[str, TokenStream]:
     """Return the sets to evaluate: the run's held-out and validation sets, or the held-out documents of
     `source`, or all of it. DataError if a run has no set."""
     if source:
-        return {source: corpus.held_out.get("held_out", corpus.sources[0].split)}
-    sets = {**corpus.held_out, **corpus.validation}
+        return {source: corpus.evaluation_sets.get("held_out", corpus.sources[0].split)}
+    sets = corpus.evaluation_sets
     if not sets:
         raise DataError("the run has neither held-out documents nor data.validation: add --data SOURCE")
     return sets

@@ -38,10 +38,9 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.shard import shard_model
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.training import Training, fill_training
+from meshwright.train.training import Training, fill_training, shard_model
 
 PROG = "tools.simulate"
 FIRST = 24  # collectives shown without --all
@@ -119,7 +118,10 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         first = tokens.clone() if job.document_mask else None
         shape = make_batch_shape(plan, sharded[0].mesh)
         training[0].step(
-            [shape.own_tokens(Batch(tokens.clone(), tokens.clone(), first)) for _ in range(plan.accumulation)]
+            [
+                shape.local_tokens(Batch(tokens.clone(), tokens.clone(), first))
+                for _ in range(plan.accumulation)
+            ]
         )
 
     return simulate(plan, TrainingCode(shard, fill, step, model_of(job.model).logits), rank)

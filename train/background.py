@@ -25,14 +25,17 @@ class BackgroundThread:
         self._queue.put((function, future))
         return future
 
-    def close(self, limit_s: float) -> None:
-        """Wait at most `limit_s` seconds for the queued calls and the end of the thread."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Wait at most `limit_s` seconds (None: any time) for the queued calls, apart from those whose future
+        was cancelled, and the end of the thread."""
         self._queue.put(None)
         self._thread.join(limit_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             function, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(function())
             except BaseException as error:  # the caller of submit() handles it

@@ -1,4 +1,5 @@
-"""Evaluation on held-out text and validation sets, each distributed over the data-parallel ranks."""
+"""Evaluation on held-out text and validation sets, each distributed over the data-parallel ranks, and the
+hook that decides when a run is evaluated."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +12,62 @@ from torch import Tensor, nn
 from meshwright.models.head import LinearCrossEntropySum
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.sharded_model import evaluating, summed
+from meshwright.train.checkpoint.hook import Checkpoints
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.training_data import BatchShape, to_device
-from meshwright.train.hooks import Score
+from meshwright.train.fault_tolerance.supervision import Supervision
+from meshwright.train.hooks import Hook, Hooks, Score, StepDone, is_due
+from meshwright.train.metrics.collector import StepClock
 from meshwright.train.model.trained_model import LossOf
+from meshwright.train.run import Run
 from meshwright.train.step import count_targets
+
+
+class Evaluation(Hook):
+    """Evaluates a run every so many steps, the first time before training, and reports the scores to all
+    `hooks`. A stop ends an evaluation, without scores."""
+
+    def __init__(
+        self,
+        run: Run,
+        hooks: Hooks,
+        checkpoints: Checkpoints,
+        supervision: Supervision,
+        clock: StepClock,
+    ) -> None:
+        self._config, self._training, self._data = run.config.train, run.training, run.data
+        self._stop, self._watchdog = supervision.stop, supervision.watchdog
+        self._hooks, self._checkpoints, self._clock = hooks, checkpoints, clock
+
+    def start(self, position: TrainPosition) -> None:
+        if self._config.eval_every and position.step == 0:
+            self._evaluate(0)
+
+    def after_step(self, done: StepDone) -> None:
+        if is_due(self._config.eval_every, done.step, done.last) and not self._stop.agreed:
+            with self._clock.paused():
+                # an evaluation must not cost what has been trained
+                self._checkpoints.save_if_due(done.position, done.last)
+                self._evaluate(done.step)
+
+    def _evaluate(self, step: int) -> None:
+        self._watchdog.enter("evaluation", step)
+        data, training = self._data, self._training
+        scores = score_sets(
+            training.sharded.model,
+            data.corpus.evaluation_sets,
+            data.sequences,
+            data.batch,
+            limit=self._config.eval_sequences,
+            device=data.device,
+            data_parallel=data.group,
+            loss_of=training.score_of,
+            should_stop=self._stop.should_stop,
+        )
+        if scores:
+            self._hooks.on_evaluation(step, scores)
 
 
 def score_sets(
@@ -57,7 +108,7 @@ def set_batches(
         index = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
         rows = np.stack((np.zeros_like(index), np.where(index < count, index, -1)), axis=1)
         batch = read_batch([split], rows, sequences, device.type == "cuda")
-        yield to_device(shape.own_tokens(batch), device)
+        yield to_device(shape.local_tokens(batch), device)
 
 
 def _predicted(split: TokenStream, shape: SequenceShape) -> int:
@@ -110,10 +161,3 @@ def _loss_only(model: nn.Module, loss_of: LossOf) -> Iterator[None]:
     finally:
         for switch in switches:
             switch.fill_(1.0)
-
-
-def mean_loss(scores: Mapping[str, Score]) -> float:
-    """Mean loss over the tokens of all sets, in nats."""
-    return sum(score.nats for score in scores.values()) / max(
-        1, sum(score.tokens for score in scores.values())
-    )

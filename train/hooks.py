@@ -80,6 +80,13 @@ class Score:
         return self.loss / math.log(2) / self.bytes_per_token
 
 
+def mean_loss(scores: Mapping[str, Score]) -> float:
+    """Mean loss over the tokens of all sets, in nats."""
+    return sum(score.nats for score in scores.values()) / max(
+        1, sum(score.tokens for score in scores.values())
+    )
+
+
 def is_due(every: int, step: int, last: bool) -> bool:
     """Whether something that happens after every `every`-th step (0: never), and the last, is due."""
     return every > 0 and (last or step % every == 0)

@@ -24,7 +24,7 @@ from meshwright.train.data.training_data import describe_data, load_training_dat
 from meshwright.train.distributed.agreement import check_same_settings, comparable_settings, plan_lines
 from meshwright.train.distributed.process_group import group_timeout, init_distributed
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.evaluation_hook import Evaluation
+from meshwright.train.evaluation import Evaluation
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.run_folder import count_failed_starts, make_run_folder, write_texts

@@ -12,10 +12,10 @@ from torch.func import functional_call
 from meshwright.models.llama import Llama
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.config import Config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import sample_indices
 from meshwright.train.data.sequences import Batch, make_sequence_shape, read_batch
 from meshwright.train.optim.optimizer import learning_rate
+from tests.support.stores import load_corpus
 
 EVALUATE_AFTER = 2  # steps
 
@@ -41,7 +41,7 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = _optimizer(model, config)
     corpus = load_corpus(config.data)
-    train, held_out = corpus.sources[0].split, corpus.held_out["held_out"]
+    train, held_out = corpus.sources[0].split, corpus.evaluation_sets["held_out"]
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )

@@ -23,7 +23,7 @@ from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import (
     TensorShard,
     held_part,
-    own_shards,
+    local_shards,
     training_tensors,
     write_shard_file,
 )
@@ -87,7 +87,7 @@ def save(folder: Path, arguments: Sequence[str], asynchronous: bool) -> None:
     (news,) = saver.poll()
     assert (news.error, news.path) == ("", folder / "step-00000001")
     tensors = training_tensors(model, optimizer)
-    counts = torch.tensor(sum(shard.values.numel() for shard in own_shards(tensors, mesh).values()))
+    counts = torch.tensor(sum(shard.values.numel() for shard in local_shards(tensors, mesh).values()))
     dist.all_reduce(counts)
     assert counts.item() == sum(tensor.numel() for tensor in wanted.values())
     compare(folder, wanted)

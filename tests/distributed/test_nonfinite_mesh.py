@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.training_data import TrainLoader
@@ -26,6 +25,7 @@ from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.sharded import build_sharded
 from tests.support.steps import step_done
+from tests.support.stores import load_corpus
 from tests.support.worlds import run_ranks
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 3, 2, 1

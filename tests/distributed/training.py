@@ -21,16 +21,17 @@ import meshwright.parallel.tensor_parallel
 from meshwright.models.attention import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.train.config import Config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.training_data import TrainLoader
-from meshwright.train.evaluation import mean_loss, score_sets
+from meshwright.train.evaluation import score_sets
+from meshwright.train.hooks import mean_loss
 from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
 from meshwright.train.step import train_step
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
 from tests.support.sharded import build_sharded
+from tests.support.stores import load_corpus
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,16 @@ def train_case(config: Config, steps: int) -> dict[str, Any]:
         seen.append(torch.cat([batch.tokens for batch in batches]))
         if step == steps:
             batches = [replace(batch, targets=pad_unevenly(batch.tokens, batch.targets)) for batch in batches]
-        batches = [shape.own_tokens(batch) for batch in batches]
+        batches = [shape.local_tokens(batch) for batch in batches]
         result = train_step(run.sharded, optimizer, batches, config.train.grad_clip, loss_of_forward)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         if step == EVALUATE_AFTER:
             limit = config.train.eval_sequences
             eval_loss = mean_loss(
-                score_sets(model, corpus.held_out, sequences, shape, limit, device, group, loss_of_forward)
+                score_sets(
+                    model, corpus.evaluation_sets, sequences, shape, limit, device, group, loss_of_forward
+                )
             )
         graphs.append(count_compiled_graphs())
     loader.close()

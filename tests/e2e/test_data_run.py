@@ -13,13 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.config_parser import load_config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.prepare.prepare import prepare as prepare_store
 from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.token_store import MANIFEST
 from meshwright.train.metrics.tensorboard import tag_of
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run
 from tests.support.run_faults import started, wait_for_commit
+from tests.support.stores import load_corpus
 from tests.support.texts import train_bpe
 
 STEPS = 2

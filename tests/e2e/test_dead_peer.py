@@ -70,7 +70,7 @@ def test_a_step_that_takes_longer_than_its_time_out_ends_the_run_with_a_diagnosi
     folder = tmp_path / "run"
     with held(folder, "stuck", "1", data) as launch:
         reason = ended(launch, folder)
-    assert reason.startswith("STUCK: rank 1 is "), reason
+    assert reason.startswith("STUCK: rank 1: "), reason
     assert "held_step" in reason
     assert "run.timeouts.step_s=" in launch.output()
     assert launch.output().count("STUCK: ") == 1

@@ -12,12 +12,12 @@ from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config_parser import load_config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape, read_batch
 from meshwright.train.data.training_data import hash_tokens
 from tests.support.launch import read_status, run
 from tests.support.run_faults import LIMIT_S, rows, started, steps_of, tiny
+from tests.support.stores import load_corpus
 
 DOCUMENTS = 160  # of different lengths
 

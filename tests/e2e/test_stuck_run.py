@@ -7,7 +7,6 @@ import time
 import pytest
 
 from meshwright.train.config_parser import parse_config
-from meshwright.train.data.corpus import load_corpus
 from tests.support.launch import read_status, run
 from tests.support.run_faults import (
     LIMIT_S,
@@ -21,6 +20,7 @@ from tests.support.run_faults import (
     wait_for_commit,
     wait_for_step,
 )
+from tests.support.stores import load_corpus
 
 STEP_S = 4
 
@@ -43,11 +43,11 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_out_is_over(stopped, data
         launch.ranks[stopped].kill()  # torchrun would do so after 30 s
         assert launch.wait(LIMIT_S) == 1
     headline = launch.output().partition("STUCK: ")[2].partition("\n")[0]
-    assert headline.startswith(f"rank {stopped} does not answer"), headline
+    assert headline.startswith(f"rank {stopped}: no answer"), headline
     assert check_commits(folder) >= 5
     status = read_status(folder)
     assert status["state"] == "failed"
-    assert f"rank {stopped} does not answer" in status["reason"]
+    assert f"rank {stopped}: no answer" in status["reason"]
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_path):

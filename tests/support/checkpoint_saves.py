@@ -111,12 +111,17 @@ def save_with_a_fault(fault: str, asynchronous: bool, folder: Path) -> tuple[str
     )
     assert save(saver, 1).error == ""
     good = weight[-1, -1].item()
+    odd: dict[str, Any] = {"odd": object()} if fault == "state" and dist.get_rank() == 1 else {}
+    state = trainer.optimizer.state[trainer.model.weight]
+    state.update(odd)
     if dist.get_rank() == 1:
         weight[-1, -1] = float("nan") if fault == "NaN" else good
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if fault == "disk full" else limit, limit))
     error = save(saver, 2).error
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     weight[-1, -1] = good
+    for name in odd:
+        del state[name]
     dist.barrier()
     after = names(folder)
     dist.barrier()

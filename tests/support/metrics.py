@@ -14,7 +14,7 @@ from meshwright.train.hooks import Hook, Hooks, Score
 from meshwright.train.metrics import writer
 from meshwright.train.metrics.collector import Metrics, StepClock, scores_row
 from meshwright.train.metrics.run_summary import RunSummary
-from meshwright.train.metrics.writer import MetricsWriter
+from meshwright.train.metrics.writer import RowWriter
 
 writer.HANGS_S = 240.0  # no disk hangs here, but the machine may be busy
 
@@ -34,15 +34,15 @@ def open_rows(
     warn: Callable[[str], None] = pytest.fail,
     shown: RunSummary | None = None,
     tensorboard: bool = True,
-) -> MetricsWriter:
+) -> RowWriter:
     """The rows of a run in this folder."""
-    return MetricsWriter(folder, tensorboard, shown or RunSummary(), warn)
+    return RowWriter(folder, tensorboard, shown or RunSummary(), warn)
 
 
-def log_losses(rows: MetricsWriter, losses: dict[int, float]) -> None:
+def log_losses(rows: RowWriter, losses: dict[int, float]) -> None:
     """Log an evaluation with this loss at each step."""
     for step, loss in losses.items():
-        rows.write({"step": step, **scores_row({"held_out": Score(loss, 1, 1.0)})}, {})
+        rows.on_report({"step": step, **scores_row({"held_out": Score(loss, 1, 1.0)})})
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:

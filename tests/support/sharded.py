@@ -87,6 +87,6 @@ def random_batches(run: Sharded) -> list[Batch]:
         for _ in range(run.shape.accumulation)
     ]
     return [
-        run.shape.own_tokens(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        run.shape.local_tokens(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
         for tokens in rows
     ]

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
+from meshwright.train.config import DataConfig
+from meshwright.train.data.corpus import Corpus, find_prepared, load_on_all_ranks, open_corpus
 from meshwright.train.data.token_store import (
     MANIFEST,
     ShardInfo,
@@ -18,10 +21,18 @@ from meshwright.train.data.token_store import (
     open_split,
 )
 from meshwright.train.data.tokenizer import ByteTokenizer
+from meshwright.train.distributed.ranks import ALONE
 
 Documents = Sequence[Sequence[int]]  # the tokens of each
 
 _NUMBERS = itertools.count()
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """The data of a config in this process; checked, unless there are other ranks."""
+    if dist.is_initialized():
+        return open_corpus(config, find_prepared(config))
+    return load_on_all_ranks(config, ALONE, None, lambda line: None)
 
 
 def write_store(

@@ -30,7 +30,6 @@ from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config
-from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.prepare.prepare import prepare
 from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.sequences import make_sequence_shape
@@ -41,6 +40,7 @@ from meshwright.train.evaluation import set_batches
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
+from tests.support.stores import load_corpus
 from tests.support.texts import train_bpe, write_jsonl
 
 Tool = Callable[..., CompletedProcess[str]]
@@ -67,7 +67,9 @@ def test_the_loaded_model_has_the_runs_own_loss(run: Path) -> None:
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
     limit = config.train.eval_sequences
-    batches = list(set_batches(corpus.held_out["held_out"], sequences, BatchShape(1, 1, 0, 1), limit, CPU))
+    batches = list(
+        set_batches(corpus.evaluation_sets["held_out"], sequences, BatchShape(1, 1, 0, 1), limit, CPU)
+    )
     with torch.no_grad():
         loss = sum(model(b.tokens, b.targets).item() for b in batches) / sum(
             b.targets.numel() for b in batches

@@ -15,7 +15,7 @@ import pytest
 from meshwright.tools.cli import run_tool
 from meshwright.tools.prepare_data import PlainLines, main, to_line
 from meshwright.tools.processes import children, find_running
-from meshwright.train.data.prepare import worker_pool
+from meshwright.train.data.prepare import worker
 from meshwright.train.data.prepare.prepare import Progress, prepare
 from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.token_store import read_manifest
@@ -145,16 +145,16 @@ def blocked_signals(pid: int) -> set[int]:
 def prepare_with_a_worker_held(call: Sequence[str]) -> None:
     """Run the command in a separate process group. The second of its two workers is stopped from the start,
     so that it does not finish."""
-    begin, started = worker_pool._Worker.start, []
+    begin, started = worker._Worker.start, []
 
-    def start(worker: worker_pool._Worker) -> None:
-        begin(worker)
-        started.append(worker.pid)
+    def start(process: worker._Worker) -> None:
+        begin(process)
+        started.append(process.pid)
         if len(started) == 2:
-            os.kill(worker.pid, signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGSTOP)
 
     os.setpgid(0, 0)
-    worker_pool._Worker.start = start
+    worker._Worker.start = start
     run_module("tools.prepare_data", call)
 
 

@@ -14,12 +14,15 @@ from tests.support.launch import ROOT, environment
 
 WRITE = """
 import sys
-from meshwright.train.console import Console
+from unittest.mock import Mock
+from meshwright.train.console import Console, Screen
+from tests.support.steps import step_done
 console = Console(is_main=True)
 for step in range(100_000):
     console.print(f"step {step}")
-console.start_progress(0, 10, True, "process")
-console.close()
+screen = Screen(console, 10, Mock(units=[]), "cpu")
+screen.start(step_done(0).position)
+screen.close()
 print("done", file=sys.stderr)
 """
 
@@ -43,17 +46,22 @@ def test_a_reader_that_leaves_does_not_end_what_it_read() -> None:
 
 REPORT = """
 import sys
-from meshwright.train.console import Console
+from unittest.mock import Mock
+from meshwright.train.console import Console, Screen
+from tests.support.steps import step_done
 console = Console(is_main=True)
-console.start_progress(0, 10_000, sys.argv[1] == "compiling", "tensors")
+backend = "inductor" if sys.argv[1] == "compiling" else "eager"
+plan = Mock(units=[Mock(compiled=True)], **{"compile.backend": backend})
+screen = Screen(console, 10_000, plan, "cuda")
+screen.start(step_done(0).position)
 rate = {"tokens_per_s": 123456.7, "trained_tokens_per_s": 123456.7, "mfu": 0.4567, "mfu_causal": 0.4123}
 row = {"loss": 2.34567, "peak_memory_gib": 67.891, "recompiles": 0, **rate}
 for step in range(1000, 1040):
-    console.step_done(step)
-    console.report(row | {"step": step})
-console.report(row | {"step": 1040, "eval_loss": 2.5})
+    screen.after_step(step_done(step))
+    screen.on_report(row | {"step": step})
+screen.on_report(row | {"step": 1040, "eval_loss": 2.5})
 console.print("saved " + "long/" * 20)
-console.close()
+screen.close()
 """
 LINE = "step {}/10000  loss 2.3457  123,457 tokens/s  MFU 45.7% (causal 41.2%)"
 LAST = "step 1040/10000  loss 2.3457  eval loss 2.5000  123,457 tokens/s"

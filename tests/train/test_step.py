@@ -16,9 +16,9 @@ from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
-from meshwright.train.model.shard import freeze
 from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
+from meshwright.train.training import freeze
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
 

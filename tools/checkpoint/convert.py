@@ -36,7 +36,7 @@ from meshwright.train.checkpoint.huggingface import (
     make_export,
     open_folder,
 )
-from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
+from meshwright.train.checkpoint.initial_weights import PREFIX, match_folder
 from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
     CONFIG,
@@ -83,8 +83,7 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
             "--checkpoint.init_from, or write a Hugging Face folder of it with tools.checkpoint export"
         )
     folder = open_folder(source)
-    check_folder(folder, folder.config)
-    names = {PREFIX + fqn: hf_name(fqn) for fqn in weight_shapes(folder.config)}
+    names = {PREFIX + fqn: name for fqn, name in match_folder(folder, folder.config).names.items()}
     tensors = {name: folder.tensors[hf] for name, hf in names.items()}
     described = {name: SavedTensor(t.shape, dtype_name(DTYPES[t.dtype])) for name, t in tensors.items()}
     replicas = max(1, math.ceil(sum(tensor.size_bytes for tensor in described.values()) / limit_bytes))

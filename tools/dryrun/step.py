@@ -88,7 +88,7 @@ def make_batch(plan: Plan, config: Config, mesh: DeviceMesh) -> Batch:
     """Return a micro batch on the device: one document per sequence."""
     tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64)
     batch = Batch(tokens, tokens, tokens.clone() if config.data.document_mask else None)
-    return to_device(make_batch_shape(plan, mesh).own_tokens(batch), DEVICE)
+    return to_device(make_batch_shape(plan, mesh).local_tokens(batch), DEVICE)
 
 
 def report(text: str) -> None:

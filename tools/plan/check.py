@@ -24,9 +24,9 @@ from meshwright.parallel.tensor_parallel import weight_placement
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import TrainingJob
-from meshwright.train.model.shard import freeze
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.predict import predict_memory, run_workload
+from meshwright.train.training import freeze
 
 EXACT, ABOUT = 0.01, 0.08  # allowed relative differences: of collectives and EXACT_KINDS, and of the peak
 EXACT_KINDS = ("params", "grads", "optimizer")  # kinds of memory that can be computed exactly

@@ -12,8 +12,9 @@ from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.hooks import Hook, StepDone, is_due
+from meshwright.train.memory import free_host_bytes
 from meshwright.train.metrics.collector import StepClock
-from meshwright.train.metrics.writer import Rows
+from meshwright.train.metrics.writer import RowWriter
 from meshwright.train.run import Run
 
 
@@ -28,7 +29,7 @@ def open_saver(
         run.config.checkpoint,
         run.folder / "checkpoints",
         *parts,
-        machine=run.ranks.machine,
+        host_bytes=lambda: free_host_bytes() // run.ranks.local_world_size,
         group_timeout=timeout,
         hooks=state,
     )
@@ -45,7 +46,7 @@ class Checkpoints(Hook):
         run: Run,
         supervision: Supervision,
         nonfinite: NonFiniteGuard,
-        rows: Rows,
+        rows: RowWriter,
         clock: StepClock,
     ) -> None:
         self._saver, self._config, self._print = saver, run.config.checkpoint, run.console.print
@@ -62,8 +63,10 @@ class Checkpoints(Hook):
             raise SaveError(self._saver.failed)
         return self._committed
 
+    def before_optimizer(self, step: int) -> None:
+        self._poll(step - 1)  # before the ranks agree on a stop: a save that has failed asks for one
+
     def after_step(self, done: StepDone) -> None:
-        self._poll(done.step)
         if ends := done.last or self._stop.agreed:
             self._nonfinite.finish()
         self.save_if_due(done.position, ends)

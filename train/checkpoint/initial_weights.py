@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.models.config import LlamaConfig
-from meshwright.models.hf import hf_name, is_ignored
+from meshwright.models.hf import hf_name
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import DTYPES, HfFolder, HfWeights, open_folder, open_weights
+from meshwright.train.checkpoint.huggingface import DTYPES, HfWeights, open_folder, open_weights
 from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
 from meshwright.train.checkpoint.reader import StoredPart, open_checkpoint, open_full, read_tensors
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
@@ -55,9 +55,7 @@ def find_weights(init_from: str, model: ModelConfig, changed_model: bool = False
     if (path / MANIFEST).is_file():
         return _of_checkpoint(path, model, changed_model)
     if (path / CONFIG).is_file():
-        if isinstance(model, LlamaConfig):
-            return _of_folder(open_folder(path), model, changed_model)
-        return _of_own_folder(open_weights(path), model, changed_model)
+        return _of_folder(path, model, changed_model)
     saved = [] if not path.is_dir() else [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
     hint = f", such as {saved[-1]}" if saved else ""
     problem = f" has neither {CONFIG} nor {MANIFEST}" if path.is_dir() else ": no such folder"
@@ -78,18 +76,6 @@ def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full"
     on_all_ranks(lambda: read_tensors(files, into, weights.padded))
 
 
-def check_folder(folder: HfFolder, model: LlamaConfig, grown: tuple[int, ...] = ()) -> dict[str, int]:
-    """Raise CheckpointError unless a Hugging Face folder contains exactly the tensors of this model, in
-    dtypes that we read. `grown` and result: as of `_check_tensors`."""
-    saved = {
-        name: t.shape for name, t in folder.tensors.items() if not is_ignored(name, model.tie_embeddings)
-    }
-    names = {hf_name(fqn): shape for fqn, shape in weight_shapes(model).items()}
-    padded = _check_tensors(folder.path, names, saved, grown)
-    _check_dtypes(folder, names)
-    return padded
-
-
 def _check_dtypes(folder: HfWeights, names: Iterable[str]) -> None:
     unsupported = [
         f"{name} ({folder.tensors[name].dtype})" for name in names if folder.tensors[name].dtype not in DTYPES
@@ -107,54 +93,58 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
-def _of_folder(folder: HfFolder, model: LlamaConfig, meant: bool) -> Weights:
-    way_out = f"`python -m tools.checkpoint import {folder.path} OUT` writes a config.yaml for --config"
-    changes = config_changes(folder.config, model, "model")
-    grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, changes, way_out, meant)
-    padded = check_folder(folder, model, grown)
-    return Weights(folder.path, {fqn: hf_name(fqn) for fqn in weight_shapes(model)}, folder.tensors, padded)
+def _of_folder(path: Path, model: ModelConfig, meant: bool) -> Weights:
+    if isinstance(model, LlamaConfig):
+        folder: HfWeights = (llama := open_folder(path))
+        changes = config_changes(llama.config, model, "model")
+        way_out = f"`python -m tools.checkpoint import {path} OUT` writes a config.yaml for --config"
+    else:
+        folder = open_weights(path)
+        changes = _factory_changes(folder, model_of(model).module)
+        way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
+    grown = refuse_other_model(INIT_FROM, path / CONFIG, changes, way_out, meant)
+    return match_folder(folder, model, grown)
 
 
-def _of_own_folder(folder: HfWeights, model: ModelConfig, meant: bool) -> Weights:
-    """Return the weights of a model that a factory builds, which has the folder's names, but for a prefix
-    that one of them may lack, and a tied weight, which may be there under any of its names."""
+def match_folder(folder: HfWeights, model: ModelConfig, grown: tuple[int, ...] = ()) -> Weights:
+    """Return the weights of a Hugging Face folder. Raises CheckpointError unless it contains exactly the
+    tensors of this model, in dtypes that we read. `grown`: as of `_check_tensors`.
+
+    A model that a factory builds has the folder's names, but for a prefix that one of them may lack; a tied
+    weight may be there under any of its names.
+    """
     built = model_of(model).module
-    way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
-    grown = refuse_other_model(INIT_FROM, folder.path / CONFIG, _own_changes(folder, built), way_out, meant)
-    names_of: dict[nn.Parameter, list[str]] = {}
-    for fqn, parameter in built.named_parameters(remove_duplicate=False):
-        names_of.setdefault(parameter, []).append(fqn)
     prefix = f"{getattr(built, 'base_model_prefix', '')}."
-    known = {*folder.tensors}
-    names, used = {}, set[str]()
-    for fqns in names_of.values():
-        spelled = [other for fqn in fqns for other in (fqn, fqn.removeprefix(prefix), f"{prefix}{fqn}")]
-        found = [name for name in dict.fromkeys(spelled) if name in known]
-        names[fqns[0]] = found[0] if found else fqns[0]
-        used.update(found)
+    spellings: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in built.named_parameters(remove_duplicate=False):
+        of_factory = fqn, fqn.removeprefix(prefix), f"{prefix}{fqn}"
+        spelled = [hf_name(fqn)] if isinstance(model, LlamaConfig) else of_factory
+        spellings.setdefault(parameter, []).extend(spelled)
+    names = {
+        fqn: next((name for name in spellings[parameter] if name in folder.tensors), spellings[parameter][0])
+        for fqn, parameter in built.named_parameters()
+    }
     patterns = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored = re.compile("|".join((*patterns, COMPUTED)))
-    padded = _check_tensors(
-        folder.path,
-        {names[fqns[0]]: tuple(parameter.shape) for parameter, fqns in names_of.items()},
-        {
-            name: tensor.shape
-            for name, tensor in folder.tensors.items()
-            if name in names.values() or not (name in used or ignored.search(name))
-        },
-        grown,
-    )
+    others = {name for spelled in spellings.values() for name in spelled} - set(names.values())
+    saved = {
+        name: tensor.shape
+        for name, tensor in folder.tensors.items()
+        if name in names.values() or not (name in others or ignored.search(name))
+    }
+    wanted = {names[fqn]: tuple(parameter.shape) for fqn, parameter in built.named_parameters()}
+    padded = _check_tensors(folder.path, wanted, saved, grown)
     _check_dtypes(folder, names.values())
     return Weights(folder.path, names, folder.tensors, padded)
 
 
-def _own_changes(folder: HfWeights, built: Any) -> list[Change]:
+def _factory_changes(folder: HfWeights, built: Any) -> list[Change]:
     """Return every key of a folder's config.json that a model of transformers has otherwise."""
-    own: Any = getattr(built, "config", None)
-    if not (hasattr(own, "to_dict") and hasattr(own, "from_dict")):
+    config: Any = getattr(built, "config", None)
+    if not (hasattr(config, "to_dict") and hasattr(config, "from_dict")):
         return []
     # through the class, which fills in defaults and rewrites old keys
-    saved, asked = type(own).from_dict(dict(folder.hf_config)).to_dict(), own.to_dict()
+    saved, asked = type(config).from_dict(dict(folder.hf_config)).to_dict(), config.to_dict()
     saved["model_type"] = folder.hf_config.get("model_type")
     return hf_changes(saved, asked)
 

@@ -9,9 +9,8 @@ remains.
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -44,8 +43,8 @@ from meshwright.train.checkpoint.shards import (
     TensorShard,
     degrees,
     describe_tensor,
+    local_shards,
     needed_bytes,
-    own_shards,
     random_state,
     training_tensors,
     write_shard_file,
@@ -81,10 +80,8 @@ class _Job:
     limits: Tensor
     tensors: dict[str, SavedTensor]
     needed_bytes: int
-    start_s: float
-    stall_s: float
     problem: str
-    trial: bool = False
+    trial: bool
 
 
 class CheckpointSaver:
@@ -100,23 +97,22 @@ class CheckpointSaver:
         mesh: DeviceMesh,
         texts: Mapping[str, str | bytes],
         host_bytes: Callable[[], int] = free_host_bytes,
-        machine: int = 0,
         group_timeout: timedelta | None = None,
         hooks: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """`host_bytes` returns the free host memory of this machine; `machine` is a number shared by its
-        ranks; `group_timeout`: of the collectives of a save; None: torch's default; `hooks`: returns
-        the state of hooks (`hooks.state_of`), always of the same names, shapes and dtypes."""
+        """`host_bytes` returns this rank's share of the free host memory; `group_timeout`: of the collectives
+        of a save; None: torch's default; `hooks`: returns the state of hooks (`hooks.state_of`), always of
+        the same names, shapes and dtypes."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
         self._texts_bytes = _MANIFEST_BYTES + sum(map(len, texts.values()))
-        self._host_bytes, self._machine = host_bytes, machine
+        self._host_bytes = host_bytes
         self._model, self._optimizer, self._mesh, self._hooks = model, optimizer, mesh, hooks
         self._hook_state = {name: describe_tensor(tensor) for name, tensor in hooks().items()}
         # A group of its own: saves run beside training.
         self._group = dist.new_group(backend="gloo", timeout=group_timeout, group_desc="checkpoint")
         # Decided by the full model, so that all ranks agree: a rank may have only its random state to write.
         self._on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-        self._enough_memory = False  # whether all machines were found to have enough for the copies
+        self._enough_memory = False  # whether all ranks have had enough for the copies
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._results: queue.SimpleQueue[Saved] = queue.SimpleQueue()
@@ -135,24 +131,16 @@ class CheckpointSaver:
             self._results.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
             return
         start_s = time.perf_counter()
+        job = self._make_job(position)
         try:
-            tensors, random = self._tensors(), random_state()
-            shards = self._own_shards(tensors, random)
-            problem = self._allocate_copies(shards)
-        except RuntimeError as failed:  # of a collective, or the SaveError of a tensor, on all ranks
-            known = isinstance(failed, SaveError)
-            self.failed = str(failed) if known else self._cut_off_after(position.step, failed)
-            self._results.put(Saved(position.step, None, self.failed, 0.0, time.perf_counter() - start_s))
+            problem = self._allocate_copies(job.shards) or job.problem
+        except RuntimeError as failed:  # of a collective
+            self._finish(position.step, None, self._cut_off_after(position.step, failed), start_s)
             return
-        # the state of hooks may be infinite, such as the best loss so far
-        limits = _limits(shards[name] for name in shards if not name.startswith((RANDOM, STATE)))
-        described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
-        needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
-        copies = {} if problem else self._copy(shards)
-        job = _Job(
-            position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem
+        arguments = self._copy(replace(job, problem=problem)), start_s, time.perf_counter() - start_s
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, name="checkpoint-saver", daemon=True
         )
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-saver", daemon=True)
         self._thread.start()
         if not self._asynchronous:
             self.wait()
@@ -179,16 +167,28 @@ class CheckpointSaver:
         if not self._config.every:
             return
         try:
-            tensors, random = self._tensors(), random_state()
-            needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
-            problem = "" if self._on_cpu else self._allocate_copies(self._own_shards(tensors, random))
-            nothing = torch.zeros(0, 2)
-            self._write(_Job(TrainPosition(step + 1), {}, nothing, {}, needed, 0.0, 0.0, problem, trial=True))
+            job = self._make_job(TrainPosition(step + 1), trial=True)
+            problem = "" if self._on_cpu else self._allocate_copies(job.shards)
+            self._write(replace(job, shards={}, problem=job.problem or problem))
         except SaveError as error:
             message = f"checkpoint.every={self._config.every}, but no checkpoint can be saved: {error}"
             if self._config.on_error == "stop":
                 raise ConfigError(f"{message}. To train all the same, try checkpoint.on_error=warn") from None
             warn(f"warning: {message}")
+
+    def _make_job(self, position: TrainPosition, trial: bool = False) -> _Job:
+        """Return a job whose shards are not copied yet. A problem of this rank is part of it, because the
+        others wait for this rank."""
+        tensors, random, shards, problem = dict[str, Tensor](), random_state(), dict[str, TensorShard](), ""
+        try:
+            tensors = self._tensors()
+            shards = local_shards(tensors, self._mesh)
+            shards |= {name: TensorShard(state, (0,) * state.dim()) for name, state in random.items()}
+        except SaveError as error:
+            problem = str(error)
+        described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
+        needed = needed_bytes(tensors, random, dist.get_world_size()) + self._texts_bytes
+        return _Job(position, shards, torch.zeros(0, 2), described, needed, problem, trial)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that training changes. Raises SaveError."""
@@ -198,17 +198,16 @@ class CheckpointSaver:
             raise SaveError("state() of a hook has other names, shapes or dtypes than at the start")
         return {**training_tensors(self._model, self._optimizer), **hooks}
 
-    def _own_shards(
-        self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
-    ) -> dict[str, TensorShard]:
-        states = {name: TensorShard(state, (0,) * state.dim()) for name, state in random.items()}
-        return own_shards(tensors, self._mesh) | states
-
     def _allocate_copies(self, shards: Mapping[str, TensorShard]) -> str:
         """Allocate memory for the copies and keep it for later saves. Returns why that is impossible, or "".
         On a CPU with too little memory, saves become synchronous instead."""
         if self._on_cpu and self._config.asynchronous:
-            self._enough_memory = self._enough_memory or self._have_room(shards)
+            if not self._enough_memory:  # all report before any allocates
+                fits = (
+                    bool(shards)
+                    and sum(shard.values.nbytes for shard in shards.values()) <= self._host_bytes()
+                )
+                self._enough_memory = all(gather_from_all(fits, self._group))
             self._asynchronous = self._enough_memory
         if self._on_cpu and not self._asynchronous:
             return ""
@@ -224,31 +223,25 @@ class CheckpointSaver:
             return f"host memory for copies of the training state cannot be allocated ({why})"
         return ""
 
-    def _have_room(self, shards: Mapping[str, TensorShard]) -> bool:
-        """Return whether each machine has the memory for the copies of its ranks, the same on all ranks: all
-        report before any allocates."""
-        own_bytes = sum(shard.values.nbytes for shard in shards.values())
-        needed_bytes, free_bytes = Counter[int](), dict[int, int]()
-        reports = gather_from_all((self._machine, own_bytes, self._host_bytes()), self._group)
-        for machine, needed, free in reports:
-            needed_bytes[machine] += needed
-            free_bytes[machine] = min(free, free_bytes.get(machine, free))
-        return all(needed_bytes[machine] <= free_bytes[machine] for machine in free_bytes)
-
-    def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
-        """Return the shards in host memory, where training cannot change them; the shards themselves if
-        training waits for the save and they are on a CPU."""
+    def _copy(self, job: _Job) -> _Job:
+        """Return the job with its limits, and with its shards in host memory, where training cannot change
+        them; the shards themselves if training waits for the save and they are on a CPU."""
+        if job.problem:
+            return replace(job, shards={})
+        # the state of hooks may be infinite, such as the best loss so far
+        finite = (shard for name, shard in job.shards.items() if not name.startswith((RANDOM, STATE)))
+        job = replace(job, limits=_limits(finite).cpu())
         if not self._asynchronous and self._on_cpu:
-            return shards
+            return job
         copied = {
             name: TensorShard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
-            for name, shard in shards.items()
+            for name, shard in job.shards.items()
         }
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return copied
+        return replace(job, shards=copied)
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job, start_s: float, stall_s: float) -> None:
         path, error = None, ""
         try:
             path = self._write(job)
@@ -256,9 +249,14 @@ class CheckpointSaver:
             error = str(failed)
         except Exception as failed:  # the training loop gets it from `poll`
             error = self._cut_off_after(job.position.step, failed)
-        self.failed = error
-        stall_s = job.stall_s if self._asynchronous else time.perf_counter() - job.start_s
-        self._results.put(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
+        self._finish(job.position.step, path, error, start_s, stall_s if self._asynchronous else None)
+
+    def _finish(
+        self, step: int, path: Path | None, error: str, start_s: float, stall_s: float | None = None
+    ) -> None:
+        """Report a result. `stall_s`: None if training has waited for all of the save."""
+        self.failed, total_s = error, time.perf_counter() - start_s
+        self._results.put(Saved(step, path, error, total_s if stall_s is None else stall_s, total_s))
 
     def _cut_off_after(self, step: int, failed: Exception) -> str:
         """Set and return `cut_off` after a failed collective."""
@@ -275,16 +273,16 @@ class CheckpointSaver:
         keep = (self._config.keep, self._config.keep_every) if job.trial else None
         begin = partial(begin_save, self._folder, step, job.needed_bytes, keep)
         try:
-            self._agree((step, "room"), _attempt(begin) if main else None)
-            parts = self._gather((step, "part"), _attempt(lambda: self._write_part(folder, job)))
-            committed = _attempt(lambda: self._commit(folder, job, parts)) if main else None
-            return Path(self._agree((step, "commit"), committed))
+            self._on_all_ranks(begin if main else None)
+            parts = self._on_all_ranks(partial(self._write_part, folder, job))
+            committed = self._on_all_ranks(partial(self._commit, folder, job, parts) if main else None)
+            return Path(committed[0])
         except SaveError:
             if main:
                 abandon(self._folder, step)
             raise
 
-    def _write_part(self, partial: Path, job: _Job) -> _Part:
+    def _write_part(self, folder: Path, job: _Job) -> _Part:
         """Write this rank's file. Raises SaveError if it cannot be written, or if a value is not finite."""
         if job.problem:
             raise SaveError(job.problem)
@@ -297,7 +295,7 @@ class CheckpointSaver:
             )
         name = rank_file(rank)
         try:
-            file = write_shard_file(partial / name, job.shards)
+            file = write_shard_file(folder / name, job.shards)
         except OSError as error:
             raise SaveError(f"{self._named(job) / name} cannot be written ({error.strerror})") from None
         return name, file, {key: tensor for key, tensor in job.tensors.items() if key.startswith("random.")}
@@ -306,62 +304,40 @@ class CheckpointSaver:
         """Return the name that a message gives the checkpoint; its partial folder is gone by then."""
         return self._folder / step_name(job.position.step)
 
-    def _commit(self, partial: Path, job: _Job, parts: Sequence[_Part]) -> Path:
+    def _commit(self, folder: Path, job: _Job, parts: Sequence[_Part]) -> Path:
         if job.trial:
             abandon(self._folder, job.position.step)
-            return partial
+            return folder
         tensors = {name: tensor for name, tensor in job.tensors.items() if not name.startswith("random.")}
         files = {name: file for name, file, _ in parts}
         for _, _, random in parts:
             tensors |= random
         try:
             for name, text in self._texts.items():
-                write_synced(partial / name, text)
-                files[name] = hash_file(partial / name)
+                write_synced(folder / name, text)
+                files[name] = hash_file(folder / name)
         except OSError as error:
             raise SaveError(f"{self._named(job)} cannot be written ({error.strerror})") from None
         manifest = CheckpointManifest(job.position, files, tensors, mesh=dict(degrees(self._mesh)))
-        path = commit(partial, manifest)
+        path = commit(folder, manifest)
         delete_others(self._folder, self._config.keep, self._config.keep_every)
         return path
 
-    def _agree(self, stage: tuple[int, str], outcome: Any) -> Any:
-        """Return rank 0's outcome of a stage on every rank, or raise it if it is an error."""
-        box = [(stage, outcome)]
-        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        return self._check_outcome(stage, *box[0])
-
-    def _gather(self, stage: tuple[int, str], outcome: Any) -> list[Any]:
-        """Return every rank's outcome of a stage on every rank; raise the first error among them."""
-        outcomes = gather_from_all((stage, outcome), self._group)
-        return [self._check_outcome(stage, *each) for each in outcomes]
-
-    def _check_outcome(self, stage: tuple[int, str], received: tuple[int, str], outcome: Any) -> Any:
-        """Return an outcome, or raise it if it is an error.
-
-        An outcome of another stage means that a call failed on one rank only, and the ranks are out of step.
-        Saving then ends as if it had been cut off.
-        """
-        if received != stage:
-            local, remote = f"{stage[1]} of step {stage[0]}", f"{received[1]} of step {received[0]}"
-            self.cut_off = (
-                f"the save of step {stage[0]} was cut off: processes are out of step ({local} on this rank, "
-                f"{remote} received)"
-            )
-            raise SaveError(self.cut_off)
-        if isinstance(outcome, SaveError):
-            raise outcome
-        return outcome
-
-
-def _attempt(work: Any) -> Any:
-    """Return the result of the work, or the error that ended it: the other ranks wait for one of them."""
-    try:
-        return work()
-    except SaveError as error:
-        return error
-    except Exception as error:
-        return SaveError(f"{type(error).__name__}: {error}")
+    def _on_all_ranks(self, work: Callable[[], Any] | None) -> list[Any]:
+        """Call each rank's `work`, if it has any, and return the results of all ranks. If it fails on one
+        rank, all raise the first SaveError: the others wait for its result."""
+        outcome: Any = None
+        try:
+            outcome = work() if work else None
+        except SaveError as error:
+            outcome = error
+        except Exception as error:
+            outcome = SaveError(f"{type(error).__name__}: {error}")
+        outcomes = gather_from_all(outcome, self._group)
+        for each in outcomes:
+            if isinstance(each, SaveError):
+                raise each
+        return outcomes
 
 
 def _limits(shards: Iterable[TensorShard]) -> Tensor:

@@ -107,7 +107,7 @@ def random_state() -> dict[str, Tensor]:
     return states
 
 
-def own_shards(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, TensorShard]:
+def local_shards(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, TensorShard]:
     """Return this rank's shards to write, of tensors on `mesh` (the run's) or on some of its axes."""
     layout = CheckpointLayout({name: describe_tensor(t) for name, t in tensors.items()}, degrees(mesh))
     shards = {}

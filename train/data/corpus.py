@@ -32,7 +32,7 @@ from meshwright.train.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
-from meshwright.train.data.verify import verify_alone, verify_together
+from meshwright.train.data.verify import verify_together
 from meshwright.train.distributed.agreement import gather_from_all, on_all_ranks
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
@@ -45,8 +45,7 @@ class Corpus:
 
     Args:
         sources: the training sources
-        held_out: name -> tokens held out of the sources
-        validation: name -> tokens of data.validation
+        evaluation_sets: name -> tokens held out of the sources, and those of data.validation
         tokenizer: of all sources and sets
         description: a line of text that is printed at the start of a run
         fingerprint: hash of the shards, the mixture's weights and data.packing, which with the seed and
@@ -54,8 +53,7 @@ class Corpus:
     """
 
     sources: tuple[Source, ...]
-    held_out: dict[str, TokenStream]
-    validation: dict[str, TokenStream]
+    evaluation_sets: dict[str, TokenStream]
     tokenizer: TokenizerInfo
     description: str
     fingerprint: str
@@ -69,13 +67,6 @@ class Prepared:
     sources: dict[str, Path]
     validation: dict[str, Path]
     manifests: dict[Path, TokenStoreManifest]
-
-
-def load_corpus(config: DataConfig) -> Corpus:
-    """Load the data of a config in this process. Raises DataError."""
-    prepared = find_prepared(config)
-    verify_alone(prepared.manifests, config.verify == "full", cache_root(config) / "verified")
-    return open_corpus(config, prepared)
 
 
 def find_prepared(config: DataConfig) -> Prepared:
@@ -121,10 +112,8 @@ def open_corpus(config: DataConfig, prepared: Prepared) -> Corpus:
             Source(names[source], weight, open_split(folder, manifests[folder], "train"))
             for (source, folder), weight in zip(folders.items(), weights, strict=True)
         ),
-        held_out=held_out,
-        validation={
-            name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()
-        },
+        evaluation_sets=held_out
+        | {name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()},
         tokenizer=tokenizer,
         description=config.factory
         or "; ".join(_describe(source, folder, manifests[folder]) for source, folder in folders.items()),
@@ -310,14 +299,13 @@ def check_sequences(split: TokenStream, shape: SequenceShape, name: str) -> int:
 
 def check_evaluation(corpus: Corpus) -> None:
     """Check that there is an evaluation set and that each has at least two tokens. Raises DataError."""
-    sets = {**corpus.held_out, **corpus.validation}
-    if not sets:
+    if not corpus.evaluation_sets:
         how = "raise data.eval_fraction, set" if corpus.sources else "set"  # a data.factory holds none out
         raise DataError(
             f"train.eval_every is not 0, but no document is held out: {how} data.validation, or set "
             "train.eval_every=0"
         )
-    for name, split in sets.items():
+    for name, split in corpus.evaluation_sets.items():
         if split.tokens < 2:
             raise DataError(
                 f"evaluation set {name} has {split.tokens} tokens, but at least two are needed: use more "
@@ -341,7 +329,7 @@ def load_on_all_ranks(
     cache = cache_root(config) / "verified"
     verify_together(prepared.manifests, config.verify == "full", cache, ranks, print_)
     corpus = open_corpus(config, prepared)
-    sizes = {name: split.tokens for name, split in {**corpus.held_out, **corpus.validation}.items()}
+    sizes = {name: split.tokens for name, split in corpus.evaluation_sets.items()}
     seen = gather_from_all((corpus.fingerprint, sizes, resume_from and resume_from.name))
     if any(state != seen[0] for state in seen):
         raise DataError(

@@ -232,10 +232,10 @@ def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer
     return ByteTokenizer()
 
 
-def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """Round a vocabulary size up to a multiple of `multiple`. Every usual tp degree divides a multiple of
-    128, and GPU matrix multiplications are fast with it."""
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int) -> int:
+    """Round a vocabulary size up to a multiple of 128, which every usual tp degree divides, and with which
+    GPU matrix multiplications are fast."""
+    return -(-vocab_size // 128) * 128
 
 
 def check_vocabulary(tokenizer: TokenizerInfo, vocab_size: int) -> None:

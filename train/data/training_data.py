@@ -5,12 +5,13 @@ Shapes: G sequences of the global batch, B of a micro batch, T tokens.
 """
 
 import math
-import queue
-import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import token_positions
+from meshwright.train.background import BackgroundThread
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.resume import Start
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import Corpus, check_evaluation, check_sequences, load_on_all_ranks
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import Batch, SequenceShape, StepData, at_positions, make_sequence_shape
-from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
@@ -60,7 +61,7 @@ class BatchShape:
         """Sequences of an optimizer step over all ranks."""
         return self.micro_batch_size * self.accumulation * self.data_parallel
 
-    def own_tokens(self, batch: Batch) -> Batch:
+    def local_tokens(self, batch: Batch) -> Batch:
         """Return this rank's tokens of a batch of whole sequences."""
         if self.context_parallel == 1:
             return batch
@@ -89,45 +90,36 @@ class TrainLoader:
     ) -> None:
         self._order, self._sequences, self._shape = order, sequences, shape
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free_slots, self._closed = threading.Semaphore(ahead), threading.Event()
-        self._ready: queue.SimpleQueue[_Ready | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._fill, args=(first_sample,), name="train-loader", daemon=True
-        )
-        self._thread.start()
+        self._next_sample = first_sample
+        self._thread, self._ready = BackgroundThread("train-loader"), deque[Future[_Ready]]()
+        for _ in range(ahead):
+            self._read_ahead()
 
     def next(self) -> StepData:
-        """Return this rank's data of the next step. Raises the exception of the loading thread, if any."""
+        """Return this rank's data of the next step. Raises the error of reading it, in later calls too."""
         start = time.perf_counter()
-        ready = self._ready.get()
-        if isinstance(ready, BaseException):
-            self._ready.put(ready)  # the next call raises it again
-            raise ready
+        batches, data_hash, copied = self._ready[0].result()
         wait_s = time.perf_counter() - start
-        self._free_slots.release()
-        batches, data_hash, copied = ready
+        self._ready.popleft()
+        self._read_ahead()
         if copied is not None:
             await_copies(batches, copied)
         return StepData(batches, data_hash, wait_s)
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
-        self._closed.set()
-        self._free_slots.release()
-        self._thread.join()
+        for step in self._ready:
+            step.cancel()
+        self._thread.close()
 
-    def _fill(self, first_sample: int) -> None:
-        try:
-            if self._stream is not None:  # a new thread uses GPU 0 and would create a second context there
-                torch.cuda.set_device(self._stream.device)
-            while self._free_slots.acquire() and not self._closed.is_set():
-                self._ready.put(self._read_step(first_sample))
-                first_sample += self._shape.global_batch_size
-        except BaseException as error:  # next() raises it in the training loop
-            self._ready.put(error)
+    def _read_ahead(self) -> None:
+        self._ready.append(self._thread.submit(partial(self._read_step, self._next_sample)))
+        self._next_sample += self._shape.global_batch_size
 
     def _read_step(self, first_sample: int) -> _Ready:
         shape, stream = self._shape, self._stream
+        if stream is not None:  # a new thread uses GPU 0 and would create a second context there
+            torch.cuda.set_device(stream.device)
         size = shape.micro_batch_size
         first = first_sample + shape.data_rank * size * shape.accumulation
         batches = [
@@ -138,7 +130,7 @@ class TrainLoader:
             hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens)
         )
         data_hash = data_hash if shape.context_rank == 0 else 0
-        batches = [shape.own_tokens(batch) for batch in batches]
+        batches = [shape.local_tokens(batch) for batch in batches]
         batches, copied = copy_on_stream(batches, stream) if stream else (batches, None)
         return batches, data_hash, copied
 
@@ -212,20 +204,15 @@ class TrainingData:
         behind = self.start.step - self.start.samples / self.batch.global_batch_size
         return self.total_steps, behind if self.asked else 0.0
 
-    @property
-    def evaluation_sets(self) -> dict[str, TokenStream]:
-        """The evaluation sets by name."""
-        return {**self.corpus.held_out, **self.corpus.validation}
-
     def load_from(self, position: TrainPosition, ahead: int) -> TrainLoader:
         """Return a loader of this rank's micro batches from `position` on, at most `ahead` steps ahead."""
         return TrainLoader(self.order, self.sequences, self.batch, position.samples, self.device, ahead)
 
-    def advance(self, position: TrainPosition, steps: int = 1) -> TrainPosition:
-        """Return the position that many optimizer steps later."""
+    def advance(self, position: TrainPosition) -> TrainPosition:
+        """Return the position one optimizer step later."""
         return TrainPosition(
-            step=position.step + steps,
-            samples=position.samples + steps * self.batch.global_batch_size,
+            step=position.step + 1,
+            samples=position.samples + self.batch.global_batch_size,
             seed=self.order.seed,
             seq_len=self.sequences.seq_len,
             world_size=dist.get_world_size(),

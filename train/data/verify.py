@@ -27,19 +27,10 @@ Manifests = Mapping[Path, TokenStoreManifest]
 Print = Callable[[str], None]
 
 
-def verify_alone(manifests: Manifests, hashes: bool, cache: Path) -> None:
-    """Check all files of prepared folders in this process: their sizes, and with `hashes` their contents,
-    unless that was done before. Raises DataError that names the file."""
-    for folder, manifest in manifests.items():
-        stamp = take_stamp(folder, manifest)
-        if hashes and not _is_recorded(folder, stamp, cache):
-            _compare(folder, manifest, list(file_sizes(manifest)))
-            _record(folder, stamp, cache)
-
-
 def verify_together(manifests: Manifests, hashes: bool, cache: Path, ranks: RankInfo, print_: Print) -> None:
-    """Like `verify_alone` on all ranks: those whose nodes see the same files divide them. Every rank calls
-    it, and a problem is raised on all. `print_`: prints a line on rank 0."""
+    """Check all files of prepared folders: their sizes, and with `hashes` their contents, unless that was
+    done before. The ranks whose nodes see the same files divide them. Every rank calls it, and a problem is
+    raised on all, as DataError that names the file. `print_`: prints a line on rank 0."""
     leads = gather_from_all(ranks.machine).index(ranks.machine) == ranks.rank  # the lowest rank of its node
 
     def look() -> list[tuple[str, bool]]:
@@ -73,7 +64,7 @@ def verify_together(manifests: Manifests, hashes: bool, cache: Path, ranks: Rank
 def take_stamp(folder: Path, manifest: TokenStoreManifest) -> str:
     """Check the sizes of a folder's files, and return a hash of their stamps: sizes, times and inodes, which
     differ in a copy that kept the files' times. One call per file. Raises DataError unless each is a regular
-    file of the size in the manifest, or a link to one in the same folder."""
+    file of the size in the manifest, or a link to one."""
     sizes, stamps = file_sizes(manifest), dict[str, tuple[int, ...]]()
     try:
         with os.scandir(folder) as entries:
@@ -89,10 +80,6 @@ def take_stamp(folder: Path, manifest: TokenStoreManifest) -> str:
 
 def _stamp(folder: Path, entry: os.DirEntry[str], size_bytes: int | None) -> tuple[int, ...]:
     path = folder / entry.name
-    if entry.is_symlink():
-        real = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop of links
-        if os.path.dirname(real) != os.path.realpath(folder):
-            raise DataError(f"{path} is a link out of its folder, to {real}: replace it with the file")
     try:
         status = entry.stat()
     except OSError:

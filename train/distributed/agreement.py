@@ -34,7 +34,10 @@ def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
 
 
 def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks on every rank, exchanged on the host; every rank calls it."""
+    """Return the values of all ranks on every rank, exchanged on the host; every rank calls it. A process
+    without a group is alone."""
+    if not dist.is_initialized():
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -83,14 +83,6 @@ class ProcessFacts:
     torch: str = torch.__version__
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Why the ranks cannot train together, and a warning; "" for none."""
-
-    error: str = ""
-    warning: str = ""
-
-
 def read_facts(device: torch.device) -> ProcessFacts:
     """Return the facts of this process."""
     host = socket.gethostname()
@@ -104,28 +96,28 @@ def read_facts(device: torch.device) -> ProcessFacts:
 
 def compare_texts(facts: Sequence[str]) -> str:
     """`compare_processes` for texts of JSON."""
-    return json.dumps(asdict(compare_processes([ProcessFacts(**json.loads(fact)) for fact in facts])))
+    return json.dumps(compare_processes([ProcessFacts(**json.loads(fact)) for fact in facts]))
 
 
-def compare_processes(facts: Sequence[ProcessFacts]) -> Comparison:
+def compare_processes(facts: Sequence[ProcessFacts]) -> tuple[str, str]:
     """Compare the facts of all ranks, in their order: kind of device, version of torch, one GPU for each
-    process, and the GPUs' names.
+    process, and the GPUs' names. Returns why they cannot train together, and a warning; "" for none.
 
     The default group has other backends on a CPU than on a GPU, so that the first collective of unlike ranks
     would hang.
     """
     if odd := _odd_ranks(facts, [KINDS.get(fact.device, fact.device) for fact in facts]):
         way_out = "repair or allocate the missing GPUs (nvidia-smi), or start all ranks with --run.device=cpu"
-        return Comparison(f"all ranks need the same kind of device, but {odd}: {way_out}")
+        return f"all ranks need the same kind of device, but {odd}: {way_out}", ""
     if odd := _odd_ranks(facts, [f"torch {fact.torch}" for fact in facts]):
-        return Comparison(f"all ranks need the same version of torch, but {odd}: install it on every host")
+        return f"all ranks need the same version of torch, but {odd}: install it on every host", ""
     if shared := _shared_gpu(facts):
-        return Comparison(
+        return (
             f"every process needs a GPU of its own, but {shared}: start the processes with all GPUs of the "
             f"host visible, or each with its own {VISIBLE}"
-        )
+        ), ""
     odd = _odd_ranks(facts, [fact.gpu for fact in facts])
-    return Comparison(warning=f"warning: the ranks have different GPUs: {odd}" if odd else "")
+    return "", f"warning: the ranks have different GPUs: {odd}" if odd else ""
 
 
 def _ranks_by(values: Iterable[str]) -> dict[str, list[int]]:
@@ -219,25 +211,25 @@ def processors(root: Path = Path("/")) -> int | None:
     return min(quotas, default=None)
 
 
-def init_process_group(backend: str, timeout: timedelta, facts: ProcessFacts | None = None) -> Comparison:
-    """Initialize the process group after a comparison of the `facts` of all ranks, and return it; without
-    `facts` a group of one, so that the same code runs without a launcher. Raises ConfigError on all ranks if
-    they cannot train together."""
+def init_process_group(backend: str, timeout: timedelta, facts: ProcessFacts | None = None) -> str:
+    """Initialize the process group after a comparison of the `facts` of all ranks, and return its warning;
+    without `facts` a group of one, so that the same code runs without a launcher. Raises ConfigError on all
+    ranks if they cannot train together."""
     if facts is None:
         own = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, rank=0, world_size=1, timeout=timeout)
-        return Comparison()
+        return ""
     # late: a single process meets no others
     from meshwright.train.distributed.rendezvous import rendezvous, wait_until_read
 
     launcher_store, rank, world_size = next(launcher_rendezvous("env://", timeout=timeout))
     store, verdict = rendezvous(launcher_store, rank, world_size, json.dumps(asdict(facts)), compare_texts)
-    comparison = Comparison(**json.loads(verdict))
-    if comparison.error:
+    error, warning = json.loads(verdict)
+    if error:
         wait_until_read(store, rank, world_size)
-        raise ConfigError(comparison.error)
+        raise ConfigError(error)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return comparison
+    return str(warning)
 
 
 def connect_lazily() -> None:
@@ -271,8 +263,8 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> l
     connect_lazily()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = not ranks.under_torchrun and ranks.world_size == 1
-    comparison = init_process_group(backend, group_timeout(config), None if alone else read_facts(device))
-    return [comparison.warning] if comparison.warning else []
+    warning = init_process_group(backend, group_timeout(config), None if alone else read_facts(device))
+    return [warning] if warning else []
 
 
 def init_distributed(

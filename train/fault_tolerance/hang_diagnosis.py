@@ -107,13 +107,16 @@ class TimedOut:
 
 
 def diagnose(reports: Iterable[RankReport], fired: TimedOut) -> str:
-    """Return the message: a verdict, a line for each group of ranks with the suspects first and then by step,
-    and the exceeded timeout."""
+    """Return the message: a verdict, a table with a line for each group of ranks, the suspects first and then
+    by step, and the exceeded timeout."""
     table = sorted(reports, key=lambda report: report.rank)
     verdict, suspects = _judge(table)
-    blamed = {report.rank for report in suspects}
-    groups = _by(table, _situation)
-    groups.sort(key=lambda group: (group[0].rank not in blamed, group[0].order, len(group)))
+    situations = dict[Any, list[RankReport]]()
+    for report in table:
+        situations.setdefault(_situation(report), []).append(report)
+    groups = sorted(
+        situations.values(), key=lambda group: (group[0] not in suspects, group[0].order, len(group))
+    )
     lines = [f"STUCK: {verdict}", *map(_describe, groups[:MOST_PLACES])]
     if rest := groups[MOST_PLACES:]:
         lines.append(f"{_ranks([report for group in rest for report in group])}: at {len(rest)} other places")
@@ -136,55 +139,26 @@ def diagnose_alone(report: RankReport, world_size: int, fired: TimedOut | None, 
 
 
 def _judge(table: Sequence[RankReport]) -> tuple[str, Sequence[RankReport]]:
-    """Return the verdict and the suspects. The first rule that applies to some ranks and not to all is the
-    strongest: ranks are silent, have left the training loop, are in no collective and so keep the others
-    waiting, are behind, or are not where most ranks are."""
-    if silent := [report for report in table if report.silent_s]:
-        least_s, more = min(report.silent_s for report in silent), " or more" if len(silent) > 1 else ""
-        beat = "never sent a heartbeat"
-        if math.isfinite(least_s):
-            beat = f"sent no heartbeat for about {least_s:.0f} s{more}"
-        subject = _ranks(silent, "does", "do")
-        return f"{subject} not answer and {beat}: process stopped or killed, or host down", silent
+    """Return the verdict and the suspects: those of the first rule, the strongest, that applies to some ranks
+    and not to all, or to any if they are silent."""
     behind, at_place = min(report.order for report in table), Counter(map(_place, table))
-    rules: tuple[Callable[[RankReport], bool], ...] = (
-        lambda report: report.section == "ended",
-        lambda report: not report.waits_in,
-        lambda report: report.order == behind,
-        lambda report: 2 * at_place[_place(report)] <= len(table),
+    in_collectives = all(report.waits_in for report in table)
+    rules: tuple[tuple[Callable[[RankReport], object], str], ...] = (
+        (lambda report: report.silent_s, "no answer (process stopped or killed, or host down)"),
+        (lambda report: report.section == "ended", "ended, but the others go on: they disagree on the end"),
+        (lambda report: not report.waits_in, "in no collective, while the others wait"),
+        (lambda report: report.order == behind, "behind the others"),
+        (lambda report: 2 * at_place[_place(report)] <= len(table), "not where most ranks are"),
     )
-    all_wait = all(report.waits_in for report in table)
-    problem = "desynchronized collectives: " if all_wait else ""
-    for rule in rules:
-        odd = [report for report in table if rule(report)]
-        others = [report for report in table if not rule(report)]
-        if odd and others and odd[0].section == "ended":
-            subject = _ranks(odd, "has", "have")
-            return f"{subject} ended, but the others continue: the ranks disagree on the last step", odd
-        if odd and others:
-            return f"{problem}{_locate(odd, others)}, while {_locate(others)}", odd
+    desynchronized = in_collectives and len(at_place) > 1
+    for applies, problem in rules:
+        odd = [report for report in table if applies(report)]
+        if odd and (len(odd) < len(table) or odd[0].silent_s):
+            return f"{_ranks(odd)}: {'desynchronized collectives, ' * desynchronized}{problem}", odd
     if len(at_place) > 1:
-        problem = problem or "the ranks are at different places, and none stands out: "
-        return problem + ", ".join(map(_locate, _by(table, _place)[:MOST_PLACES])), []
-    tail = ", which does not complete: check the network" if all_wait else ", and none is behind"
-    return f"{_locate(table)}{tail if len(table) > 1 else ''}", []
-
-
-def _locate(group: Sequence[RankReport], others: Sequence[RankReport] = ()) -> str:
-    """Return where ranks are, and whether they are in another section or step than all the others."""
-    first, orders = group[0], [report.order for report in others or group]
-    lag = "behind" if first.order < min(orders) else "ahead" if first.order > max(orders) else ""
-    when = f"{lag}, in {first.when}, " if lag else ""
-    more = " and elsewhere" if len(_by(group, _place)) > 1 else ""
-    return f"{_ranks(group, 'is', 'are')} {when}{first.at}{more}"
-
-
-def _by(table: Iterable[RankReport], key: Callable[[RankReport], Any]) -> list[list[RankReport]]:
-    """Group ranks with the same key."""
-    groups = dict[Any, list[RankReport]]()
-    for report in table:
-        groups.setdefault(key(report), []).append(report)
-    return list(groups.values())
+        return "desynchronized collectives" if in_collectives else "the ranks are at different places", []
+    where = "in the same collective, which does not complete: check the network"
+    return f"all ranks are {where if in_collectives else 'at the same place'}", []
 
 
 def _place(report: RankReport) -> tuple[str, str]:
@@ -208,10 +182,9 @@ def _describe(group: Sequence[RankReport]) -> str:
     return f"{subject}: {first.when} for {first.in_section_s:.0f} s, {first.at}"
 
 
-def _ranks(reports: Sequence[RankReport], singular: str = "", plural: str = "") -> str:
-    """Return the ranks, with the verb for one or for several."""
-    noun, verb = ("ranks", plural) if len(reports) > 1 else ("rank", singular)
-    return f"{noun} {as_ranges(report.rank for report in reports)} {verb}".rstrip()
+def _ranks(reports: Sequence[RankReport]) -> str:
+    """Return the ranks as the subject of a line."""
+    return f"rank{'s' * (len(reports) > 1)} {as_ranges(report.rank for report in reports)}"
 
 
 PACKAGE = Path(__file__).parents[2]

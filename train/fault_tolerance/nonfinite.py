@@ -175,15 +175,6 @@ class NonFiniteFinding:
     repeated: bool = True
 
 
-@dataclass(frozen=True)
-class _Unread:
-    """A step whose flag has not been read: the flag, and the event after which that is on the host."""
-
-    done: StepDone
-    skipped: Tensor
-    copied: torch.cuda.Event | None
-
-
 WINDOW_STEPS = 100  # consecutive steps in which skipped ones count: a long run may have a few now and then
 
 
@@ -217,7 +208,8 @@ class NonFiniteGuard(Hook):
         self._print = print_
         self._max_skipped, self._order, self._shape = max_skipped, order, shape
         self._sharded, self._loss_of = sharded, loss_of
-        self._steps: deque[_Unread] = deque()
+        # steps whose flag has not been read, the flag, and the event after which that is on the host
+        self._steps = deque[tuple[StepDone, Tensor, torch.cuda.Event | None]]()
 
     def columns(self) -> dict[str, int]:
         """Return the number of skipped steps, for a row of metrics; nothing while there are none."""
@@ -226,7 +218,7 @@ class NonFiniteGuard(Hook):
     def after_step(self, done: StepDone) -> None:
         """Raises NonFiniteError, after a diagnosis by all ranks, if too many steps were skipped."""
         skipped, copied = _to_host(done.result.skipped)
-        self._steps.append(_Unread(done, skipped, copied))
+        self._steps.append((done, skipped, copied))
         self._read(0 if copied is None else 1)
 
     def finish(self) -> None:
@@ -237,11 +229,10 @@ class NonFiniteGuard(Hook):
         """Read the flags of all steps but the last `left`, of all if one is the step that ends the run."""
         last = None
         while len(self._steps) > left or (last and self._steps):
-            unread = self._steps.popleft()
-            done = unread.done
-            if unread.copied is not None:
-                unread.copied.synchronize()
-            if not unread.skipped.item():
+            done, skipped, copied = self._steps.popleft()
+            if copied is not None:
+                copied.synchronize()
+            if not skipped.item():
                 self._good = done.position
                 continue
             self.skipped += 1
@@ -267,9 +258,9 @@ class NonFiniteGuard(Hook):
         except torch.OutOfMemoryError:
             repeated = False
         sequences = self._sequences(done.first_sample, None if first is None else first.micro_batch)
-        own = NonFiniteFinding(dist.get_rank(), damaged, first, sequences, repeated)
+        found = NonFiniteFinding(dist.get_rank(), damaged, first, sequences, repeated)
         # out of memory possibly on this rank only, so no collective may follow
-        findings = gather_from_all(own) if repeated else [own]
+        findings = gather_from_all(found) if repeated else [found]
         last_sample = done.first_sample + self._shape.global_batch_size - 1
         return describe(done.step, self._max_skipped, findings, f"{done.first_sample} to {last_sample}")
 

@@ -17,10 +17,10 @@ from meshwright.parallel.structure import Count, Natural
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0, on_all_ranks
-from meshwright.train.distributed.ranks import RankInfo, start_ticks
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, ConfigError, CrashLoopError, LockError, OutOfMemory
 from meshwright.train.fault_tolerance.peers import LostPeer, as_peer_lost_error, explain_loss
-from meshwright.train.files import NO_LOCKS, make_lock, read_note, replacing, write_atomically
+from meshwright.train.files import make_lock, read_note, replacing, write_atomically
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -32,13 +32,11 @@ NOTE = ".lock.json"  # next to .lock, which filelock truncates on acquire (3.31 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock. since: the date as text; started: clock ticks from the machine's boot to
-    the process's start, 0 where the system does not provide it (not on Linux)."""
+    """The process that holds a lock. since: the date as text."""
 
     host: str
     pid: Count
     since: str
-    started: int
     launch: str = ""  # RankInfo.launch
 
     def __str__(self) -> str:
@@ -70,8 +68,9 @@ def lock_folder(folder: Path, wait_s: float = 0.0, launch: str = "") -> Lock:
     """Take the folder's lock, in the one process of a run that writes into it. Raises LockError if it is
     taken.
 
-    wait_s: how long to wait for it; launch: RankInfo.launch, for the note. If each machine keeps the locks of
-    a network file system local (NFS with local_lock or nolock), two runs on two machines are not detected.
+    wait_s: how long to wait for it; launch: RankInfo.launch, for the note. On a file system without locks a
+    second run is not detected, which the lock's warning says; and silently not on another machine if each
+    keeps the locks of a network file system local (NFS with local_lock or nolock).
     """
     from filelock import Timeout
 
@@ -86,28 +85,10 @@ def lock_folder(folder: Path, wait_s: float = 0.0, launch: str = "") -> Lock:
     except Timeout:
         raise LockError(_taken_message(folder, _read_holder(folder))) from None
     except OSError as error:
-        if error.errno not in NO_LOCKS:
-            return Lock(folder, None, f"{path} cannot be opened ({error.strerror}): {unprotected}")
-        previous = _wait_for_dead_holder(folder, time.monotonic() + wait_s)
+        return Lock(folder, None, f"{path} cannot be opened or locked ({error.strerror}): {unprotected}")
     _write_holder(folder, launch)
     stale = f"stale lock: the previous run ({previous}) was killed or its host went down; continuing"
     return Lock(folder, lock, stale if previous else "")
-
-
-def _wait_for_dead_holder(folder: Path, deadline_s: float) -> Holder | None:
-    """On a file system without locks: return the previous holder once it is known to be dead, None without
-    one. Raises LockError."""
-    while (holder := _read_holder(folder)) and not _is_dead(holder):
-        if time.monotonic() >= deadline_s:
-            taken = _taken_message(folder, holder)
-            if holder.host != socket.gethostname():
-                taken += (
-                    ". This file system has no locks, so this host cannot check whether that run is still "
-                    f"alive: if it is not, remove {folder / NOTE}"
-                )
-            raise LockError(taken)
-        time.sleep(0.2)
-    return holder
 
 
 def _taken_message(folder: Path, holder: Holder | None) -> str:
@@ -123,24 +104,10 @@ def _read_holder(folder: Path) -> Holder | None:
 def _write_holder(folder: Path, launch: str) -> None:
     """Write the note with this process as holder. If the disk is full, the lock is held without a note."""
     pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z")
-    holder = Holder(socket.gethostname(), pid, since, start_ticks(pid), launch)
+    holder = Holder(socket.gethostname(), pid, since, launch)
     with contextlib.suppress(OSError):
         (folder / NOTE).unlink(missing_ok=True)
         write_atomically(folder / NOTE, json.dumps(asdict(holder)).encode())
-
-
-def _is_dead(holder: Holder) -> bool:
-    """Return whether a process of this host has exited, or its number belongs to another process by now.
-    False for other hosts, where it is unknown."""
-    if holder.host != socket.gethostname():
-        return False
-    try:
-        os.kill(holder.pid, 0)
-    except PermissionError:
-        pass  # alive, and another user's
-    except (OSError, OverflowError):
-        return True
-    return bool(holder.started) and start_ticks(holder.pid) not in (0, holder.started)
 
 
 def make_run_folder(run_dir: str) -> Path:
@@ -294,21 +261,17 @@ class RunStatus:
         (None); `failed`: the failed starts before it."""
         self._folder, self._earlier = folder, read_status(folder)
         self._resumed_from, self._failed = resumed_from, failed
-        self.record("running", resumed_from or 0)
-
-    def record(self, state: State, step: int, reason: str = "") -> None:
-        """Record the number of steps done, and whether the run ended normally after them, finished or
-        stopped."""
-        self._step = step
-        self.write(state, reason)
+        self.progress(resumed_from or 0)
 
     def progress(self, step: int) -> None:
         """Record the number of steps that are done and whose rows are all written."""
-        self.record("running", step)
+        self._step = step
+        self.write("running")
 
     def finish(self, step: int, stopped: str | None) -> None:
         """Record that the run ended normally after `step` steps. `stopped`: why before its last one."""
-        self.record("finished" if stopped is None else "stopped", step, stopped or "")
+        self._step = step
+        self.write("finished" if stopped is None else "stopped", stopped or "")
 
     def end_at_once(self, reason: str) -> None:
         """Record that the process is about to be ended without saving, from any thread."""

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +20,10 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import TrainingJob
-from meshwright.train.evaluation import mean_loss
-from meshwright.train.hooks import Hook, Hooks, Score, StepDone
+from meshwright.train.hooks import Hook, Hooks, Score, StepDone, mean_loss
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.model.shard import training_flops
 from meshwright.train.run import Run
+from meshwright.train.training import training_flops
 
 PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
 UNIT_NORMS = "unit_grad_norms"
@@ -157,8 +155,7 @@ class Metrics(Hook):
                 self._hooks.on_report(self._make_row(done))
 
     def _make_row(self, done: StepDone) -> dict[str, Any]:
-        """Return one row, with rates over the steps since the last row. A row whose loss is a spike contains
-        loss_spike, in deviations above usual_loss (`SpikeDetector`)."""
+        """Return one row, with rates over the steps since the last row."""
         loss, grad_norm = done.result.loss.item(), done.result.grad_norm.item()
         steps, data = self._steps, self._run.data.describe_step(done.position, done.data)
         recompiles = count_training_graphs() - (self._graphs or 0)
@@ -174,8 +171,7 @@ class Metrics(Hook):
         row |= self._predicted_row
         if self._norms is not None:
             row[UNIT_NORMS] = self._norms.take()
-        if (spike := self._spikes.add(loss)) is not None:
-            row |= {"loss_spike": spike.deviations, "usual_loss": spike.usual}
+        row |= self._spikes.add(loss)
         if self._predicted:
             self._reported.append({name: row[name] for name in self._predicted})
         self._steps, self._wait_s, self._scores = 0, 0.0, {}
@@ -230,14 +226,6 @@ MAD_TO_STD = 1.4826  # standard deviation per median absolute deviation of a nor
 MIN_DEVIATION = 1e-3  # fraction of the usual loss: changes in the last digits of a flat loss are no spikes
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A loss that is `deviations` robust standard deviations above `usual`, the median of earlier reports."""
-
-    deviations: float
-    usual: float
-
-
 class SpikeDetector:
     """Stores the last reported losses and compares each new one with them by median and median absolute
     deviation, which a few outliers do not change (Iglewicz and Hoaglin, How to Detect and Handle Outliers,
@@ -246,19 +234,20 @@ class SpikeDetector:
     def __init__(self, before: Iterable[float] = ()) -> None:
         self._losses = deque(before, maxlen=WINDOW)
 
-    def add(self, loss: float) -> Spike | None:
-        """Add a loss; return its spike, or None. Only a loss above the median is a spike. Spikes are stored
-        too, so that a new level becomes usual; a loss that is not finite is neither stored nor a spike."""
+    def add(self, loss: float) -> dict[str, float]:
+        """Add a loss. Return the columns of a spike: loss_spike, in robust standard deviations above
+        usual_loss, the median of earlier reports; none for a usual loss, or one below. Spikes are stored too,
+        so that a new level becomes usual; a loss that is not finite is neither stored nor a spike."""
         if not math.isfinite(loss):
-            return None
+            return {}
         before = list(self._losses)
         self._losses.append(loss)
         if len(before) < MIN_REPORTS:
-            return None
+            return {}
         usual = statistics.median(before)
         deviation = MAD_TO_STD * statistics.median(abs(value - usual) for value in before)
         deviations = (loss - usual) / max(deviation, MIN_DEVIATION * abs(usual), math.ulp(0.0))
-        return Spike(deviations, usual) if deviations > THRESHOLD else None
+        return {"loss_spike": deviations, "usual_loss": usual} if deviations > THRESHOLD else {}
 
 
 ABOUT_DATA = (

@@ -26,30 +26,44 @@ HANGS_S = 5.0  # without a written row for this long, the disk counts as hanging
 COMPUTES_S = 60.0  # the same while TensorBoard is imported or a picture drawn: a busy machine takes long
 
 
-class MetricsWriter:
-    """Writes the rows of a run's metrics in order. A write error does not end the run: `warn` gets one
+class RowWriter(Hook):
+    """Writes the rows of a run in order, on rank 0. A write error does not end the run: `warn` gets one
     message, from any thread. At most MAX_WAITING rows wait for a hanging disk; later rows are lost."""
 
     def __init__(
-        self, folder: Path, tensorboard: bool, shown: RunSummary, warn: Callable[[str], None]
+        self,
+        folder: Path | None,
+        tensorboard: bool,
+        shown: RunSummary,
+        warn: Callable[[str], None],
+        on_progress: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`shown`: the run summary that TensorBoard shows from the first row on."""
-        self._folder, self._warn, self._errors = folder, warn, WriteErrors(warn)
-        self._file = LogFile(folder / "metrics.jsonl", self._errors)
-        self._board_folder = folder / "tb" if tensorboard else None
+        """`folder`: of the run; None on all ranks but 0. `shown`: the run summary that TensorBoard shows from
+        the first row on. `on_progress`: called with a step after all its rows are written."""
+        self._folder, self._warn, self._on_progress = folder, warn, on_progress
+        self._errors = WriteErrors(warn)
+        self._tensorboard, self._shown, self._images = tensorboard, shown, dict(shown.images)
         # opened by the first row: importing TensorBoard would delay the first step
         self._board: TensorBoardWriter | None = None
-        self._shown, self._images = shown, dict(shown.images)
-        self._thread, self._pending = BackgroundThread("metrics"), deque[Future[None]]()
-        self._progress_s = time.monotonic()  # when a job was last seen done
+        self._pending, self._progress_s = deque[Future[None]](), time.monotonic()  # when a job was last done
         self._hangs, self._computes, self._lost = False, False, 0
-        self.later(lambda: self._file.append(b""))  # creates the file, to detect errors early
+        if folder:
+            self._file = LogFile(folder / "metrics.jsonl", self._errors)
+            self._thread = BackgroundThread("metrics")
+            self.later(lambda: self._file.append(b""))  # creates the file, to detect errors early
 
-    def write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-        """Queue a row and the texts of its step; the caller must not change them afterwards."""
-        self.later(partial(self._write, row, texts))
+    def on_report(self, row: Row) -> None:
+        """Queue a row; the caller must not change it afterwards."""
+        if not self._folder:
+            self._on_progress(row["step"])
+            return
+        self.later(partial(self._write, row, self._folder))
         while self._images:  # after the first row, so that it does not wait for them
             self.later(partial(self._write_image, *self._images.popitem()))
+
+    def progress(self, step: int) -> None:
+        """Call `on_progress` with `step` after all rows so far are written."""
+        self.later(partial(self._on_progress, step)) if self._folder else self._on_progress(step)
 
     def later(self, job: Callable[[], None]) -> None:
         """Queue a job after all rows so far. Raises the exception of an earlier job, if there was one."""
@@ -68,8 +82,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Write all remaining rows, including those that failed before, and report rows that are lost."""
+        if not self._folder:
+            return
         self.later(self._file.close)
-        self.later(self._close_board)
+        self.later(lambda: self._board.close() if self._board else None)
         self.flush()
         self._thread.close(0.0 if self._hangs else HANGS_S)
         if missing := len(self._pending) + self._lost:
@@ -92,15 +108,19 @@ class MetricsWriter:
                 "continues, and rows are kept in memory"
             )
 
-    def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    def _write(self, row: Row, folder: Path) -> None:
         self._file.append(json.dumps(_finite(row)).encode() + b"\n")
-        if self._board_folder is None:
-            return
+        if self._tensorboard:
+            self._write_to_board(row, folder / "tb")
+        self._on_progress(row["step"])
+
+    def _write_to_board(self, row: Row, folder: Path) -> None:
         with self._computing():
             from meshwright.train.metrics.tensorboard import TensorBoardWriter, scalars_of
 
             if self._board is None:
-                self._board = TensorBoardWriter(self._board_folder, self._errors, self._shown, row["step"])
+                self._board = TensorBoardWriter(folder, self._errors, self._shown, row["step"])
+        texts = {"loss_spikes": describe_spike(row)} if "loss_spike" in row else {}
         self._board.add(row["step"], scalars_of(row), texts)
 
     def _write_image(self, name: str, make: Callable[[], bytes]) -> None:
@@ -122,44 +142,14 @@ class MetricsWriter:
         finally:
             self._computes = False
 
-    def _close_board(self) -> None:
-        if self._board is not None:
-            self._board.close()
 
-
-class Rows(Hook):
-    """The rows of a run on disk, which rank 0 writes; the other ranks have no `writer`. `on_progress`: called
-    with a step after all its rows are written."""
-
-    def __init__(self, writer: MetricsWriter | None, on_progress: Callable[[int], None]) -> None:
-        self._writer, self._on_progress = writer, on_progress
-
-    def on_report(self, row: Row) -> None:
-        if self._writer:
-            self._writer.write(row, {"loss_spikes": describe_spike(row)} if "loss_spike" in row else {})
-        self.progress(row["step"])
-
-    def progress(self, step: int) -> None:
-        """Call `on_progress` with `step` after all rows so far are written."""
-        self._writer.later(partial(self._on_progress, step)) if self._writer else self._on_progress(step)
-
-    def flush(self) -> None:
-        """Wait until all rows so far are written, unless the disk hangs."""
-        if self._writer:
-            self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer:
-            self._writer.close()
-
-
-def open_rows(run: Run, on_progress: Callable[[int], None]) -> Rows:
-    """Return the rows of a run; TensorBoard shows the run summary from the first row on."""
-    if not run.ranks.is_main:
-        return Rows(None, on_progress)
-    shown = describe_run(run.config, run.planned, run.data.corpus.description, run.steps)
-    writer = MetricsWriter(run.folder, run.config.metrics.tensorboard, shown, run.console.print)
-    return Rows(writer, on_progress)
+def open_rows(run: Run, on_progress: Callable[[int], None]) -> RowWriter:
+    """Return what writes the rows of a run; TensorBoard shows the run summary from the first row on."""
+    folder, shown = None, RunSummary()
+    if run.ranks.is_main:
+        folder = run.folder
+        shown = describe_run(run.config, run.planned, run.data.corpus.description, run.steps)
+    return RowWriter(folder, run.config.metrics.tensorboard, shown, run.console.print, on_progress)
 
 
 def _finite(value: Any) -> Any:

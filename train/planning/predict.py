@@ -22,10 +22,10 @@ from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
-from meshwright.train.model.shard import freeze, training_flops
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
+from meshwright.train.training import freeze, training_flops
 
 
 @dataclasses.dataclass(frozen=True)

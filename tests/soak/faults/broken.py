@@ -129,8 +129,8 @@ BROKEN = (
     Fault(
         "order-off-by-one",
         "each step begins one sequence too early in the order",
-        "first_sample += self._shape.global_batch_size",
-        "first_sample += self._shape.global_batch_size - 1",
+        "self._next_sample += self._shape.global_batch_size",
+        "self._next_sample += self._shape.global_batch_size - 1",
     ),
     Fault(
         "epochs-alike",

@@ -99,9 +99,9 @@ MENDED = (
     ),
     Fault(
         "loader-error-once",
-        "a call of the loader after its error hangs",
-        "self._ready.put(ready)",
-        "pass",
+        "a call of the loader after its error goes on without the step",
+        "self._ready[0].result()",
+        "self._ready.popleft().result()",
     ),
     Fault(
         "evaluation-drops-the-end",

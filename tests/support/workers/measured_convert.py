@@ -11,6 +11,7 @@ import torch
 import meshwright.tools.checkpoint.convert as tool
 from meshwright.models.config import LlamaConfig
 from meshwright.tools.checkpoint.__main__ import main
+from meshwright.train.checkpoint.initial_weights import weight_shapes
 
 save = tool.write_weights
 highest_bytes = 0
@@ -33,7 +34,7 @@ def save_and_look(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 if __name__ == "__main__":
     tool.write_weights = save_and_look
-    tool.weight_shapes(LlamaConfig())  # do late imports now, so that they are not counted
+    weight_shapes(LlamaConfig())  # do late imports now, so that they are not counted
     before_bytes = anonymous_bytes()
     main(sys.argv[1:])
     print("grew", highest_bytes - before_bytes)

@@ -16,11 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.train.config import DataConfig
-from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus, load_on_all_ranks
+from meshwright.train.data.corpus import check_data, find_tokenizer, load_on_all_ranks
 from meshwright.train.data.token_store import MANIFEST, TokenStream
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
+from tests.support.stores import load_corpus
 from tests.support.texts import prepare_texts, train_bpe, write_jsonl
 from tests.support.worlds import run_ranks
 
@@ -56,7 +57,7 @@ def many(made: Path, tmp_path: Path) -> DataConfig:
 
 
 def held_out(config: DataConfig) -> list[str]:
-    return documents_in(load_corpus(config).held_out["held_out"])
+    return documents_in(load_corpus(config).evaluation_sets["held_out"])
 
 
 def test_every_document_is_whole_and_in_exactly_one_split(many: DataConfig) -> None:
@@ -263,16 +264,18 @@ def test_held_out_and_validation_sets_have_their_names(
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
     copy = str(shutil.copytree(prepared, tmp_path / "b" / "prepared"))
     extra = load_corpus(with_cache(prepared, validation={"extra": copy}))
-    assert sorted(extra.held_out) == ["held_out"]
+    assert sorted(extra.evaluation_sets) == ["extra", "held_out"]
     assert [source.name for source in extra.sources] == ["prepared"]
-    assert extra.validation["extra"].documents == 60, "all of a prepared folder is evaluated"
+    assert extra.evaluation_sets["extra"].documents == 60, "all of a prepared folder is evaluated"
     with pytest.raises(DataError, match=r"data\.validation\.held_out: .*another name"):
         load_corpus(with_cache(prepared, validation={"held_out": copy}))
     corpus = load_corpus(with_cache(prepared, mixture={str(prepared): 3.0, copy: 1.0}))
     assert sorted(source.weight for source in corpus.sources) == [1.0, 3.0]
-    assert set(corpus.held_out) == {str(prepared), copy}, "with the same last part they have their full path"
+    assert set(corpus.evaluation_sets) == {str(prepared), copy}, (
+        "with the same last part they have their full path"
+    )
     raw = replace(many, eval_fraction=0.0, validation={"one": str(tmp_path / "one.jsonl")})
-    assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], "all of it is evaluated"
+    assert documents_in(load_corpus(raw).evaluation_sets["one"]) == ["a text"], "all of it is evaluated"
 
 
 def test_the_fingerprint_changes_with_what_the_order_hangs_on_and_nothing_else(prepared: Path) -> None:

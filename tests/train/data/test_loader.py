@@ -187,7 +187,7 @@ def test_no_more_than_so_many_steps_are_read_before_they_are_asked_for(ahead: in
 
 def test_an_exception_in_the_thread_reaches_whoever_asks_for_the_next_batch() -> None:
     loader, thread = load(shape_of(0, 1), seed=-1), ThreadPool(1)
-    for _ in range(2):  # every later call raises it again
+    for _ in range(3):  # every later call raises it again
         with pytest.raises(ValueError, match="non-negative"):
             thread.apply_async(loader.next).get(60)
     thread.terminate()

@@ -22,34 +22,24 @@ LOADS = replace(WAITS, place=NEXT_61, waits_in="")
 GATHERS = replace(WAITS, place="train/metrics/collector.py:88 log", waits_in="all_gather_object")
 SILENT = replace(WAITS, silent_s=42.0)
 ODD_RANK = {  # the report of all ranks but one, that rank's, and what the headline says of it
-    "asleep": (WAITS, LOADS, f"is at {NEXT_61}, while"),
-    "in a library": (
-        WAITS,
-        replace(LOADS, place="", inside="threading.py:9 wait"),
-        "is at threading.py:9 wait",
-    ),
-    "behind": (WAITS, replace(LOADS, step=119), f"is behind, in step 119, at {NEXT_61}"),
-    "ahead": (WAITS, replace(LOADS, section="evaluation"), "is ahead, in evaluation at step 120"),
-    "first step": (WAITS, replace(LOADS, section="first step"), "is behind, in first step at step 120, at"),
-    "another collective": (WAITS, GATHERS, "is in all_gather_object called from"),
-    "an earlier collective": (WAITS, replace(WAITS, step=119), "is behind, in step 119, in all_reduce"),
-    "silent": (WAITS, SILENT, "does not answer and sent no heartbeat for about 42 s"),
-    "never came": (
-        WAITS,
-        RankReport(0, "set-up", silent_s=math.inf),
-        "does not answer and never sent a heartbeat",
-    ),
-    "ended": (WAITS, RankReport(0, "ended", 119), "has ended, but the others continue"),
-    "behind on a GPU": (LOADS, replace(LOADS, step=119), f"is behind, in step 119, at {NEXT_61}, while"),
-    "elsewhere on a GPU": (LOADS, replace(LOADS, place=STEP_70), f"is at {STEP_70}, while"),
+    "asleep": (WAITS, LOADS, "in no collective, while the others wait"),
+    "in a library": (WAITS, replace(LOADS, place="", inside="threading.py:9 wait"), "in no collective"),
+    "behind": (WAITS, replace(LOADS, step=119), "in no collective"),
+    "first step": (WAITS, replace(LOADS, section="first step"), "in no collective"),
+    "another collective": (WAITS, GATHERS, "desynchronized collectives, not where most ranks are"),
+    "an earlier collective": (WAITS, replace(WAITS, step=119), "behind the others"),
+    "silent": (WAITS, SILENT, "no answer"),
+    "never came": (WAITS, RankReport(0, "set-up", silent_s=math.inf), "no answer"),
+    "ended": (WAITS, RankReport(0, "ended", 119), "ended, but the others go on"),
+    "behind on a GPU": (LOADS, replace(LOADS, step=119), "behind the others"),
+    "elsewhere on a GPU": (LOADS, replace(LOADS, place=STEP_70), "not where most ranks are"),
 }
 NO_ODD_RANK = {
-    (WAITS, WAITS): f"ranks 0-1 are in all_reduce called from {STEP_70}, which does not complete",
+    (WAITS, WAITS): "all ranks are in the same collective, which does not complete",
     (WAITS, GATHERS): "desynchronized collectives",
-    (LOADS, LOADS): "none is behind",
-    (LOADS, replace(LOADS, place=STEP_70)): "none stands out",
-    (WAITS,): f"rank 0 is in all_reduce called from {STEP_70}",
-    (LOADS,): f"rank 0 is at {NEXT_61}",
+    (LOADS, LOADS): "all ranks are at the same place",
+    (LOADS, replace(LOADS, place=STEP_70)): "the ranks are at different places",
+    (WAITS,): "all ranks are in the same collective",
 }
 
 
@@ -69,7 +59,7 @@ def test_one_odd_rank_is_named_among_any_number(odd: str) -> None:
     for world_size in (3, 8, DRAW.randrange(3, 1000)):
         rank = DRAW.randrange(world_size)
         headline, lines = diagnosed(*(report if other == rank else usual for other in range(world_size)))
-        assert f"rank {rank} {said}" in headline
+        assert headline.startswith(f"STUCK: rank {rank}: {said}")
         assert lines[0].startswith(f"  rank {rank}: ")
         assert len(lines) <= 5
 
@@ -77,8 +67,8 @@ def test_one_odd_rank_is_named_among_any_number(odd: str) -> None:
 def test_without_an_odd_rank_none_is_blamed_and_a_silent_one_is_before_a_busy_one() -> None:
     for reports, said in NO_ODD_RANK.items():
         assert said in diagnosed(*reports)[0]
-    assert diagnosed(WAITS, SILENT, LOADS)[0].startswith("STUCK: rank 1 does not answer")
-    assert diagnosed(WAITS, LOADS, LOADS, WAITS)[0].startswith(f"STUCK: ranks 1-2 are at {NEXT_61}")
+    assert diagnosed(WAITS, SILENT, LOADS)[0].startswith("STUCK: rank 1: no answer")
+    assert diagnosed(WAITS, LOADS, LOADS, WAITS)[0].startswith("STUCK: ranks 1-2: in no collective")
 
 
 def test_the_lines_below_have_every_rank_and_the_timeout() -> None:

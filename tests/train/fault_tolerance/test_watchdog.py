@@ -124,8 +124,12 @@ REDUCES, SLEEPS = rf"all_reduce called from {AT} reduce", rf"{AT} fall_asleep"
 STUCK = {  # exit codes, the headline, and what the lines below it contain
     "stopped": (
         [1, 1, None],
-        r"rank 2 does not answer .*no heartbeat for about \d+ s: process stopped or killed",
-        [rf"ranks 0-1: step 3 for \d+ s, in {REDUCES}", r"run\.timeouts\.step_s=3600"],
+        r"rank 2: no answer \(process stopped or killed",
+        [
+            r"rank 2: .*, last heartbeat about \d+ s ago",
+            rf"ranks 0-1: step 3 for \d+ s, in {REDUCES}",
+            r"run\.timeouts\.step_s=3600",
+        ],
     ),
     "store stopped": (
         [None, 1],
@@ -134,18 +138,19 @@ STUCK = {  # exit codes, the headline, and what the lines below it contain
     ),
     "asleep": (
         [1, 1],
-        rf"rank 1 is at {SLEEPS}, while rank 0 is in {REDUCES}$",
+        "rank 1: in no collective, while the others wait$",
         [rf"rank 1: step 3 for \d+ s, at {SLEEPS}"],
     ),
     "behind": (  # that rank's own timeout is far away, and no folder can be made
         [1, 1],
-        rf"rank 0 is behind, in evaluation at step 2, at {SLEEPS}, while rank 1 is in {REDUCES}$",
+        "rank 0: in no collective, while the others wait$",
         [
+            rf"rank 0: evaluation at step 2 for \d+ s, at {SLEEPS}",
             r"step 3 has taken \d+ s on rank 1 of 2, more than run\.timeouts\.step_s=3600",
             r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)",
         ],
     ),
-    "ended": ([1], "rank 1 has ended, .*the last step", []),
+    "ended": ([1], "rank 1: ended, but the others go on", []),
     "alone": (
         [1],
         "rank 0 of 2 .*: it has not joined the other processes",
@@ -156,9 +161,8 @@ STUCK = {  # exit codes, the headline, and what the lines below it contain
     ),
     "torchrun": (
         [1],
-        rf"desynchronized collectives: rank 0 is in {REDUCES}, "
-        rf"rank 1 is in all_gather_object called from {AT} gather_objects$",
-        [],
+        "desynchronized collectives$",
+        [rf"rank 0: .*, in {REDUCES}", rf"rank 1: .*, in all_gather_object called from {AT} gather_objects"],
     ),
 }
 

@@ -18,7 +18,7 @@ def test_a_flushed_row_can_be_read_and_a_resumed_run_continues_the_file(tmp_path
         rows = open_rows(tmp_path, tensorboard=False)
         for step in steps:
             scores = {"a": Score(8.0 * step, 8, 2.0), "b": Score(0.0, 8, 1.0)}
-            rows.write({"step": step, **scores_row(scores)}, {})
+            rows.on_report({"step": step, **scores_row(scores)})
             rows.flush()
             row = rows_in(tmp_path)[-1]
             assert row == row | {"step": step, "eval_loss": step / 2, "eval/a/loss": step, "eval/b/loss": 0.0}

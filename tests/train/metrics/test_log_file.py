@@ -17,7 +17,7 @@ from meshwright.train.metrics import log_file, writer
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 from meshwright.train.metrics.run_summary import RunSummary
 from meshwright.train.metrics.tensorboard import TensorBoardWriter
-from meshwright.train.metrics.writer import MetricsWriter
+from meshwright.train.metrics.writer import RowWriter
 from tests.support.launch import LIMIT_S
 from tests.support.limited import full_at
 from tests.support.metrics import board_steps, log_losses, open_rows, read_board, steps_in
@@ -168,7 +168,7 @@ def assert_hang(output: str, folder: Path) -> None:
     assert_contains(output, "warning: ", "metrics", f"{folder} ", " hung for ", "training continues")
 
 
-def flush_in_time(rows: MetricsWriter) -> None:
+def flush_in_time(rows: RowWriter) -> None:
     flushing = threading.Thread(target=rows.flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_LIMIT_S)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.sequences import StepData
 from meshwright.train.metrics.collector import MIN_REPORTS, THRESHOLD, SpikeDetector
-from meshwright.train.metrics.writer import Rows
 from meshwright.train.step import StepResult
 from tests.support.metrics import board_steps, make_metrics, open_rows, read_board, rows_in
 from tests.support.steps import step_done
@@ -24,7 +23,7 @@ def noise(count: int, mean: float, deviation: float, seed: int = 0) -> list[floa
 
 def spikes_in(losses: list[float]) -> list[int]:
     detector = SpikeDetector()
-    return [i for i, loss in enumerate(losses) if detector.add(loss) is not None]
+    return [i for i, loss in enumerate(losses) if detector.add(loss)]
 
 
 def test_noise_a_falling_loss_and_values_that_are_not_finite_are_no_spikes_and_a_new_level_is_one() -> None:
@@ -42,25 +41,24 @@ def test_a_loss_far_above_is_measured_in_deviations_though_spikes_stand_before_i
     before = noise(100, 2.5, 0.05)
     before[10] = before[50] = 9.0
     spike = SpikeDetector(before).add(2.5 + above * 0.05)
-    assert spike is not None
-    assert spike.deviations == pytest.approx(above, rel=0.25)
-    assert spike.usual == pytest.approx(2.5, abs=0.02)
-    assert SpikeDetector(before).add(2.5 + 5 * 0.05) is None, "a little above"
-    assert SpikeDetector(before).add(1.0) is None, "far below"
+    assert spike["loss_spike"] == pytest.approx(above, rel=0.25)
+    assert spike["usual_loss"] == pytest.approx(2.5, abs=0.02)
+    assert not SpikeDetector(before).add(2.5 + 5 * 0.05), "a little above"
+    assert not SpikeDetector(before).add(1.0), "far below"
 
 
 def test_few_reports_are_not_judged_and_constant_losses_may_vary_in_their_last_digits() -> None:
-    assert SpikeDetector([1.0] * (MIN_REPORTS - 1)).add(100.0) is None
-    assert SpikeDetector([1.0] * MIN_REPORTS).add(100.0) is not None
-    assert SpikeDetector([2.0] * 50).add(2.0 + 0.9 * THRESHOLD * 2e-3) is None
-    assert SpikeDetector([2.0] * 50).add(2.0 + 1.1 * THRESHOLD * 2e-3) is not None
-    assert SpikeDetector([0.0] * 50).add(0.0) is None
+    assert not SpikeDetector([1.0] * (MIN_REPORTS - 1)).add(100.0)
+    assert SpikeDetector([1.0] * MIN_REPORTS).add(100.0)
+    assert not SpikeDetector([2.0] * 50).add(2.0 + 0.9 * THRESHOLD * 2e-3)
+    assert SpikeDetector([2.0] * 50).add(2.0 + 1.1 * THRESHOLD * 2e-3)
+    assert not SpikeDetector([0.0] * 50).add(0.0)
 
 
 def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        zero, rows = torch.zeros(()), Rows(open_rows(tmp_path), lambda step: None)
+        zero, rows = torch.zeros(()), open_rows(tmp_path)
         metrics = make_metrics(rows, about={"epoch": 0.75, "data_hash": "ab12"})
         metrics.start(TrainPosition())
         for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):

@@ -24,7 +24,7 @@ from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.metrics.run_summary import RunSummary, describe_run, first_keys, hparams_of
 from meshwright.train.metrics.tensorboard import CHARTS, COMPARED, TAGS
-from meshwright.train.metrics.writer import MetricsWriter
+from meshwright.train.metrics.writer import RowWriter
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.run_plan import RunPlan
@@ -97,7 +97,7 @@ def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path)
     figures = [*TAGS, *(f"predicted_{name}" for name in predicted)]
     row = dict.fromkeys(figures, 1.0) | {"step": 1, "eval/a/loss": 1.0, "eval/a/bits_per_byte": 1.0}
     rows = open_rows(tmp_path)
-    rows.write(row | {"unit_grad_norms": {"head": 1.0, "layers.0": math.nan}}, {})
+    rows.on_report(row | {"unit_grad_norms": {"head": 1.0, "layers.0": math.nan}})
     rows.close()
     page = Page(tmp_path)
     shown = {category["title"]: category for category in page.layout()["category"]}
@@ -188,8 +188,8 @@ def write_beside_tensorflow(folder: Path) -> set[str]:
     sys.path.insert(0, str(folder))
     for name in ("torch.utils.tensorboard", "meshwright.train.metrics.tensorboard"):
         sys.modules.pop(name, None)  # so that it is imported here
-    rows = MetricsWriter(folder, True, RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5}), pytest.fail)
-    rows.write({"step": 0, "loss": 1.0}, {"note": "so"})
+    rows = RowWriter(folder, True, RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5}), pytest.fail)
+    rows.on_report({"step": 0, "loss": 1.0})
     rows.close()
     return {"tensorflow", "torch.utils.tensorboard"} & sys.modules.keys()
 

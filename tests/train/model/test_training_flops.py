@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
 from meshwright.train.config import Config
-from meshwright.train.model.shard import freeze, training_flops
+from meshwright.train.training import freeze, training_flops
 
 SMALL = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128)
 LLAMA_8B = LlamaConfig(

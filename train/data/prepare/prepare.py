@@ -24,8 +24,8 @@ from meshwright.train.data.prepare.worker import (
     result_path,
     token_dtype,
     tokenize_piece,
+    tokenize_pieces,
 )
-from meshwright.train.data.prepare.worker_pool import tokenize_pieces
 from meshwright.train.data.token_store import (
     MANIFEST,
     MANIFEST_BYTES,
@@ -139,7 +139,9 @@ def prepare(
             return check_same_inputs(folder, expected, settings.skip_bad)
         sha256 = tokenizer.info.sha256
         job = TokenizeJob(tokenizer_name, bos, eos, sha256, settings, partial, check_text)
-        results = _Preparation(job, tokenizer, on_progress).run(pieces)
+        results = _tokenize(pieces, job, tokenizer, on_progress)
+        if settings.held_out and (changed := _balance(pieces, results)) != pieces:
+            results = _tokenize(changed, job, tokenizer, on_progress)
         manifest = _fill_manifest(expected, results, source, settings.skip_bad)
         try:
             _publish(job.data, folder, manifest, tokenizer)
@@ -177,50 +179,33 @@ def check_same_inputs(folder: Path, expected: TokenStoreManifest, skip_bad: int)
     return existing
 
 
-class _Preparation:
-    """Tokenizes the pieces of a source that are not finished, and reports progress."""
+def _tokenize(
+    pieces: list[Piece], job: TokenizeJob, tokenizer: Tokenizer, on_progress: OnProgress | None
+) -> list[TokenizedPiece]:
+    """Tokenize the pieces of a source that are not finished, and return the result of every piece."""
+    start_s = time.perf_counter()
+    kept = {piece.index: result for piece in pieces if (result := _kept_result(job, piece))}
+    _remove_others(job.data, [shard for result in kept.values() for shard in result.shards.values() if shard])
+    left = [piece for piece in pieces if piece.index not in kept]
+    total_bytes = sum(piece.size_bytes for piece in pieces)
+    kept_bytes = done_bytes = total_bytes - sum(piece.size_bytes for piece in left)
+    all_tokens = 0
 
-    def __init__(
-        self,
-        job: TokenizeJob,
-        tokenizer: Tokenizer,
-        on_progress: OnProgress | None,
-    ) -> None:
-        self._job, self._tokenizer = job, tokenizer
-        self._on_progress = on_progress
-        self._start_s = time.perf_counter()
-        self._total = self._kept = self._done = self._tokens = 0
+    def count(size_bytes: int, tokens: int) -> None:
+        nonlocal done_bytes, all_tokens
+        done_bytes, all_tokens = done_bytes + size_bytes, all_tokens + tokens
+        if on_progress is not None:
+            elapsed_s = time.perf_counter() - start_s
+            on_progress(Progress(done_bytes, total_bytes, kept_bytes, all_tokens, elapsed_s))
 
-    def run(self, pieces: list[Piece]) -> list[TokenizedPiece]:
-        """Return every piece's result. If all documents are in one split, one piece is tokenized again."""
-        results = self._finish(pieces)
-        changed = _balance(pieces, results) if self._job.settings.held_out else pieces
-        return results if changed == pieces else self._finish(changed)
-
-    def _finish(self, pieces: list[Piece]) -> list[TokenizedPiece]:
-        kept = {piece.index: result for piece in pieces if (result := _kept_result(self._job, piece))}
-        _remove_others(
-            self._job.data,
-            [shard for result in kept.values() for shard in result.shards.values() if shard],
-        )
-        left = [piece for piece in pieces if piece.index not in kept]
-        self._total = sum(piece.size_bytes for piece in pieces)
-        self._done = self._kept = self._total - sum(piece.size_bytes for piece in left)
-        self._count(0, 0)
-        workers = min(self._job.settings.workers, len(left))
-        if workers > 1:
-            tokenize_pieces(left, self._job, workers, self._count)
-        else:
-            for piece in left:
-                tokenize_piece(piece, self._job, self._tokenizer, self._count)
-        return [read_result(result_path(self._job, piece)) for piece in pieces]
-
-    def _count(self, done_bytes: int, tokens: int) -> None:
-        self._done += done_bytes
-        self._tokens += tokens
-        if self._on_progress is not None:
-            elapsed_s = time.perf_counter() - self._start_s
-            self._on_progress(Progress(self._done, self._total, self._kept, self._tokens, elapsed_s))
+    count(0, 0)
+    workers = min(job.settings.workers, len(left))
+    if workers > 1:
+        tokenize_pieces(left, job, workers, count)
+    else:
+        for piece in left:
+            tokenize_piece(piece, job, tokenizer, count)
+    return [read_result(result_path(job, piece)) for piece in pieces]
 
 
 def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Piece]:

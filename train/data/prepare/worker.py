@@ -1,4 +1,5 @@
-"""Tokenizes pieces of a source, in this process or in a worker of worker_pool.py.
+"""Tokenizes pieces of a source, in this process or in several, which import neither torch nor the main
+program.
 
 Long documents are tokenized in parts, because the tokenizers library needs some hundred bytes of memory per
 byte of text. Tokens depend only on a few characters around them, but tokenizers differ in what they do at the
@@ -12,11 +13,17 @@ import json
 import multiprocessing
 import os
 import re
+import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -346,3 +353,58 @@ def _job_tokenizer(job: TokenizeJob) -> Tokenizer:
     if tokenizer.info.sha256 != job.tokenizer_sha256:
         raise DataError(f"data.tokenizer={job.tokenizer} changed while data was being prepared: start again")
     return tokenizer
+
+
+# Several workers
+
+
+class _Worker(SpawnProcess):
+    """A process that exits when its parent kills it or exits. It blocks SIGINT and SIGTERM, which a terminal
+    or Slurm sends to both."""
+
+    def start(self) -> None:
+        program = sys.modules["__main__"]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        # otherwise the new process would import the main program, and torch with it
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = program
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _WorkerContext(SpawnContext):
+    """Starts workers."""
+
+    Process = _Worker
+
+
+def tokenize_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_batch: OnBatch) -> None:
+    """Tokenize the pieces in `workers` processes, which end with the call; `on_batch` follows each piece.
+    Raises DataError."""
+    with ProcessPoolExecutor(workers, _WorkerContext(), start_worker) as pool:
+        try:
+            jobs = _submit(pool, pieces, job)
+            for done in as_completed(jobs):
+                on_batch(jobs[done].size_bytes, done.result())
+        except BrokenProcessPool:
+            raise DataError(
+                "a worker process of the preparation was killed (perhaps memory ran out): start again, with "
+                "fewer (--workers); finished shards are kept"
+            ) from None
+        finally:  # on Ctrl-C, and on an error in one piece, do not wait for the other pieces
+            for worker in multiprocessing.active_children():
+                if isinstance(worker, _Worker):
+                    worker.kill()
+
+
+def _submit(pool: ProcessPoolExecutor, pieces: Sequence[Piece], job: TokenizeJob) -> dict[Future[int], Piece]:
+    """Submit every piece. DataError if the system cannot start a process."""
+    try:
+        return {pool.submit(tokenize_in_worker, piece, job): piece for piece in pieces}
+    except OSError as error:
+        raise DataError(
+            f"the preparation cannot start its worker processes ({error.strerror}): use fewer "
+            "(--workers), or raise the limits on open files and processes (ulimit -n, ulimit -u)"
+        ) from None
