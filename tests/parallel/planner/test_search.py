@@ -270,10 +270,10 @@ def test_none_fits() -> None:
     [
         (8, {"tp": 3}, r"parallel\.tp=3 must divide model\.n_heads=8"),
         (8, {"tp": 1, "batch": 12}, r"train\.global_batch_size=12 must be a multiple"),
-        (8, {"tp": 0}, "must be at least 1"),
+        (8, {"tp": 0}, "of at least 1"),
         (16, {"strategy": "full_shard", "reshard_after_forward": False}, r"contradicts parallel\.strategy"),
         (16, {"strategy": "hybrid_shard", "dp_replicate": 4}, r"contradicts parallel\.strategy"),
-        (8, {"selective_policy": "foo"}, "selective_policy=foo"),
+        (8, {"selective_policy": "foo"}, "selective_policy: 'foo'"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_simplest_plans_mistake(
