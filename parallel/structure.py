@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from meshwright.parallel.errors import PlanError, one_line
-from meshwright.parallel.yaml_io import Written, load_value, value_of
 
 T = TypeVar("T")
 # Field types with bounds. The upper bounds exclude infinity, and integers too large for torch.
@@ -29,6 +28,21 @@ _NAMES = {
     bool: "true or false",
     types.NoneType: "null",
 }
+
+
+class Written(str):
+    """A scalar as it is written, such as 010 or no, with the `value` that YAML gives it: 10 or "no"."""
+
+    value: Any
+
+
+def value_of(written: Any) -> Any:
+    """Return the values of `Written` scalars in lists and mappings, whose keys stay text."""
+    if isinstance(written, list):
+        return [value_of(each) for each in written]
+    if isinstance(written, dict):
+        return {str(key): value_of(each) for key, each in written.items()}
+    return written.value if isinstance(written, Written) else written
 
 
 def structure(cls: type[T], data: Any, place: str) -> T:
@@ -110,8 +124,13 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
             )
             for key, part in value.items()
         }
+    plain = value_of(value)
+    if isinstance(value, Written):
+        if is_text(target) and not (plain is None and accepts_null(target)):
+            plain = str(value)
+        strict = not isinstance(plain, str)  # "3e-4" in quotes is a number too
     try:
-        return msgspec.convert(_value_for(target, value), target, strict=strict)
+        return msgspec.convert(plain, target, strict=strict)
     except ValueError as error:  # from msgspec, or for text with an unpaired surrogate
         shown = one_line(value if isinstance(value, Written) else repr(value_of(value)), 80)
         rule = f" must be {describe_type(target)}"
@@ -119,17 +138,6 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
             rule = f": {error}"
         mistakes.append(f"{f'{place}={shown}' if place else shown}{rule}")
         return None
-
-
-def _value_for(target: Any, written: Any) -> Any:
-    """Return what is `written` as text where the target is, and otherwise by YAML's rules, by which "3e-4" in
-    quotes is a number too."""
-    value = value_of(written)
-    if not isinstance(written, Written) or target is Any or (value is None and accepts_null(target)):
-        return value
-    if is_text(target):
-        return str(written)
-    return load_value(value) if isinstance(value, str) else value
 
 
 def members(target: Any) -> tuple[Any, ...]:

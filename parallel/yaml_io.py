@@ -8,18 +8,13 @@ from typing import Any
 import yaml
 
 from meshwright.parallel.errors import one_line
+from meshwright.parallel.structure import Written, value_of
 
 MAX_BYTES = 2**19  # of a file; three times a plan of 126 blocks with every unit written out
 
 
 class YamlError(ValueError):
     """The file cannot be read, is not YAML, or uses YAML features that hide mistakes."""
-
-
-class Written(str):
-    """A scalar as it is written, such as 010 or no, with the `value` that YAML gives it: 10 or "no"."""
-
-    value: Any
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -94,15 +89,6 @@ def load_written(text: str) -> Any:
 def load_value(text: str) -> Any:
     """Return the value of a YAML text. Raises YamlError."""
     return value_of(load_written(text))
-
-
-def value_of(written: Any) -> Any:
-    """Return the values of `Written` scalars in lists and mappings, whose keys stay text."""
-    if isinstance(written, list):
-        return [value_of(each) for each in written]
-    if isinstance(written, dict):
-        return {str(key): value_of(each) for key, each in written.items()}
-    return written.value if isinstance(written, Written) else written
 
 
 def load_mapping(path: Path, written: bool = False) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.structure import accepts_null, convert, is_text, report
-from meshwright.parallel.yaml_io import Written, YamlError, load_mapping, load_written, to_yaml, value_of
+from meshwright.parallel.structure import Written, accepts_null, convert, is_text, report, value_of
+from meshwright.parallel.yaml_io import YamlError, load_mapping, load_written, to_yaml
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.config_keys import (
