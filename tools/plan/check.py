@@ -91,7 +91,7 @@ def compare(traffic: Traffic, memory: StepMemory, simulation: Simulation) -> Pla
 def _compare_traffic(predicted: Traffic, simulation: Simulation) -> Iterator[CheckedQuantity]:
     simulated = _count((c.op, c.axis, c.bytes) for c in simulation.collectives)
     tiny = TINY * sum(size for _, size in simulated.values())
-    for key in sorted({*predicted, *simulated}, key=lambda key: -simulated.get(key, (0, 0.0))[1]):
+    for key in sorted({**simulated, **predicted}, key=lambda key: -simulated.get(key, (0, 0.0))[1]):
         planned, real = predicted.get(key, (0, 0.0)), simulated.get(key, (0, 0.0))
         limit = EXACT if max(planned[1], real[1]) > tiny else None
         yield CheckedQuantity(f"{key[0]} {key[1]}, count", planned[0], real[0], limit)
