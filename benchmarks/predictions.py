@@ -23,8 +23,8 @@ from benchmarks.train import (
 )
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
+from meshwright.tools.calibrate import HERE, measure_this_machine
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.tools.plan.report import find_kind
 from meshwright.train.config import TrainingJob
 from meshwright.train.planning.predict import predict

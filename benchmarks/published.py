@@ -23,8 +23,8 @@ from benchmarks.support.harness import BenchResult, Measurement, config_keys, re
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
-from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.hardware import Hardware, load_hardware, reserved_bytes
+from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.workload import ModelWorkload
 from meshwright.tools.cli import format_table

@@ -1,7 +1,12 @@
 """The `parallel` section of the config; `plan/make.py` makes a plan from it."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.structure import Count, Integer, Natural, convert
 
 Auto = Literal["auto"]
 Dtype = Literal["float32", "bfloat16"]  # float16 would need a gradient scaler
@@ -9,6 +14,19 @@ Exchange = Literal["heads", "gather"]
 ReduceGradients = Literal["every_micro_batch", "last_micro_batch"]
 ActivationCheckpoint = Literal["none", "full", "selective", "budget", "offload"]
 Recipe = Literal["none", "tensorwise", "rowwise"]
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+def convert_fields(section: Any, name: str) -> None:
+    """Convert the fields of a new config section to their types, such as lists to tuples. Raises PlanError
+    with a line for each value of another type. `name`: of the section, which the keys begin with."""
+    mistakes = list[str]()
+    for item in fields(section):
+        value = convert(item.type, getattr(section, item.name), f"{name}.{item.name}", mistakes)
+        object.__setattr__(section, item.name, value)
+    if mistakes:
+        raise PlanError("\n".join(mistakes))
 
 
 @dataclass(frozen=True)
@@ -41,6 +59,9 @@ class CompileConfig:
     cache_dir: str | None = None
     fullgraph: bool = True
 
+    def __post_init__(self) -> None:
+        convert_fields(self, "parallel.compile")
+
 
 @dataclass(frozen=True)
 class Float8Config:
@@ -58,8 +79,11 @@ class Float8Config:
 
     recipe: Recipe = "none"
     linears: tuple[str, ...] = ("layers.*",)
-    min_dim: int = 1024
+    min_dim: Count = 1024
     all_gather: bool = False
+
+    def __post_init__(self) -> None:
+        convert_fields(self, "parallel.float8")
 
 
 TP_MODULES = ("embedding", "attention", "feed_forward", "head")  # parts of the Llama
@@ -130,31 +154,37 @@ class ParallelConfig:
 
     plan: str = "manual"
     strategy: str | None = None
-    dp_replicate: Auto | int = "auto"
-    dp_shard: Auto | int = "auto"
-    cp: Auto | int = "auto"
+    dp_replicate: Auto | Count = "auto"
+    dp_shard: Auto | Integer = "auto"
+    cp: Auto | Count = "auto"
     cp_exchange: Literal[Auto, Exchange] = "auto"
-    tp: Auto | int = "auto"
+    tp: Auto | Count = "auto"
     tp_modules: tuple[str, ...] = TP_MODULES
     sequence_parallel: bool = True
     loss_parallel: bool = True
-    reshard_after_forward: Auto | bool | int = "auto"
+    reshard_after_forward: Auto | bool | Integer = "auto"
     reshard_after_backward: Auto | bool = "auto"
     reduce_gradients: Literal[Auto, ReduceGradients] = "auto"
-    forward_prefetch: Auto | int = "auto"
-    backward_prefetch: Auto | int = "auto"
+    forward_prefetch: Auto | Natural = "auto"
+    backward_prefetch: Auto | Natural = "auto"
     activation_checkpoint: Literal[Auto, ActivationCheckpoint] = "auto"
-    activation_checkpoint_blocks: Auto | int = "auto"
+    activation_checkpoint_blocks: Auto | Natural = "auto"
     selective_policy: str = "matmul"
-    activation_budget: float = 0.5
-    unit_min_params: int = 0
+    activation_budget: Share = 0.5
+    unit_min_params: Natural = 0
     storage_dtype: Dtype = "float32"
     param_dtype: Literal[Auto, Dtype] = "float32"
     reduce_dtype: Dtype = "float32"
     cpu_offload: bool = False
     attention: str = "auto"
-    loss_chunk_tokens: Auto | int = "auto"
+    loss_chunk_tokens: Auto | Natural = "auto"
     fused_projections: bool = False
     async_tp: bool = False
     float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)
+
+    def __post_init__(self) -> None:
+        convert_fields(self, "parallel")
+        if self.dp_shard != "auto" and self.dp_shard != -1 and self.dp_shard < 1:
+            rule = "auto, -1 (all that is left) or an integer of at least 1"
+            raise PlanError(f"parallel.dp_shard={self.dp_shard} must be {rule}")

@@ -1,4 +1,5 @@
-"""`python -m tools.calibrate --name NAME`: measure this machine and write a hardware file for the planner."""
+"""`python -m tools.calibrate --name NAME`: measure this machine and write a hardware file for the
+planner; and `tools.plan --gpu here`: measure it at the sizes of a run."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.compile.apply import use_cache_folder
 from meshwright.parallel.planner.hardware import (
     HARDWARE_FOLDER,
     Hardware,
@@ -20,10 +22,13 @@ from meshwright.tools.plan.report import find_kind
 from meshwright.tools.processes import BenchError
 from meshwright.tools.workers import run_workers
 from meshwright.train.calibration.compute import AttentionShape, Scale, device_model
-from meshwright.train.calibration.hardware_file import hardware_text
-from meshwright.train.calibration.measure import measure_machine
+from meshwright.train.calibration.measure import hardware_text, measure_here, measure_machine, read_kept
+from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.process_group import usable_cores
+from meshwright.train.distributed.ranks import read_rank_info
 
+HERE = "here"  # instead of the name of a kind
+PLACE = "meshwright.tools.calibrate"  # of the functions that workers call; this file may be __main__
 LINKED_CPU_RANKS = 4  # processes between which collectives are measured, also in pairs
 # processes that measure a CPU at the same time: they share only the memory bandwidth, which 4 saturate
 MOST_LOADED = 4
@@ -77,8 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     base = find_base(options.base, device.type, device_model(device))
     processes = LINKED_CPU_RANKS if device.type == "cpu" else torch.cuda.device_count()
     settings = {"quick": options.quick, "base": base.name}
-    place = "meshwright.tools.calibrate:measure_in_worker"
-    result = run_workers(place, processes, 1, device.type, settings)[0]
+    result = run_workers(f"{PLACE}:measure_in_worker", processes, 1, device.type, settings)[0]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(result["text"], encoding="utf-8")
     read_hardware(path)
@@ -147,6 +151,38 @@ def scale_of(device: torch.device, quick: bool) -> Scale:
         collectives_bytes=(2**14, 2**18, 2**22),
         budget_s=scale.budget_s / 5,
     )
+
+
+def measure_this_machine(
+    arguments: Sequence[str], processes: int, threads: int = 0, device: str = "auto"
+) -> tuple[Hardware, str]:
+    """Measure this machine at the sizes of a run, or take what is kept from an earlier measurement. Returns
+    it with the line that says how old the measurements are.
+
+    Args:
+        arguments: of train.main
+        processes: of the run on this machine
+        threads: of each process on a CPU; 0: its share of the cores, as in a run
+
+    Raises BenchError if a process fails.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = threads or max(1, usable_cores() // processes)
+    result = run_workers(
+        f"{PLACE}:measure_run_in_worker", processes, threads, device, {"arguments": list(arguments)}
+    )[0]
+    hardware = read_kept(result["path"])
+    assert hardware is not None, f"{result['path']} was written just now"
+    return hardware, f"{HERE}: {result['line']}"
+
+
+def measure_run_in_worker(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
+    """Measure in one of the worker's processes."""
+    config = parse_config(arguments)
+    use_cache_folder(config.parallel.compile)
+    _, path, line = measure_here(config.job, read_rank_info(), device, print)
+    return {"path": str(path), "line": line}
 
 
 if __name__ == "__main__":

@@ -7,17 +7,22 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from meshwright.train.distributed.ranks import RankInfo
 
 
-def device_memory_bytes(device: torch.device, ranks: RankInfo) -> tuple[int, int]:
-    """Memory that is free for the tensors of one process, and all there is: of its GPU, which others may use
-    too, or of its share of the node's free host memory."""
+def smallest_memory(device: torch.device, ranks: RankInfo) -> list[int]:
+    """Return the free and the total device memory of a process, and the host memory for it, in bytes, each of
+    the rank that has the least. Every rank calls it. The device is its GPU, which others may use too, or its
+    share of the node's free host memory."""
+    free = in_total = host = free_host_bytes() // ranks.local_world_size
     if device.type == "cuda":
         free, in_total = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device), in_total
-    return (free_host_bytes() // ranks.local_world_size,) * 2
+        free += torch.cuda.memory_reserved(device)
+    smallest = torch.tensor([free, in_total, host])
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return list(map(int, smallest))
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:

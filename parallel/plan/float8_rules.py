@@ -12,26 +12,20 @@ MULTIPLE = 16  # every dimension of a float8 product must be a multiple of it (t
 
 
 def make_float8(config: Float8Config, model: ModelUnits, tensor: TensorPlan, tp: int) -> Float8Plan:
-    """Choose the linears that match the patterns and whose local part on a tp rank is large enough."""
+    """Choose the linears that match the patterns and whose local part on a tp rank is large enough. A pattern
+    that matches none is kept, for the check of the plan to report."""
     if config.recipe == "none":
         return Float8Plan("none", (), config.all_gather)
     large = {
         p for p in model.linears if min(_local_size(p, model.linears[p], tensor.styles, tp)) >= config.min_dim
     }
-    chosen = tuple(p for p in _matching(config.linears, model) if p in large)
-    return Float8Plan(config.recipe, chosen, config.all_gather)
+    chosen = [p for p in _matching(config.linears, model) if p in large]
+    unknown = [p for p in dict.fromkeys(config.linears) if not _matching([p], model)]
+    return Float8Plan(config.recipe, (*chosen, *unknown), config.all_gather)
 
 
-def float8_config_mistakes(config: Float8Config, model: ModelUnits) -> Iterator[Mistake]:
-    """Check that every pattern matches a linear of a block."""
-    for pattern in dict.fromkeys(config.linears) if config.recipe != "none" else ():
-        if not _matching([pattern], model):
-            known = f"use {', '.join(model.linears)}"
-            yield Mistake("float8.linears", f": {pattern} matches no linear of a block: {known}")
-
-
-def float8_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
-    """Check the plan's float8 section."""
+def float8_mistakes(plan: Plan, model: ModelUnits, right_mesh: bool) -> Iterator[Mistake]:
+    """Check the plan's float8 section; sizes on a rank only if the degrees of the mesh are right."""
     float8, recipe = plan.float8, f"={plan.float8.recipe}"
     if float8.recipe == "none":
         if float8.linears or float8.all_gather:
@@ -41,9 +35,11 @@ def float8_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
                 "all_gather=false",
             )
     elif unknown := [p for p in float8.linears if p not in model.linears]:
-        yield Mistake("float8.linears", f": {unknown[0]} is not one of {', '.join(model.linears)}")
+        for pattern in unknown:
+            known = f"use {', '.join(model.linears)}"
+            yield Mistake("float8.linears", f": {pattern} matches no linear of a block: {known}")
     else:
-        yield from _size_mistakes(plan, model)
+        yield from _size_mistakes(plan, model) if right_mesh else ()
         if float8.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
             yield Mistake(
                 "float8.recipe",

@@ -1,7 +1,9 @@
 """Advice on plans that run but are poor choices. Nothing here is an error."""
 
 from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.plan.mistakes import key_values
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import value_text
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # inductor's modes that capture CUDA graphs
 
@@ -63,29 +65,21 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
 
 def unused_keys(config: ParallelConfig) -> list[str]:
     """Return a sentence for each key that was set but has no effect with the value of another key."""
+    of_compile = ("backend", "mode", "dynamic", "on_recompile", "cache_dir")
     needs = {
         "activation_budget": ("activation_checkpoint", "budget"),
         "selective_policy": ("activation_checkpoint", "selective"),
         **dict.fromkeys(("tp_modules", "sequence_parallel", "loss_parallel"), ("tp", "2 or more")),
+        **dict.fromkeys((f"compile.{key}" for key in of_compile), ("compile.enabled", "true")),
     }
-    default, advice = ParallelConfig(), []
     if config.plan != "manual":
         return []  # the plan file or the planner decides; a key that contradicts the file is an error
-    for key, (other_key, needed) in needs.items():
-        requested, value = getattr(config, key), getattr(config, other_key)
-        works = value not in ("auto", 1) if other_key == "tp" else value == needed
-        if requested != getattr(default, key) and not works:
-            advice.append(
-                f"parallel.{key}={str(requested).lower()} has no effect with parallel.{other_key}={value}: "
-                f"it needs {needed}"
-            )
-    if not config.compile.enabled:
-        unused = [
-            key
-            for key in ("backend", "mode", "dynamic", "on_recompile", "cache_dir")
-            if getattr(config.compile, key) != getattr(default.compile, key)
-        ]
-        advice += [
-            f"parallel.compile.{key} has no effect with parallel.compile.enabled=false" for key in unused
-        ]
+    values, default, advice = key_values(config), key_values(ParallelConfig()), []
+    for key, (other, needed) in needs.items():
+        key, other = f"parallel.{key}", f"parallel.{other}"
+        value = value_text(values[other])
+        works = value not in ("auto", "1") if needed == "2 or more" else value == needed
+        if values[key] != default[key] and not works:
+            requested = value_text(values[key])
+            advice.append(f"{key}={requested} has no effect with {other}={value}: it needs {needed}")
     return advice

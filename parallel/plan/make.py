@@ -8,13 +8,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.parallel.config import TP_MODULES, Float8Config, ParallelConfig
+from meshwright.parallel.config import TP_MODULES, Auto, ParallelConfig, convert_fields
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.float8_rules import float8_config_mistakes, make_float8
-from meshwright.parallel.plan.mistakes import Mistake, key_line
+from meshwright.parallel.plan.float8_rules import make_float8
+from meshwright.parallel.plan.mistakes import Mistake, describe
 from meshwright.parallel.plan.rules import heads_of_rank, nearest, split_styles, splits_tokens
 from meshwright.parallel.plan.schema import (
-    AXES,
     ContextPlan,
     MeshPlan,
     ModelUnits,
@@ -23,16 +22,12 @@ from meshwright.parallel.plan.schema import (
     UnitPlan,
     only_look_up,
 )
-from meshwright.parallel.plan.selective_policy import blocks_of_every, policy_mistakes, saved_ops
+from meshwright.parallel.plan.selective_policy import blocks_of_every, saved_ops
 from meshwright.parallel.plan.strategy import resolve_strategy
 from meshwright.parallel.plan.validate import validate
-from meshwright.parallel.structure import convert
+from meshwright.parallel.structure import Count, Integer
 
 LOSS_CHUNK_TOKENS = 2048  # large enough for matrix products at full speed
-LOWEST = {
-    **dict.fromkeys(AXES, 1),
-    **dict.fromkeys(("forward_prefetch", "backward_prefetch", "unit_min_params", "loss_chunk_tokens"), 0),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,54 +45,36 @@ class RunShape:
         dynamic: what compile.dynamic=null resolves to; None leaves it to torch
     """
 
-    world_size: int
-    gpus_per_node: int
-    seq_len: int
-    micro_batch_size: int | str = 1
-    global_batch_size: int = -1
+    world_size: Count
+    gpus_per_node: Count
+    seq_len: Count
+    micro_batch_size: Auto | Count = 1
+    global_batch_size: Integer = -1
     attention: str = "cpu"
     param_dtype: str = "float32"
     dynamic: bool | None = None
 
+    def __post_init__(self) -> None:
+        convert_fields(self, "train")
+
 
 def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
-    """Resolve a config into a plan. Raises PlanError that lists all mistakes, one line each; values of a
-    wrong type or below the lowest first, and alone."""
-    config, mistakes = _resolve_config(_check_values(config, shape), model, shape)
+    """Resolve a config into a plan. Raises PlanError that lists all mistakes, one line each."""
+    config, mistakes = _resolve_config(config, model, shape)
     plan = _make_plan(config, model, shape)
     mistakes += validate(plan, model, shape.world_size, shape.seq_len)
     if plan.mesh.world_size == shape.world_size:
         mistakes += _batch_mistakes(plan, shape)
     if mistakes:
-        raise PlanError("\n".join(key_line(mistake, config.strategy) for mistake in mistakes))
+        raise PlanError("\n".join(describe(mistake, strategy=config.strategy) for mistake in mistakes))
     return plan
-
-
-def _check_values(config: ParallelConfig, shape: RunShape) -> ParallelConfig:
-    """Return the config with lists as tuples. Raises PlanError that lists the values of another type than
-    their key, which a config made in Python can have, and those below the lowest."""
-    lines = list[str]()
-    config = convert(ParallelConfig, dataclasses.asdict(config), "parallel", lines)
-    if not lines:
-        given = {f"parallel.{key}": (getattr(config, key), lowest) for key, lowest in LOWEST.items()}
-        given["parallel.float8.min_dim"] = config.float8.min_dim, 1
-        given["train.micro_batch_size"] = shape.micro_batch_size, 1
-        for key, (value, lowest) in given.items():
-            rest = " (or -1: all that is left)" if key == "parallel.dp_shard" else ""
-            if value != "auto" and value < lowest and not (rest and value == -1):
-                lines.append(f"{key}={value} must be at least {lowest}{rest}")
-    if lines:
-        raise PlanError("\n".join(lines))
-    return config
 
 
 def _resolve_config(
     config: ParallelConfig, model: ModelUnits, shape: RunShape
 ) -> tuple[ParallelConfig, list[Mistake]]:
-    """Return the config with the strategy's settings in its keys, and mistakes that a plan cannot express.
-
-    Keys with such mistakes are reset. `validate` finds all other mistakes in the plan.
-    """
+    """Return the config with the strategy's settings in its keys, and mistakes that a plan cannot express;
+    `validate` finds all others in the plan."""
     mistakes = list[Mistake]()
     if config.strategy:
         inner = _resolve(config.tp, 1) * _resolve(config.cp, 1)
@@ -108,7 +85,7 @@ def _resolve_config(
             mistakes.append(Mistake("parallel.tp_modules", f": {part} is not a part of this model.{hint}"))
     blocks, mode = config.activation_checkpoint_blocks, config.activation_checkpoint
     message = ""
-    if blocks != "auto" and not 0 <= blocks <= len(model.checkpointed):
+    if blocks != "auto" and blocks > len(model.checkpointed):
         message = f"={blocks} must be auto (all) or a number of blocks from 0 to {len(model.checkpointed)}"
     elif blocks != "auto" and mode in ("auto", "none"):
         message = (
@@ -116,12 +93,6 @@ def _resolve_config(
         )
     if message:
         mistakes.append(Mistake("parallel.activation_checkpoint_blocks", message))
-    if mode == "selective" and (wrong := [*policy_mistakes(config.selective_policy, model.attention_ops)]):
-        mistakes += wrong
-        config = dataclasses.replace(config, activation_checkpoint="none")
-    if wrong := [*float8_config_mistakes(config.float8, model)]:
-        mistakes += wrong
-        config = dataclasses.replace(config, float8=Float8Config())
     return config, mistakes
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.plan.mistakes import Mistake
-from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, UnitPlan, find_style
+from meshwright.parallel.plan.schema import MeshPlan, ModelUnits, Plan, TensorPlan, find_style
 
 # Styles of modules in a sharding table; parallel/tensor_parallel.py implements them.
 STYLE_NAMES = (
@@ -101,26 +101,6 @@ def compile_mistakes(config: CompileConfig) -> Iterator[Mistake]:
             yield Mistake("compile.mode", f"={mode} is not one of {', '.join(modes)}")
 
 
-def budget_mistakes(unit: UnitPlan, backend: str) -> Iterator[Mistake]:
-    """Check an activation memory budget: a share from 0 to 1, which only the compiler can apply."""
-    if not 0 <= (budget := unit.activation_budget) <= 1:
-        yield Mistake(
-            "units.activation_budget", f"={budget} must be between 0 (recompute all) and 1 (keep all)"
-        )
-    if not unit.compiled:
-        yield Mistake(
-            "units.activation_checkpoint",
-            "=budget is applied by the compiler, but compiling is off: use full, selective or "
-            "compile.enabled=true",
-        )
-    elif backend not in BUDGET_BACKENDS:
-        yield Mistake(
-            "units.activation_checkpoint",
-            "=budget needs a compile backend that chooses which activations to keep "
-            f"({', '.join(BUDGET_BACKENDS)}), not {backend}",
-        )
-
-
 def reshard_mistakes(reshard: bool | int, mesh: MeshPlan) -> Iterator[Mistake]:
     """Check an int `reshard_after_forward`, the size of the smaller groups that keep the parameters: it must
     divide dp_shard, and be neither 1 nor dp_shard.
@@ -173,7 +153,7 @@ def written_mistakes(mesh: MeshPlan, written: Sequence[str]) -> Iterator[Mistake
     """Refuse buffers that each rank would write from its own part of the batch, such as running means."""
     if written and mesh.world_size > mesh.tp:
         yield Mistake(
-            "modules",
+            "",
             f"the forward writes {', '.join(written[:3])}{' ...' * (len(written) > 3)}, and each rank would "
             "have its own: use eval() of these modules, or make them equal yourself and say so: "
             f"model.written_buffers = ({written[0]!r}, ...)",
@@ -195,21 +175,17 @@ def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mi
     """Check context parallelism: the model's cores, the sizes that the degree must divide, and the attention
     kernel. Messages list the valid degrees."""
     cp, tp, context = plan.mesh.cp, plan.mesh.tp, plan.context
+    cores = model.attention_cores if cp > 1 else ()
+    if context.cores != cores:
+        yield Mistake("context.cores", f"={list(context.cores)} must be {list(cores)} with cp={cp}")
     if cp == 1:
-        if context.cores:
-            yield Mistake("context.cores", "cp=1 exchanges nothing: use [], or make a new plan")
         return
-    if not model.attention_cores:
+    if not cores:
         why = model.why_no_cores or (
             "this model has no module that takes queries, keys and values to attention's output"
         )
         yield Mistake("mesh.cp", f"={cp}, but {why}: use 1")
         return
-    if context.cores != model.attention_cores:
-        yield Mistake(
-            "context.cores",
-            f"={list(context.cores)} must be this model's attention cores: {list(model.attention_cores)}",
-        )
     parts = {"2 x cp" if context.exchange == "gather" else "cp": cp * (1 + (context.exchange == "gather"))}
     parts |= {"tp": tp} if plan.tensor.sequence_parallel else {}
     if seq_len % (together := math.prod(parts.values())):

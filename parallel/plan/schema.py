@@ -14,6 +14,7 @@ from meshwright.parallel.config import (
     Exchange,
     Recipe,
     ReduceGradients,
+    Share,
 )
 from meshwright.parallel.structure import Count, Integer, Natural
 
@@ -167,7 +168,7 @@ class UnitPlan:
     backward_prefetch: Natural | tuple[str, ...]
     activation_checkpoint: ActivationCheckpoint
     saved_ops: tuple[str, ...]
-    activation_budget: float
+    activation_budget: Share
     compiled: bool
     param_dtype: Dtype
     reduce_dtype: Dtype

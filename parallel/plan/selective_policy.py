@@ -1,6 +1,6 @@
 """Selective activation checkpointing: the operators whose results a policy keeps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,23 +28,23 @@ def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def policy_mistakes(policy: str, attention_ops: tuple[str, ...]) -> Iterator[Mistake]:
-    """Check the policy, and that this torch has its operators."""
-    key, kept = "parallel.selective_policy", saved_ops(policy, attention_ops)
-    unknown = [op for op in kept if not is_op(op)]
-    if policy.startswith("every:"):
-        if not blocks_of_every(policy):
-            yield Mistake(key, f"={policy} must be every:N with N at least 1")
-    elif unknown or not kept:
-        problem = (
-            f"{', '.join(unknown)} is not an operator of this torch"
-            if unknown
-            else "it keeps nothing, the same as activation_checkpoint=full"
-        )
+    """Check what a policy keeps."""
+    yield from () if blocks_of_every(policy) else saved_ops_mistakes(saved_ops(policy, attention_ops))
+
+
+def saved_ops_mistakes(ops: Sequence[str]) -> Iterator[Mistake]:
+    """Check that there are operators to keep, and that this torch has them."""
+    if not ops:
         yield Mistake(
-            key,
-            f"={policy}: {problem}. Use {', '.join(POLICIES)}, every:N, or operators such as "
-            "aten.mm or aten.mm/2",
+            "units.saved_ops", "=[] keeps nothing: list operators, or use activation_checkpoint=full"
         )
+    for op in ops:
+        if not is_op(op):
+            yield Mistake(
+                "units.saved_ops",
+                f": {op!r} is not an operator of this torch: list single ones, such as aten.mm or aten.mm/2; "
+                f"a config key may also be {', '.join(POLICIES)} or every:N, with N at least 1",
+            )
 
 
 def find_op(text: str) -> Any:

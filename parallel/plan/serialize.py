@@ -10,7 +10,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from meshwright.parallel.errors import PlanError, fold, one_line
+from meshwright.parallel.plan.mistakes import Mistake, describe
 from meshwright.parallel.plan.schema import Plan, UnitPlan
 from meshwright.parallel.structure import convert
 from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
@@ -18,19 +21,22 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
 T = TypeVar("T")
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
-MAX_RANGE = 10_000  # units in all entries together; the deepest published Llama has 126
+MAX_RANGE = 10_000  # units in an entry; the deepest published Llama has 126
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data for YAML or JSON."""
-    plain = {
-        key: _lists(value) if isinstance(value, dict) else value
-        for key, value in _lists(dataclasses.asdict(dataclasses.replace(plan, units=()))).items()
-    }
-    units = [{"unit": name, **_lists(dataclasses.asdict(unit))} for name, unit in group_units(plan.units)]
+    units = [{"unit": name, **_plain(unit)} for name, unit in group_units(plan.units)]
     for unit in units:
         del unit["modules"]  # whose names are its own
-    return plain | {"modules": join_names(plan.modules), "units": units}
+    modules = join_names(plan.modules)
+    return _plain(dataclasses.replace(plan, units=())) | {"modules": modules, "units": units}
+
+
+def _plain(value: Plan | UnitPlan) -> dict[str, Any]:
+    """Return the fields by name, with lists for tuples."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
+    return plain
 
 
 def plan_to_yaml(plan: Plan) -> str:
@@ -83,12 +89,13 @@ def load_plan(path: Path) -> Plan:
     except YamlError as error:
         raise PlanError(f"plan file {error}") from None
     mistakes = list[str]()
-    for key, expand in (("modules", _names), ("units", _read_units)):
-        if isinstance(data.get(key), list):
-            data[key] = _expand_all(data[key], expand, key, mistakes)
+    if isinstance(data.get("modules"), list):
+        data["modules"] = _read_names(data["modules"], "modules", mistakes)
+    if isinstance(data.get("units"), list):
+        data["units"] = _read_units(data["units"], mistakes)
     plan: Plan = convert(Plan, data, "", mistakes)
     if mistakes:
-        raise PlanError("\n".join(one_line(f"plan file {path}: {mistake}") for mistake in mistakes))
+        raise PlanError("\n".join(describe(Mistake("", mistake), path) for mistake in mistakes))
     return plan
 
 
@@ -133,50 +140,42 @@ def _is_next(name: str, following: str) -> bool:
     return following == f"{before}{int(number) + 1}{after}"
 
 
-def _lists(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-def _expand_all(
-    entries: list[Any], expand: Callable[..., list[Any]], key: str, found: list[str]
-) -> list[Any]:
-    """Return what the entries stand for, which may be ranges; nothing, and mistakes in `found`, if one is
-    wrong. MAX_RANGE bounds the result, because a short file can stand for any number of units."""
-    expanded, mistakes = list[Any](), list[str]()
+def _read_units(entries: list[Any], mistakes: list[str]) -> list[UnitPlan]:
+    """Return the units that the entries stand for, each with the settings of its entry."""
+    units = list[UnitPlan]()
     for entry in entries:
-        expanded += expand(entry, mistakes)
-        if len(expanded) > MAX_RANGE:
-            mistakes.append(f"the ranges expand to more than {MAX_RANGE} names, which is the limit")
-            break
-    found += [f"{key}: {mistake}" for mistake in mistakes]
-    return [] if mistakes else expanded
+        name, wrong = entry.get("unit") if isinstance(entry, dict) else None, list[str]()
+        if not isinstance(name, str):
+            shown = one_line(repr(entry), 200)
+            mistakes.append(f"units: each entry needs a key 'unit' with a name, not {shown}")
+            continue
+        if "modules" in entry:
+            wrong.append(
+                "unknown key modules: remove it; the unit's name lists its modules, as in first+second"
+            )
+        settings = {key: value for key, value in entry.items() if key not in ("unit", "modules")}
+        first = convert(UnitPlan, {"modules": [], **settings}, "", wrong)
+        mistakes += [f"unit {name}: {each}" for each in wrong]
+        names = _read_names([name], "units", mistakes)
+        if not wrong:
+            units += [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
+    return units
 
 
-def _read_units(entry: Any, mistakes: list[str]) -> list[UnitPlan]:
-    """Return the units that an entry stands for, with the settings of the entry; [] if it is wrong."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
-        mistakes.append(f"each entry needs a key 'unit' with a name, not {one_line(repr(entry), 200)}")
-        return []
-    name, wrong = entry["unit"], list[str]()
-    if "modules" in entry:
-        wrong.append("unknown key modules: remove it; the unit's name lists its modules, as in first+second")
-    settings = {key: value for key, value in entry.items() if key not in ("unit", "modules")}
-    first = convert(UnitPlan, {"modules": [], **settings}, "", wrong)
-    mistakes += [f"unit {name}: {each}" for each in wrong]
-    names = _names(name, mistakes)
-    return [] if wrong else [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
-
-
-def _names(name: Any, mistakes: list[str]) -> list[Any]:
-    """Return the names that an entry such as layers.[0-31] stands for; [] if it is wrong."""
-    match = _RANGE.fullmatch(name) if isinstance(name, str) else None
-    if not match:
-        return [name]
-    before, low, high, after = match.groups()
-    if int(high) < int(low) or int(high) - int(low) >= MAX_RANGE:
-        mistakes.append(f"{name} must be a range of 1 to {MAX_RANGE} units, low to high")
-        return []
-    return [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
+def _read_names(entries: list[Any], key: str, mistakes: list[str]) -> list[Any]:
+    """Return the names that entries such as layers.[0-31] stand for."""
+    names = []
+    for entry in entries:
+        match = _RANGE.fullmatch(entry) if isinstance(entry, str) else None
+        if not match:
+            names.append(entry)
+            continue
+        before, low, high, after = match[1], int(match[2]), int(match[3]), match[4]
+        if not 0 <= high - low < MAX_RANGE:
+            mistakes.append(f"{key}: {entry} must be a range of 1 to {MAX_RANGE} units, low to high")
+        else:
+            names += [f"{before}{i}{after}" for i in range(low, high + 1)]
+    return names
 
 
 HEAD = ("unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled")

@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.plan import rules
 from meshwright.parallel.plan.float8_rules import float8_mistakes
-from meshwright.parallel.plan.mistakes import Mistake, contradictions, file_line
+from meshwright.parallel.plan.mistakes import SELECTING, Mistake, describe, key_values, planned_keys
 from meshwright.parallel.plan.rules import nearest, split_styles
 from meshwright.parallel.plan.schema import (
     MeshPlan,
@@ -20,7 +20,8 @@ from meshwright.parallel.plan.schema import (
     only_look_up,
     regathered,
 )
-from meshwright.parallel.plan.selective_policy import is_op
+from meshwright.parallel.plan.selective_policy import saved_ops_mistakes
+from meshwright.parallel.plan.serialize import value_text
 
 
 def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> list[Mistake]:
@@ -37,11 +38,8 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     mistakes += rules.written_mistakes(plan.mesh, model.written)
     mistakes += rules.unsharded_mistakes(plan, model)
     mistakes += rules.async_tp_mistakes(plan)
-    if plan.mesh.world_size != world_size:
-        return mistakes  # the other rules rely on the number of shards
-    if not any(mistake.field.startswith("mesh") for mistake in mistakes):
-        mistakes += float8_mistakes(plan, model)  # whose sizes depend on the degrees
-    mistakes += _all_units_mistakes(plan, model)
+    mistakes += float8_mistakes(plan, model, not any(each.field.startswith("mesh") for each in mistakes))
+    mistakes += _all_units_mistakes(plan, model, world_size)
     mistakes += _dtype_chain_mistakes(plan)
     return mistakes
 
@@ -55,12 +53,32 @@ def plan_file_mistakes(
     seq_len: int,
     batch: Mapping[str, int | str] | None = None,
 ) -> list[str]:
-    """Return a line for each mistake in a plan file, and for each config key that contradicts it. `batch`:
-    as in `contradictions`."""
-    mistakes = validate(plan, model, world_size, seq_len)
-    given = batch if batch and plan.mesh.world_size == world_size else {}
-    lines = contradictions(config, plan, model, given)
-    return lines + [f"plan file {path}: {file_line(mistake)}" for mistake in mistakes]
+    """Return a line for each config key that contradicts a plan file, and for each mistake in the file.
+    `batch`: the keys of the batch's sizes in the section `train`."""
+    keys = {**key_values(config), **(batch if batch and plan.mesh.world_size == world_size else {})}
+    mistakes = [*_contradictions(keys, plan, model, f"the plan file {config.plan}")]
+    mistakes += validate(plan, model, world_size, seq_len)
+    return [describe(mistake, path) for mistake in mistakes]
+
+
+def _contradictions(
+    keys: Mapping[str, object], plan: Plan, model: ModelUnits, file: str
+) -> Iterator[Mistake]:
+    """Check that no config key contradicts the plan file, which would silently override it."""
+    default, planned = key_values(ParallelConfig()), planned_keys(plan)
+    planned["parallel.reshard_after_forward"].pop()  # that of the last unit, which is never resharded
+    for key in ("parallel.activation_checkpoint", "parallel.activation_budget"):  # of blocks only
+        of_units = zip(planned[key], plan.units, strict=True)
+        planned[key] = [value for value, unit in of_units if model.checkpointed.issuperset(unit.modules)]
+    for key, requested in keys.items():
+        rest = key in ("parallel.dp_shard", "train.global_batch_size") and requested == -1
+        left_open = rest or requested in (default.get(key, "auto"), "auto")
+        found = planned.get(key, [])
+        if left_open or key in SELECTING or repr(requested) in map(repr, found):  # repr, because True == 1
+            continue
+        values = ", ".join(dict.fromkeys(map(value_text, found)))
+        rule = f", but {file} has {values}" if found else f" is decided by {file}"
+        yield Mistake(key, f"={value_text(requested)}{rule}: remove the key, or edit the file")
 
 
 def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
@@ -79,18 +97,19 @@ def _structure_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     planned, published = plan.modules, tuple(model.modules)
     used = Counter(module for unit in plan.units for module in unit.modules)
     if planned != published:
-        difference = _first_difference(planned, published)
+        pairs = itertools.zip_longest(planned, published, fillvalue="nothing")
+        difference = next(f"{found} instead of {expected}" for found, expected in pairs if found != expected)
         yield Mistake(
             "modules",
-            f"the plan's modules are not those of this model ({len(planned)}, the model has "
-            f"{len(published)}; first difference: {difference}): make a new plan for this model",
+            f": these are not the modules of this model ({len(planned)}, the model has {len(published)}; "
+            f"first difference: {difference}): make a new plan for this model",
         )
     elif wrong := sorted(name for name, n in used.items() if n > 1 or name not in published):
         for name in wrong:
-            message = f"module {name} is in {used[name]} units, but must be in one: list it once"
+            message = f": module {name} is in {used[name]} units, but must be in one: list it once"
             if name not in published:
-                message = f"this model has no module {name}.{nearest(name, published)}"
-            yield Mistake("units.modules", message, (name,))
+                message = f": this model has no module {name}.{nearest(name, published)}"
+            yield Mistake("units", message, (name,))
     elif missing := [name for name in published if name not in used]:
         shown = f"{', '.join(missing[:3])}{' ...' if missing[3:] else ''}"
         yield Mistake("units", f": {shown} is in no unit: add it to one")
@@ -103,40 +122,31 @@ def _order_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     sharing = [modules for modules in model.units if len(modules) > 1]
     for unit, modules in itertools.product(plan.units, sharing):
         if 0 < len(set(modules).intersection(unit.modules)) < len(modules):
-            yield Mistake(
-                "units.modules",
-                f"{' and '.join(modules)} share a parameter: put them in one unit",
-                (unit.name,),
-            )
+            message = f": {' and '.join(modules)} share a parameter: put them in one unit"
+            yield Mistake("units", message, (unit.name,))
     place = {module: i for i, module in enumerate(plan.modules)}
     for unit, following in itertools.pairwise(plan.units):
         if max(place[module] for module in unit.modules) > max(place[module] for module in following.modules):
             yield Mistake(
                 "units",
-                f"unit {following.name} is listed after {unit.name}, but the forward finishes with it "
-                "earlier: list units in the order of the forward",
+                f" is listed after {unit.name}, but the forward finishes with it earlier: list units in the "
+                "order of the forward",
+                (following.name,),
             )
 
 
-def _first_difference(planned: tuple[str, ...], published: tuple[str, ...]) -> str:
-    for found, expected in zip(planned, published, strict=False):
-        if found != expected:
-            return f"{found} instead of {expected}"
-    shorter = min(len(planned), len(published))
-    return next(iter((*planned[shorter:], *published[shorter:])))
-
-
-def _all_units_mistakes(plan: Plan, model: ModelUnits) -> list[Mistake]:
+def _all_units_mistakes(plan: Plan, model: ModelUnits, world_size: int) -> list[Mistake]:
     """Return the mistakes in units, each once with all its units: an entry of the file may stand for many."""
     units: dict[Mistake, list[str]] = {}
     for unit in plan.units:
-        for mistake in _unit_mistakes(plan, unit, model):
+        for mistake in _unit_mistakes(plan, unit, model, world_size):
             units.setdefault(mistake, []).append(unit.name)
     return [dataclasses.replace(mistake, units=tuple(names)) for mistake, names in units.items()]
 
 
-def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Iterator[Mistake]:
-    yield from rules.reshard_mistakes(unit.reshard_after_forward, plan.mesh)
+def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits, world_size: int) -> Iterator[Mistake]:
+    if plan.mesh.world_size == world_size:
+        yield from rules.reshard_mistakes(unit.reshard_after_forward, plan.mesh)
     if not unit.unshard_in_backward and not only_look_up(unit.modules, model):
         yield Mistake(
             "units.unshard_in_backward",
@@ -162,21 +172,24 @@ def _activation_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> Itera
             "units.activation_checkpoint", f"={mode} is for blocks, but {others} is not one: use none"
         )
     if mode == "budget":
-        yield from rules.budget_mistakes(unit, plan.compile.backend)
+        if not unit.compiled:
+            yield Mistake(
+                "units.activation_checkpoint",
+                "=budget is applied by the compiler, but compiling is off: use full, selective or "
+                "compile.enabled=true",
+            )
+        elif plan.compile.backend not in rules.BUDGET_BACKENDS:
+            yield Mistake(
+                "units.activation_checkpoint",
+                "=budget needs a compile backend that chooses which activations to keep "
+                f"({', '.join(rules.BUDGET_BACKENDS)}), not {plan.compile.backend}",
+            )
     elif budget != 1.0:
         yield Mistake("units.activation_budget", f"={budget} is for activation_checkpoint=budget: use 1.0")
     if mode != "selective" and ops:
         yield Mistake("units.saved_ops", f"={list(ops)} is for activation_checkpoint=selective: use []")
-    elif mode == "selective" and not ops:
-        yield Mistake(
-            "units.saved_ops", "=[] keeps nothing: list operators, or use activation_checkpoint=full"
-        )
-    for op in ops if mode == "selective" else ():
-        if not is_op(op):  # names of policies are for the config only
-            yield Mistake(
-                "units.saved_ops",
-                f": {op!r} is not an operator of this torch: list single ones, such as aten.mm or aten.mm/2",
-            )
+    elif mode == "selective":
+        yield from saved_ops_mistakes(ops)
 
 
 def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mistake]:
@@ -224,8 +237,9 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
         cast = "set output_dtype=bfloat16 on it, or " if len(unit.modules) == 1 else ""
         yield Mistake(
             "units",
-            f"unit {unit.name} returns float32, but unit {following.name} computes in bfloat16: {cast}set "
-            "the same param_dtype on both",
+            f" returns float32, but unit {following.name} computes in bfloat16: {cast}set the same "
+            "param_dtype on both",
+            (unit.name,),
         )
     last = unit_of[plan.modules[-1]]
     if last.output_dtype not in ("same", "float32"):
@@ -237,35 +251,31 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:
     """Check that tensor-parallel styles name the model's weights, and split a part fully or not at all."""
     styles, tp = plan.tensor.styles, plan.mesh.tp
-    if tp > 1 and not model.styles:
+    if tp == 1:
+        if styles or plan.tensor.sequence_parallel:
+            yield Mistake("tensor", ": tp=1 splits nothing: use sequence_parallel=false and styles={}")
+        return
+    if not model.styles:
         why = model.why_no_styles or (
             "this model has no tensor-parallel styles: use 1, or describe(..., styles={...})"
         )
         yield Mistake("mesh.tp", f"={tp}, but {why}")
         return
-    if plan.tensor.sequence_parallel and styles and not rules.splits_tokens(styles):
+    if not styles:
+        yield Mistake("tensor.styles", ": tp > 1 needs the styles of the weights: make a new plan")
+        return
+    if plan.tensor.sequence_parallel and not rules.splits_tokens(styles):
         yield Mistake(
             "tensor.sequence_parallel",
             "=true, but this model computes positions or masks from all tokens: use false",
         )
-    if tp == 1 and plan.tensor.sequence_parallel:
-        yield Mistake(
-            "tensor.sequence_parallel", "=true splits tokens over tp ranks, but tp=1 has only one: use false"
-        )
-    elif tp == 1 and styles:
-        yield Mistake("tensor.styles", "tp=1 needs an empty styles table: make a new plan")
-    elif tp > 1 and not styles and model.styles:
-        yield Mistake("tensor.styles", "tp > 1 needs the styles of the weights: make a new plan")
-    if tp == 1 or not styles:
-        return
     patterns = [pattern for table in model.styles.values() for pattern in table]
-    wrong = [
-        f"{p} is not one of this model's patterns.{nearest(p, patterns)}" for p in styles if p not in patterns
-    ]
-    if wrong:
-        yield from (Mistake("tensor.styles", message) for message in wrong)
+    if unknown := [pattern for pattern in styles if pattern not in patterns]:
+        for pattern in unknown:
+            message = f": {pattern} is not one of this model's patterns.{nearest(pattern, patterns)}"
+            yield Mistake("tensor.styles", message)
         return
-    split = []
+    wrong, split = [], []
     for part, table in model.styles.items():
         allowed = [split_styles(table), split_styles(table, gathered=True), split_styles(table, unsplit=True)]
         styles_of_part = {pattern: style for pattern in table if (style := find_style(plan.tensor, pattern))}
@@ -293,4 +303,4 @@ def _part_message(part: str, styles: dict[str, str], allowed: list[dict[str, str
         ]
 
     fewest = min(map(differences, allowed), key=len)
-    return f"part {part} must be split in all of its weights or in none: {'; '.join(fewest)}"
+    return f": part {part} must be split in all of its weights or in none: {'; '.join(fewest)}"

@@ -16,10 +16,10 @@ LINKS = {  # lane of communication -> label, in display order
     OFFLOAD: "host memory",
 }
 LANES = {
-    HOST: "host: Python launches",
+    HOST: "host",
     COMPUTE: "compute",
-    HOST_BOUND: "host-bound: compute waits",
-    EXPOSED: "exposed: compute waits",
+    HOST_BOUND: "host-bound: computing waits",
+    EXPOSED: "exposed: computing waits",
     **LINKS,
 }
 # of the collectives of FSDP2

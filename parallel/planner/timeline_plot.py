@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.planner.timeline import EXPOSED, HOST_BOUND, LINKS, Timeline, TimelineEvent, describe
+from meshwright.parallel.planner.timeline import (
+    EXPOSED,
+    HOST_BOUND,
+    LANES,
+    LINKS,
+    Timeline,
+    TimelineEvent,
+    describe,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,13 +58,7 @@ COLORS = {
     "host": "#bdbdbd",
 }
 DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED, HOST_BOUND})  # colors with white text
-LEGEND = {
-    "copies": "copy in or out",
-    "tp": "tensor parallel",
-    "cp": "context parallel",
-    EXPOSED: "exposed: computing waits",
-    HOST_BOUND: "host-bound: computing waits",
-}
+LEGEND = {"copies": "copy in or out", **LANES}
 ROWS = {  # lane -> row of the picture
     "host": "host",
     "compute": "compute",
@@ -156,7 +158,7 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
     from matplotlib.patches import Patch
 
     write_line(figure, 34, title, LARGE, bold=True)
-    names = {LEGEND.get(kind, ROWS.get(kind, kind)): COLORS[kind] for kind in COLORS if kind in kinds}
+    names = {LEGEND.get(kind, kind): COLORS[kind] for kind in COLORS if kind in kinds}
     place: Any = {"loc": "upper left", "bbox_to_anchor": (LEFT / WIDTH, 1 - 50 / height), "borderaxespad": 0}
     style: Any = {
         "fontsize": SMALL,

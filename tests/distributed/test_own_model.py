@@ -1,16 +1,13 @@
-"""Models that nobody here wrote compute the same, sharded, recomputed, compiled and split, as one process;
-and train and save the same."""
+"""Models that nobody here wrote compute the same, sharded, recomputed, compiled and split, as one process.
+That they train, save and load the same: test_calling_sequence.py."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 import meshwright as mw
-from benchmarks.own_models import MODELS, PLANS, WITHOUT_STYLES, compare_in_worker, encoder, on_meta
+from benchmarks.own_models import MODELS, PLANS, WITHOUT_STYLES, compare_in_worker
 from tests.support.factories import HF_SIZES, VOCABULARY
 from tests.support.hf_models import make_tokens
 from tests.support.worlds import run_ranks
@@ -42,59 +39,6 @@ def test_the_same_outputs_and_gradients_as_one_process(name: str) -> None:
     assert result["compared"] > 10
     assert result["largest"] < 1e-5
     assert result["graphs"] == KINDS.get(name, 1)
-
-
-def train(keys: dict[str, Any], steps: int, save: Path, load: Path) -> list[float]:
-    """Losses and gradient norms in turn, of some steps on data that can be learned, from the checkpoint in
-    `load` on if there is one."""
-    model, example = on_meta(encoder)
-    config = mw.ParallelConfig(compile=mw.CompileConfig(enabled=False), **keys)
-    ranks = dist.get_world_size()
-    plan = mw.make_plan(config, mw.describe(model, example), mw.RunShape(ranks, ranks, seq_len=12))
-    sharded = mw.apply_plan(model, plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
-    mw.materialize(sharded, seed=1)
-    model.eval()  # no dropout, whose masks depend on the rank
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    first = 0
-    if loaded := mw.load(str(load), sharded, optimizer):
-        first, extra = loaded
-        assert extra == {"note": "mine"}
-    seen = []
-    ids = example["input_ids"].repeat(2, 1)
-    for _ in range(steps):
-        own = ids.tensor_split(plan.mesh.data_parallel)[sharded.data_rank].split(2)
-        total = torch.zeros(())
-        for batch, count in sharded.micro_batches(own, lambda batch: batch.numel()):
-            logits = model(input_ids=batch)
-            loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten(), reduction="sum") / count
-            loss.backward()
-            total += loss.detach()
-        norm = sharded.clip_grad_norm(0.5)
-        dist.all_reduce(total, group=sharded.data_group)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen += [total.item(), norm.item()]
-    mw.save(str(save), sharded, optimizer, first + steps, extra={"note": "mine"})
-    return seen
-
-
-def train_each(runs: list[tuple[Any, ...]]) -> list[list[float]]:
-    return [train(*run) for run in runs]
-
-
-@pytest.mark.sampled(3, day=2)
-def test_two_ranks_train_the_same_and_each_goes_on_from_the_other(tmp_path: Path) -> None:
-    nothing, one, two, following, last = (
-        tmp_path / name for name in ("nothing", "1", "2", "following", "last")
-    )
-    keys = {"dp_replicate": 2, "activation_checkpoint": "full"}
-    ((alone,),) = run_ranks(1, train_each, [({}, 4, one, nothing)])
-    together, on = run_ranks(2, train_each, [(keys, 4, two, nothing), (keys, 2, following, one)])[0]
-    ((again,),) = run_ranks(1, train_each, [({}, 2, last, two)])
-    assert alone[-2] < alone[0] - 0.1, "it learns"
-    assert together == pytest.approx(alone, rel=1e-4)
-    assert on == pytest.approx(again, rel=1e-4)
-    assert on[-2] < alone[-2], "it goes on"
 
 
 def masked(model: Any, cp: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:

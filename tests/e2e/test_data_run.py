@@ -137,17 +137,6 @@ def test_other_data_than_the_checkpoints_begins_its_order_anew_and_says_so(store
     assert read_metrics(folder)[2]["epoch"] == pytest.approx(8 / sequences), "the sequences of one step"
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(6)
-def test_without_packing_it_trains_on_a_document_a_sequence(stores, tmp_path):
-    folder = tmp_path / "run"
-    store = json.loads((stores["web"] / MANIFEST).read_text())
-    documents = sum(shard["documents"] for shard in store["splits"]["train"])
-    keys = [f"--data.source={stores['web']}", "--data.packing=false", "--train.steps=1", QUIET]
-    assert run(1, *arguments(folder, *keys)).returncode == 0
-    assert read_metrics(folder)[1]["epoch"] == pytest.approx(8 / documents)
-
-
 def test_an_id_beyond_the_vocabulary_stops_the_run_before_the_model_sees_it(stores, tmp_path):
     """The shard matches its manifest: the checksums are right, only the ids are wrong."""
     store = shutil.copytree(stores["web"], tmp_path / "store")

@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import ROOT, environment, fork, run_module
+from tests.support.forks import environment, fork, run_module
 from tests.support.launch import EAGER, LIMIT_S, TINY
 
 CLONE_NEWUSER, NAMELESS, NO_NAMESPACES = 0x10000000, 54321, 77
-MODULES = [
-    path.relative_to(ROOT).with_suffix("")
-    for folder in ("train", "tools")
-    for path in (ROOT / folder).rglob("*.py")
-    if "__main__" in path.stem or '__name__ == "__main__"' in path.read_text()
-]
-WORKERS = ("tools/doctor/trials", "tools/workers")  # no output of theirs reaches a terminal
 
 
 def run_nameless(encoding: str, module: str, arguments: tuple[str, ...]) -> None:
@@ -61,10 +54,3 @@ def test_without_home_name_and_letters_a_run_and_its_tools_do_their_work(tmp_pat
         assert "Traceback" not in output.read_text()
     cached = {path.name.split("-")[0] for path in (temporary / f"meshwright-{NAMELESS}").iterdir()}
     assert cached == {"compile", "tokens"}
-
-
-def test_every_command_escapes_what_the_terminal_lacks() -> None:
-    starts = ("run_tool(main)", "escape_unencodable()")
-    commands = [ROOT / f"{path}.py" for path in MODULES if str(path) not in WORKERS]
-    assert len(commands) > 10
-    assert [path for path in commands if not any(start in path.read_text() for start in starts)] == []

@@ -3,7 +3,6 @@ them."""
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 
 from meshwright.train.config import RunConfig
 from meshwright.train.config_parser import parse_config
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT
 
 LAUNCH = ROOT / "configs/launch"
 
@@ -33,38 +32,6 @@ def job(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def number(path: Path, pattern: str) -> int:
     return int(re.search(pattern, path.read_text()).group(1))
-
-
-@pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
-def test_scripts_are_bash_and_can_be_run(path):
-    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    assert path.stat().st_mode & 0o111
-    assert "set -" in path.read_text()
-
-
-@pytest.mark.parametrize("arguments", [[], ["host", "many", "llama_debug.yaml"]])
-def test_nodes_says_how_it_is_used(arguments):
-    done = subprocess.run(
-        [LAUNCH / "nodes.sh", *arguments], capture_output=True, text=True, check=False, env=environment()
-    )
-    assert done.returncode == 2
-    assert "usage: configs/launch/nodes.sh FIRST_HOST" in done.stderr
-    assert "a relative path is relative to the repository's root" in done.stderr
-
-
-def test_the_job_names_its_runtime_and_its_outputs_lie_on_a_volume(manifest):
-    runtime, train = manifest["TrainingRuntime"], manifest["TrainJob"]
-    assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    pod = job(manifest)["template"]["spec"]["template"]["spec"]
-    # The Trainer requires these names of job and container (kubeflow/trainer, pkg/constants).
-    assert job(manifest)["name"] == pod["containers"][0]["name"] == "node"
-    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
-    # a pod's own disk is deleted with the pod
-    for argument in ("--run.dir=/runs/", "--data.cache_dir=/runs/cache/$HOSTNAME"):
-        assert argument in train["spec"]["trainer"]["args"][0]
 
 
 def test_the_command_is_a_config_and_keys_that_exist(manifest):

@@ -12,7 +12,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.parallel.plan.serialize import load_plan
@@ -21,7 +20,7 @@ from meshwright.train.main import main
 from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
 from tests.support.forks import environment, fork
-from tests.support.launch import EAGER, TINY, Launch, read_metrics, read_status, run, run_command
+from tests.support.launch import TINY, Launch, read_metrics, read_status, run, run_command
 from tests.support.run_faults import LIMIT_S, rows, started, tiny, wait_for_step
 
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
@@ -183,41 +182,6 @@ def test_a_checkpoint_that_has_lost_a_shard_or_a_byte_is_refused(data, again):
     assert f"{first.name} is missing" in result.stderr
     assert second.name in result.stderr
     assert "Traceback" not in result.stderr
-
-
-MISTAKES = [
-    (["--config=lama_debug.yaml"], ["lama_debug.yaml", "Did you mean llama_debug.yaml?"]),
-    (["--train.stepz=3"], ["unknown key train.stepz", "Did you mean train.steps?"]),
-    (["--parallel.dp_shard=3"], ["dp_shard=3", "this run has 1"]),
-    (["--data.source=/nowhere"], ["data.source=/nowhere", "stdlib"]),
-    (["--data.source=SHORT"], ["sequence", "train.seq_len=32"]),
-    (["--checkpoint.resume=/nowhere/step-00000001"], ["/nowhere/step-00000001", "not a checkpoint"]),
-    (
-        ["--parallel.compile.enabled=true", "--parallel.compile.cache_dir=/dev/null/c"],
-        ["cache_dir=/dev/null/c", "name another"],
-    ),
-    (["--run.dir=/dev/null/run"], ["run.dir=/dev/null/run", "name another"]),
-    *(
-        []
-        if torch.cuda.is_available()
-        else [(["--run.device=cuda"], ["run.device=cuda needs a GPU", "shows 0 GPUs", "--run.device=cpu"])]
-    ),
-]
-
-
-def test_a_mistake_is_one_clear_message_and_exit_code_2(data, tmp_path):
-    wrong, short = [], tmp_path / "short.txt"
-    short.write_text("fewer than 33 bytes")
-    for mistake, facts in [
-        ([key.replace("SHORT", str(short)) for key in keys], facts) for keys, facts in MISTAKES
-    ]:
-        result = run(1, *TINY, *data, f"--run.dir={tmp_path / 'run'}", *EAGER, *mistake)
-        # this error comes after the first lines on the screen
-        quiet = result.stdout == "" or facts[0] == "sequence"
-        clear = all(fact in result.stderr for fact in facts) and "Traceback" not in result.stderr
-        if result.returncode != 2 or not quiet or not clear:
-            wrong.append(f"{mistake}: {result}")
-    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu, FakeGpuError
-from tests.fake_gpu.calls import unimplemented
+from tests.fake_gpu.calls import collectives, count_launches, unimplemented
 from tests.fake_gpu.commands import install_for_tests
 
 DESCRIPTION = (
@@ -56,7 +56,7 @@ def run_on(gpu: FakeGpu, scratch: Path, devices: int, command: Sequence[str]) ->
         calls = log.read_calls(path)
         missing = ", ".join(unimplemented(calls)) or "none"
         print(
-            f"process {path.suffix[1:]}: {log.count_launches(calls)} launches, {len(log.collectives(calls))} "
+            f"process {path.suffix[1:]}: {count_launches(calls)} launches, {len(collectives(calls))} "
             f"collectives, {len(log.host_waits(calls))} host waits; not implemented: {missing}",
             file=sys.stderr,
         )

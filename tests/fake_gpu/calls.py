@@ -5,7 +5,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.tools.dryrun.log import Call
+from meshwright.tools.dryrun.log import (
+    LAUNCHES,
+    STEPS,
+    Call,
+    NcclCollective,
+    collective,
+    collective_calls,
+    steady_step,
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -47,3 +55,33 @@ def function_name(mangled: str) -> str:
         start = length.end()
         name, rest = rest[start : start + int(length[1])], rest[start + int(length[1]) :]
     return name or mangled
+
+
+def stream_waits(calls: Sequence[Call], step: Sequence[Call]) -> Counter[tuple[int, int]]:
+    """Return how often in the step one stream waits for another: (waiting stream, awaited stream). `calls`:
+    all calls of the process up to the step's end, because an event may have been recorded long before."""
+    recorded: dict[str, int] = {}
+    waits: Counter[tuple[int, int]] = Counter()
+    begin = len(calls) - len(step)
+    for at, call in enumerate(calls):
+        if call.kind == "record":
+            recorded[call.words[0]] = call.stream
+        elif call.kind == "wait" and at >= begin and call.words[0] in recorded:
+            waits[call.stream, recorded[call.words[0]]] += 1
+    return waits
+
+
+def steady_waits(calls: Sequence[Call]) -> Counter[tuple[int, int]]:
+    """Return how often in the last step one stream waits for another: (waiting stream, awaited stream)."""
+    end = calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))
+    return stream_waits(calls[:end], steady_step(calls))
+
+
+def count_launches(calls: Sequence[Call]) -> int:
+    """Return the number of kernel launches of all libraries except NCCL."""
+    return sum(call.kind in LAUNCHES for call in calls)
+
+
+def collectives(calls: Sequence[Call]) -> list[NcclCollective]:
+    """Return the NCCL collectives in order."""
+    return [collective(call) for call in collective_calls(calls)]

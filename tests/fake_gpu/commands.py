@@ -18,15 +18,13 @@ def install_for_tests() -> FakeGpu:
     return install(Path(os.path.expanduser(named)).absolute(), print)
 
 
-def start(
-    gpu: FakeGpu, scratch: Path, *command: str, devices: int = 1, root: Path = ROOT, **env: str
-) -> subprocess.Popen[str]:
+def start(gpu: FakeGpu, scratch: Path, *command: str, devices: int = 1, **env: str) -> subprocess.Popen[str]:
     """Start python -m COMMAND with `devices` fake GPUs; its output is a pipe."""
-    environment = {**gpu.environment(scratch, devices, root), **env}
+    environment = {**gpu.environment(scratch, devices), **env}
     return subprocess.Popen(
         [sys.executable, "-m", *command],
         env=environment,
-        cwd=root,
+        cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,28 +12,19 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import machines_of_kind
+from meshwright.parallel.planner.hardware import load_hardware, machines_of_kind
 from meshwright.tools.dryrun import log
-from meshwright.tools.dryrun.install import ROOT, FakeGpu
-from meshwright.tools.dryrun.log import Call
-from meshwright.tools.dryrun.program import (
-    MEMORY_FILE,
-    PLAN_FILE,
-    grid_blocks,
-    steady_step,
-    steady_waits,
-    step_command,
-    stream_numbers,
-)
+from meshwright.tools.dryrun.install import ROOT, FakeGpu, step_command
+from meshwright.tools.dryrun.log import MEMORY_FILE, PLAN_FILE, Call, grid_blocks, steady_step, stream_numbers
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import plan_for
-from tests.fake_gpu.calls import function_name, triton_launches
+from tests.fake_gpu.calls import collectives, count_launches, function_name, steady_waits, triton_launches
 from tests.fake_gpu.commands import install_for_tests
 from tests.fake_gpu.plans import CASES
 
@@ -74,9 +65,9 @@ def figures_of(scratch: Path) -> dict[str, Any]:
     calls = log.read_log(scratch)
     step, peaks = steady_step(calls), json.loads((scratch / MEMORY_FILE).read_text())
     waits = steady_waits(calls)
-    names = {stream: f"stream {n}" for stream, n in stream_numbers(step, waits).items()}
+    names = {stream: f"stream {n}" for stream, n in stream_numbers(step, chain(*waits)).items()}
     return {
-        "launches": log.count_launches(step),
+        "launches": count_launches(step),
         "blocks": sum(grid_blocks(call) for call in step if call.kind in ("kernel", "triton")),
         "kernels": {
             f"{kernel.name}, {kernel.registers} registers, {kernel.stack_bytes} B of stack": count
@@ -94,7 +85,7 @@ def figures_of(scratch: Path) -> dict[str, Any]:
         ),
         "collectives": [
             f"{c.op} {c.bytes} B, {c.ranks} ranks, {names[c.stream]}, after {before} launches of the step"
-            for c, before in zip(log.collectives(step), _launches_before(step), strict=True)
+            for c, before in zip(collectives(step), _launches_before(step), strict=True)
         ],
         "streams": dict(Counter(names[c.stream] for c in step if c.kind in log.ON_STREAMS)),
         "waits": {

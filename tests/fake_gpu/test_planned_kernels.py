@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.parallel.planner.tracing.fx_graph import FUSED
-from meshwright.tools.dryrun.install import FakeGpu
+from meshwright.tools.dryrun.install import FakeGpu, run_program
 from meshwright.tools.dryrun.launches import read_recorded_step
-from meshwright.tools.dryrun.program import run_program
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import run_workload
 from tests.fake_gpu.record import plan_on_h100

@@ -13,9 +13,8 @@ import pytest
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import ROOT, FakeGpu
 from meshwright.tools.dryrun.log import Call
-from tests.fake_gpu.calls import devices, refused, unimplemented
+from tests.fake_gpu.calls import devices, refused, stream_waits, unimplemented
 from tests.fake_gpu.commands import run, start
-from tests.fake_gpu.controls import NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY, broken_copy
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, day=6)]
@@ -40,7 +39,7 @@ def batches_awaited(calls: Sequence[Call]) -> int:
         for c in calls
         if c.kind == "memcpy" and c.words == ("HtoD", str(BATCH_BYTES), "pinned") and c.stream
     }
-    return log.stream_waits(calls, calls)[0, stream]
+    return stream_waits(calls, calls)[0, stream]
 
 
 def saves_awaited(calls: Sequence[Call]) -> bool:
@@ -173,46 +172,3 @@ def test_a_gpu_that_refuses_memory_is_explained(fake_gpu: FakeGpu, data: list[st
     assert "would help: --parallel.activation_checkpoint=full" in output
     assert "Traceback" not in output
     assert (tmp_path / "run/profile/out-of-memory-rank-0.pickle").stat().st_size > 0
-
-
-def test_faults_of_loader_guard_and_saver_are_noticed(
-    fake_gpu: FakeGpu, data: list[str], tmp_path: Path
-) -> None:
-    """As local rank 1 of two: the checks of the other tests on the unchanged code, and with four faults at
-    the same time."""
-    (tmp_path / "unchanged").mkdir()
-    roots = {
-        "unchanged": ROOT,
-        "broken": broken_copy(tmp_path / "copy", NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY),
-    }
-    results = {}
-    for name, root in roots.items():
-        keys = [
-            "--train.steps=6",
-            "--metrics.every=6",
-            "--checkpoint.every=3",
-            f"--run.dir={tmp_path / name / 'run'}",
-        ]
-        code, output = run(
-            fake_gpu,
-            tmp_path / name,
-            "train.main",
-            *TINY,
-            *EAGER,
-            *data,
-            *keys,
-            devices=2,
-            root=root,
-            LOCAL_RANK="1",
-            LOCAL_WORLD_SIZE="1",
-        )
-        assert code == 0, output
-        calls = log.read_log(tmp_path / name)
-        results[name] = (
-            devices(calls),
-            batches_awaited(calls) >= 6,
-            saves_awaited(calls),
-            sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)),
-        )
-    assert results["unchanged"] == ({1}, True, True, 2)
-    assert results["broken"] == ({0, 1}, False, False, 6)

@@ -11,11 +11,10 @@ import pytest
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.simulate.collectives import Collective as Simulated
 from meshwright.tools.dryrun import log
-from meshwright.tools.dryrun.log import Call, NcclCollective
-from meshwright.tools.dryrun.program import MEMORY_FILE, steady_step
+from meshwright.tools.dryrun.log import MEMORY_FILE, Call, NcclCollective, steady_step
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict
-from tests.fake_gpu.calls import devices, refused, unimplemented
+from tests.fake_gpu.calls import collectives, count_launches, devices, refused, unimplemented
 from tests.fake_gpu.plans import CASES, Case
 from tests.fake_gpu.record import PATH, figures_of, plan_on_h100, run_steps
 from tests.support.simulated import simulated
@@ -64,7 +63,7 @@ def run(request, fake_gpu, tmp_path_factory) -> Run:
 
 
 def test_a_steady_step_waits_for_nothing_and_allocates_nothing(run: Run) -> None:
-    assert log.count_launches(run.step) > 150, "the log must contain the step"
+    assert count_launches(run.step) > 150, "the log must contain the step"
     assert log.host_waits(run.step) == []
     assert log.allocations(run.step) == []
 
@@ -77,7 +76,7 @@ def test_nothing_is_called_that_the_fake_has_not_or_that_a_gpu_refuses(run: Run)
 
 def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run: Run) -> None:
     # a group of one rank communicates nothing
-    sent = [collective for collective in log.collectives(run.step) if collective.ranks > 1]
+    sent = [collective for collective in collectives(run.step) if collective.ranks > 1]
     check_collectives(sent, simulated(run.case.world_size, *run.case.arguments).collectives)
 
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,27 +22,12 @@ from triton.runtime.driver import driver
 # per block. CUDA C++ Programming Guide, technical specifications of compute capability 9.0
 MAX_SHARED_BYTES = 232448
 MAX_THREADS = 1024  # per block
-# values that Triton passes to a launch between grid and arguments: stream, function, metadata and hooks
-LAUNCH_PARTS = 6
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a compiled kernel.
+    """One launch of a compiled kernel: the files of its code."""
 
-    Args:
-        grid: blocks along x, y and z
-        warps: per block
-        shared_bytes: shared memory per block
-        arguments: tensors and numbers in the kernel's order, without constants of the compiled kernel
-        ptx, cubin: files of the compiled kernel
-    """
-
-    name: str
-    grid: tuple[int, int, int]
-    warps: int
-    shared_bytes: int
-    arguments: tuple[Any, ...]
     ptx: Path
     cubin: Path
 
@@ -75,21 +59,15 @@ class OfflineDriver:
         so that Triton unloads none."""
         return None, None, 0, 0, MAX_THREADS
 
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+    def launcher_cls(self, _source: Any, metadata: Any) -> Any:
         """Return the function that Triton calls at each launch of a compiled kernel."""
-        return partial(self._record, source, metadata)
 
-    def _record(self, source: Any, metadata: Any, *launch: Any) -> None:
-        grid, arguments = launch[:3], launch[3 + LAUNCH_PARTS :]
-        kinds = [source.signature[name] for name in source.fn.arg_names]
-        given = tuple(value for kind, value in zip(kinds, arguments, strict=True) if kind != "constexpr")
-        ptx, cubin = (
-            Path(get_cache_manager(metadata.hash).get_file(f"{metadata.name}.{kind}"))
-            for kind in ("ptx", "cubin")
-        )
-        self.launches.append(
-            Launch(metadata.name, grid, metadata.num_warps, metadata.shared, given, ptx, cubin)
-        )
+        def record(*_launch: Any) -> None:
+            files = get_cache_manager(metadata.hash)
+            paths = (Path(files.get_file(f"{metadata.name}.{kind}")) for kind in ("ptx", "cubin"))
+            self.launches.append(Launch(*paths))
+
+        return record
 
 
 @contextmanager

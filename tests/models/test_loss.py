@@ -1,7 +1,6 @@
 """The chunked loss compared with float64, and the Triton kernels in Triton's interpreter."""
 
 import itertools
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,8 @@ from meshwright.models.head import Head, linear_cross_entropy
 from meshwright.models.kernels.cross_entropy import plain_losses, plain_rows, write_losses
 from meshwright.models.loss import IGNORE_INDEX, cross_entropy_sum
 from meshwright.parallel.compile.stats import count_compiled_graphs
+from tests.support.interpreted import INTERPRETED, forget_triton, guarded
+from tests.support.worlds import run_ranks
 
 # dynamo itself instantiates a function that it compiles
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -79,21 +80,32 @@ def test_plain_torch_reads_rows_and_writes_losses_and_gradient(case: tuple[int, 
 
 
 def run_triton_kernels() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return the results of the cases by Triton's interpreter (enabled by an environment variable)."""
-    from meshwright.models.kernels.cross_entropy_triton import BLOCK as BLOCK_OF_KERNEL
-    from meshwright.models.kernels.cross_entropy_triton import read_rows, write_losses
+    """Interpret the kernels: the results of the cases. Nothing outside the tensors may be accessed; the
+    product of a gradient with 1 accesses nothing, which a tensor of one element instead of many shows."""
+    forget_triton()
+    from meshwright.models.kernels import cross_entropy_triton as kernels
 
-    assert BLOCK_OF_KERNEL == BLOCK
-    return [run_kernels(read_rows, write_losses, *make_rows(*case)) for case in ROW_CASES]
+    assert kernels.BLOCK == BLOCK
+    kernels.PROGRAMS = 2  # so that each has several blocks
+    for dtype, tolerance in ((torch.float32, 0.0), (torch.bfloat16, 2**-7)):  # the interpreter truncates
+        gradient, factor = torch.randn(5 * BLOCK + 7).to(dtype), torch.tensor(0.3)
+        multiplied = guarded(gradient)
+        kernels.multiply_unless_one(multiplied, factor)
+        torch.testing.assert_close(multiplied, (gradient * factor).to(dtype), rtol=tolerance, atol=0)
+        kernels._multiply[(2,)](guarded(gradient[:1]), torch.ones(()), len(gradient), 2, BLOCK=BLOCK)
+    results = []
+    for case in ROW_CASES:
+        logits, targets = map(guarded, make_rows(*case))
+        padded = logits.as_strided((len(logits) - 1, logits.stride(0)), logits.stride())
+        between = padded[:, logits.shape[1] :].clone()
+        results.append(run_kernels(kernels.read_rows, kernels.write_losses, logits, targets))
+        assert torch.equal(padded[:, logits.shape[1] :], between)
+    return results
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(10)  # tests/fake_gpu/test_triton_kernels.py runs what they are compiled to
-def test_triton_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_kernels_do_the_same_and_stay_within_their_tensors() -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when triton is imported, so in a new process
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # ends its process even if that hangs
-        results = pool.apply_async(run_triton_kernels).get(timeout=240)
+    (results,) = run_ranks(1, run_triton_kernels, **INTERPRETED)
     for case, result in zip(ROW_CASES, results, strict=True):
         check_rows(case, *result)
 
@@ -126,23 +138,27 @@ def exact(dtype: torch.dtype, z_loss: float) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "dtype", "z_loss", "compiled"),
+    ("chunk", "dtype", "z_loss", "divisor", "compiled"),
     [
-        *itertools.product(CHUNKS, (torch.float32, torch.bfloat16), (0.0, Z_LOSS), (False,)),
-        *((chunk, torch.bfloat16, Z_LOSS, True) for chunk in CHUNKS[:2]),
+        *itertools.product(CHUNKS, (torch.float32,), (0.0, Z_LOSS), (1.0, 77.0), (False,)),
+        *itertools.product(CHUNKS, (torch.bfloat16,), (0.0, Z_LOSS), (38.5,), (False,)),
+        *((chunk, torch.bfloat16, Z_LOSS, 77.0, True) for chunk in CHUNKS[:2]),
     ],
 )
-def test_loss_and_gradients_are_exact_however_the_tokens_are_cut(chunk, dtype, z_loss, compiled) -> None:
+def test_loss_and_gradients_are_exact_however_the_tokens_are_cut(
+    chunk, dtype, z_loss, divisor, compiled
+) -> None:
+    """And wherever the loss is divided by 77: by the head, by the caller, or by both."""
     tolerance = 2e-6 if dtype is torch.float32 else 2e-2
     loss, gradients = exact(dtype, z_loss)
     head, (x, targets) = build_head(chunk, z_loss, dtype), make_batch(dtype)
     if compiled:
         torch._dynamo.reset()
         head.compile(fullgraph=True, backend="aot_eager")
-    got = head(x, targets)
+    got = head(x, targets, torch.tensor(divisor) if divisor > 1 else None)
     assert got.dtype is torch.float32
-    assert got.item() == pytest.approx(loss.item(), rel=tolerance)
-    (got / 77).backward()
+    assert got.item() * divisor == pytest.approx(loss.item(), rel=tolerance)
+    (got * divisor / 77).backward()
     for actual, expected in zip([x.grad, *(p.grad for p in head.parameters())], gradients, strict=True):
         assert actual.dtype is dtype
         assert (actual.double() - expected).norm() <= tolerance * expected.norm()
@@ -187,23 +203,6 @@ def test_an_evaluation_makes_no_gradients_and_counts_no_z_loss_by_the_graph_of_t
     head.loss.learning.fill_(1)
     assert (made, count_compiled_graphs()) == ([], graphs)
     assert head(x, targets).item() == trained
-
-
-@pytest.mark.parametrize(("chunk", "compiled"), [*((chunk, False) for chunk in CHUNKS), (64, True)])
-def test_the_loss_may_be_divided_before_or_after(chunk, compiled) -> None:
-    """By the divisor, or by the caller: both give the same gradients, to rounding."""
-    results = []
-    for divisor, factor in ((77.0, 1.0), (1.0, 1 / 77), (38.5, 0.5)):
-        head, (x, targets) = build_head(chunk, z_loss=0.01), make_batch()
-        if compiled:
-            torch._dynamo.reset()
-            head.compile(fullgraph=True, backend="aot_eager")
-        loss = head(x, targets, torch.tensor(divisor)) * factor
-        loss.backward()
-        results.append([loss.detach(), x.grad, *(p.grad for p in head.parameters())])
-    for result in results[1:]:
-        for actual, expected in zip(result, results[0], strict=True):
-            torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-8)
 
 
 def test_gradients_that_were_scaled_in_place_are_not_used_again() -> None:

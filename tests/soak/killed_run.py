@@ -1,14 +1,12 @@
 """One run that is killed at random moments and restarted until it is done, and an uninterrupted one to
 compare with."""
 
-import os
 import random
 import re
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +17,8 @@ from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
 from meshwright.train.fault_tolerance.run_folder import read_status
-from tests.support.launch import Launch, started
+from tests.support.launch import Launch
+from tests.support.run_faults import curve, partials, started
 
 LIMIT_S = 300.0  # for every wait: a machine may be busy
 # the part of a run's steps within which a kill follows a start, so that kills are spread over the run
@@ -38,6 +37,10 @@ class Mesh:
     name: str
     processes: int
     keys: tuple[str, ...] = ()
+
+    def arguments(self, keys: Sequence[str], asynchronous: bool) -> list[str]:
+        """Return the command's arguments, except run.dir."""
+        return [*keys, *self.keys, f"--checkpoint.asynchronous={str(asynchronous).lower()}"]
 
 
 @dataclass(frozen=True)
@@ -98,41 +101,22 @@ class Joined:
     wrong_steps: int
 
 
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of metrics.jsonl so far."""
+    return read_rows(folder / "metrics.jsonl")
+
+
 def make_reference(mesh: Mesh, keys: Sequence[str], folder: Path) -> Reference:
     """Return an uninterrupted run. Raises BenchError if it fails."""
-    with launched(mesh, launch_arguments(mesh, keys, False, folder), folder) as launch:
+    with started(mesh.processes, folder, mesh.arguments(keys, False)) as launch:
         launch.wait(LIMIT_S)
     _check_success(launch)
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = rows_of(folder)
     saves_s = [float(text) for text in re.findall(r"committed after ([\d.]+) s", launch.output())]
     if not saves_s:
         raise BenchError("the run without kills has saved nothing: checkpoint.every must be at least 1")
     step_s = statistics.median(row["step_time_s"] for row in rows) + sum(saves_s) / len(rows)
-    return Reference(read_curve(folder), step_s, statistics.median(saves_s), len(saves_s))
-
-
-@contextmanager
-def launched(mesh: Mesh, arguments: Sequence[str], folder: Path) -> Iterator[Launch]:
-    """Start the command on the mesh's ranks, with its output in a new file in `folder`."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    log = folder / "logs" / f"{len(list((folder / 'logs').iterdir()))}.txt"
-    with started(mesh.processes, *arguments, output=log) as launch:
-        yield launch
-
-
-def launch_arguments(mesh: Mesh, keys: Sequence[str], asynchronous: bool, folder: Path) -> list[str]:
-    """Return the command's arguments, for a start in `folder`."""
-    run_keys = (
-        f"--checkpoint.asynchronous={str(asynchronous).lower()}",
-        "--metrics.every=1",
-        f"--run.dir={folder}",
-    )
-    return [*keys, *mesh.keys, *run_keys]
-
-
-def read_curve(folder: Path) -> dict[int, tuple[float, float]]:
-    """Return loss and gradient norm by step; the last row of a step counts."""
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_rows(folder / "metrics.jsonl")}
+    return Reference(curve(folder), step_s, statistics.median(saves_s), len(saves_s))
 
 
 class KilledRun:
@@ -142,7 +126,6 @@ class KilledRun:
         self, mesh: Mesh, keys: Sequence[str], reference: Reference, rng: random.Random, folder: Path
     ) -> None:
         self._mesh, self._keys, self._reference, self._rng, self._folder = mesh, keys, reference, rng, folder
-        self._metrics, self._checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
         self._steps = len(reference.curve)
         # the last kill; the next start will show where it resumes
         self._open: dict[str, Any] | None = None
@@ -156,16 +139,16 @@ class KilledRun:
                 break
         else:
             self._start(wanted[-1], kill=False)
-        got, whole = read_curve(self._folder), self._reference.curve
+        got, whole = curve(self._folder), self._reference.curve
         wrong_steps = sum(got.get(step) != whole.get(step) for step in got.keys() | whole.keys())
         return Joined(tuple(self._kills), self._steps, wrong_steps)
 
     def _start(self, wanted: Wanted, kill: bool) -> bool:
         """Start the command and kill it: True; or False if it ends, on purpose or before its kill."""
-        rows_before = len(read_rows(self._metrics))
-        arguments = launch_arguments(self._mesh, self._keys, wanted.asynchronous, self._folder)
-        with launched(self._mesh, arguments, self._folder) as launch:
-            launch.wait_until(lambda: len(read_rows(self._metrics)) > rows_before, LIMIT_S, POLL_S)
+        rows_before = len(rows_of(self._folder))
+        arguments = self._mesh.arguments(self._keys, wanted.asynchronous)
+        with started(self._mesh.processes, self._folder, arguments) as launch:
+            launch.wait_until(lambda: len(rows_of(self._folder)) > rows_before, LIMIT_S, POLL_S)
             self._note_start(rows_before)
             if kill and self._wait_for_moment(launch, wanted.phase) and self._kill(launch, wanted):
                 return True
@@ -177,7 +160,7 @@ class KilledRun:
         """Record where the run resumed after the previous kill."""
         if self._open is None:
             return
-        status, rows = read_status(self._folder), read_rows(self._metrics)[rows_before:]
+        status, rows = read_status(self._folder), rows_of(self._folder)[rows_before:]
         resumed_from = status.resumed_from or 0 if status else -1
         first_step = rows[0]["step"] if rows else resumed_from + 1  # no step was left to do
         self._kills.append(Kill(**self._open, resumed_from=resumed_from, first_step=first_step))
@@ -192,7 +175,7 @@ class KilledRun:
         seen = set[str]()
 
         def has_begun() -> bool:
-            seen.update(self._partial())
+            seen.update(path.name for path in partials(self._folder))
             return len(seen) >= number
 
         return launch.wait_until(has_begun, LIMIT_S, POLL_S) and _stay(launch, delay_s)
@@ -200,37 +183,27 @@ class KilledRun:
     def _kill(self, launch: Launch, wanted: Wanted) -> bool:
         """Kill a random rank, and record what is left when all have ended; False if it had ended before."""
         rank = self._rng.randrange(self._mesh.processes)
-        in_save = bool(self._partial())
+        in_save = bool(partials(self._folder))
         launch.ranks[rank].kill()
         killed_s = time.monotonic()
         launch.wait(LIMIT_S)
         ended_s = time.monotonic() - killed_s
         if launch.ranks[rank].returncode != -signal.SIGKILL:
             return False
-        found = list_checkpoints(self._checkpoints)
+        found = list_checkpoints(self._folder / "checkpoints")
         self._open = {
             "mesh": self._mesh.name,
             "phase": wanted.phase,
             "asynchronous": wanted.asynchronous,
             "rank": rank,
-            "at_step": read_rows(self._metrics)[-1]["step"],
+            "at_step": rows_of(self._folder)[-1]["step"],
             "in_save": in_save,
-            "half_written": bool(self._partial()),
+            "half_written": bool(partials(self._folder)),
             "ended_s": ended_s,
             "damaged": tuple(path.name for path in found if not verifies(path)),
             "committed": step_of(found[-1]) if found else 0,
         }
         return True
-
-    def _partial(self) -> list[str]:
-        """Return the checkpoints that are being written, or were when the run died."""
-        if not self._checkpoints.is_dir():
-            return []
-        return [
-            name
-            for name in os.listdir(self._checkpoints)
-            if name.startswith(".step-") and name.endswith(".partial")
-        ]
 
 
 def verifies(checkpoint: Path) -> bool:

@@ -3,6 +3,7 @@ tests.soak.kills -h`."""
 
 import argparse
 import itertools
+import json
 import random
 import statistics
 import sys
@@ -12,12 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.harness import make_document, write_record
 from benchmarks.train import config_to_record
-from meshwright.tools.cli import format_table, natural, positive
+from meshwright.tools.cli import natural, positive, run_tool
 from meshwright.train.config_parser import parse_config
 from tests.soak.killed_run import Joined, Kill, KilledRun, Mesh, Phase, Wanted, make_reference
-from tests.soak.program import Measured, make_parser, run_program
 from tests.support.launch import EAGER, TINY, write_text
+
+RECORDS = Path(__file__).parent / "records"
 
 DESCRIPTION = (
     "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of "
@@ -35,37 +38,35 @@ TRAINING = (*TINY, *EAGER, "--checkpoint.every=2", "--metrics.tensorboard=false"
 TP_EVERY = 5  # every fifth kill is one of FSDP x TP
 
 
-def add_kills_options(parser: argparse.ArgumentParser) -> None:
-    """Add its options to those that all programs have."""
-    parser.add_argument(
-        "--training", type=natural, default=50, metavar="N", help="kills at moments of training (default 50)"
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.kills", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False
     )
-    parser.add_argument(
-        "--saving", type=natural, default=50, metavar="N", help="kills at moments of a save (default 50)"
-    )
+    for name, kind, default, text in (
+        ("--training", natural, 50, "kills at moments of training"),
+        ("--saving", natural, 50, "kills at moments of a save"),
+        ("--seed", natural, 0, "of the moments and ranks"),
+        ("--processes", positive, 2, "processes of FSDP; FSDP x TP has twice as many"),
+        ("--steps", positive, 40, "optimizer steps of a run"),
+    ):
+        parser.add_argument(
+            name, type=kind, default=default, metavar="N", help=f"{text} (default %(default)s)"
+        )
     parser.add_argument(
         "--asynchronous",
         choices=("both", "true", "false"),
         default="both",
         help="how it saves (default both)",
     )
-    parser.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="of the moments and ranks (default 0)"
-    )
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        default=2,
-        metavar="N",
-        help="processes of FSDP; FSDP x TP has twice as many (default 2)",
-    )
-    parser.add_argument(
-        "--steps", type=positive, default=40, metavar="N", help="optimizer steps of a run (default 40)"
-    )
+    parser.add_argument("--record", action="store_true", help="write tests/soak/records/DATE-kills.json too")
+    return parser
 
 
-def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
-    """Config, figures and a text. Raises BenchError, and what a wrong config raises."""
+def measure_kills(
+    options: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Config and figures. Raises BenchError, and what a wrong config raises."""
     rng = random.Random(options.seed)
     ways = {"both": (False, True), "true": (True,), "false": (False,)}[options.asynchronous]
     todo = deal(make_wanted(options.training, options.saving, ways, rng), options.processes)
@@ -77,7 +78,7 @@ def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> Meas
         ]
     setup = {"seed": options.seed, "processes": {mesh.name: mesh.processes for mesh in todo}}
     figures = {**setup, **summarise(joined), "rows": [asdict(kill) for run in joined for kill in run.kills]}
-    return config_to_record(config), figures, kills_text(figures)
+    return config_to_record(config), figures
 
 
 def make_wanted(training: int, saving: int, ways: Sequence[bool], rng: random.Random) -> list[Wanted]:
@@ -154,25 +155,15 @@ def _count_kinds(kills: Sequence[Kill]) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def kills_text(figures: dict[str, Any]) -> str:
-    """Return the figures as text."""
-    ended = figures["ended_s"] or {"median": 0.0, "worst": 0.0}
-    rows = [
-        *figures["by_kind"].items(),
-        ("kills", figures["kills"]),
-        ("of which while a checkpoint was being written", figures["in_save"]),
-        ("of which left a half-written one", figures["half_written"]),
-        ("resumed at exactly the last committed step + 1", figures["resumed_at_last_commit_plus_1"]),
-        ("committed checkpoints that do not verify", figures["damaged_checkpoints"]),
-        (f"wrong losses or gradient norms, of {figures['steps_compared']} steps", figures["wrong_steps"]),
-        ("seconds until the others had ended, median", f"{ended['median']:.2f}"),
-        ("seconds until the others had ended, worst", f"{ended['worst']:.2f}"),
-    ]
-    verdict = "nothing was lost" if figures["all_right"] else "FAILED: see the table"
-    return f"{format_table(('figure', 'value'), [(name, str(value)) for name, value in rows])}\n\n{verdict}"
+def main() -> None:
+    """Measure, print the JSON document, and record it if requested."""
+    options, overrides = make_parser().parse_known_args()
+    config, figures = measure_kills(options, overrides)
+    document = make_document("tests.soak.kills", sys.argv[1:], config, figures)
+    print(json.dumps(document, indent=2))
+    if options.record:
+        print(f"recorded: {write_record(document, 'kills', RECORDS)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    parser = make_parser("kills", DESCRIPTION, EPILOG)
-    add_kills_options(parser)
-    run_program("kills", parser, measure_kills)
+    run_tool(main)

@@ -2,10 +2,8 @@
 reference, and steps on a mesh."""
 
 import dataclasses
-import sys
 import zlib
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.train.optim import adamw_kernel
+from tests.support.interpreted import forget_triton, guarded
 from tests.support.sharded import build_sharded
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -42,9 +41,8 @@ def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw_kerne
             values[2].to(moment),
             values[3].square().to(moment),
         ]
-        slices.append(
-            adamw_kernel.Slice(*(tensor.to(DEVICE) for tensor in tensors), 2**32 - 3 + i, first, columns, gap)
-        )
+        placed = (guarded(tensor) if DEVICE == "cpu" else tensor.to(DEVICE) for tensor in tensors)
+        slices.append(adamw_kernel.Slice(*placed, 2**32 - 3 + i, first, columns, gap))
     return slices
 
 
@@ -77,19 +75,12 @@ Case = tuple[torch.dtype, torch.dtype, float]  # of parameters, of moments, whet
 
 def compare_kernel(cases: list[Case]) -> list[tuple[torch.dtype, torch.dtype, float, list[str], list[str]]]:
     """Compare the kernel with its reference bit for bit: the case, which tensors of a slice differ, and which
-    have changed. Without a GPU TRITON_INTERPRET=1 must
-    be set before the process starts."""
-    if DEVICE == "cpu":  # Triton reads the variable at import, and is already imported
-        for name in [
-            name
-            for name in sys.modules
-            if name.partition(".")[0] == "triton" and not name.startswith("triton._C")
-        ]:
-            del sys.modules[name]
+    have changed. Without a GPU the process must have the environment INTERPRETED."""
+    if DEVICE == "cpu":
+        forget_triton()
     from meshwright.train.optim import adamw_triton
 
     assert adamw_triton.BLOCK * adamw_triton.BLOCKS == PROGRAM
-    numpy.seterr(all="ignore")  # the interpreter computes with numpy, and infinity / infinity is expected
     results = []
     for parameter, moment, skip in cases:
         before, expected, updated = (make_slices(parameter, moment) for _ in range(3))

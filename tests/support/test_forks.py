@@ -1,4 +1,4 @@
-"""Forks start and end like commands."""
+"""Forks start like commands."""
 
 import json
 import os
@@ -33,21 +33,3 @@ def test_a_fork_begins_with_one_thread_no_group_all_imports_and_default_signals(
     assert fork(describe, out, output=tmp_path / "log").wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
     expected = {"threads": 1, "group": False, "not imported": [], "ignored signals": []}
     assert json.loads(out.read_text()) == expected
-
-
-def end(how: str) -> None:
-    if how == "interrupted":
-        raise KeyboardInterrupt
-    sys.exit({"well": None, "by a code": 3, "by a word": "wrong"}[how])
-
-
-def test_a_fork_ends_with_the_code_of_an_interpreter(tmp_path: Path) -> None:
-    for how, code, printed in (
-        ("well", 0, ""),
-        ("by a code", 3, ""),
-        ("by a word", 1, "wrong\n"),
-        ("interrupted", -signal.SIGINT, "KeyboardInterrupt"),
-        ("unheard of", 1, "KeyError"),
-    ):
-        assert fork(end, how, output=tmp_path / how).wait(LIMIT_S) == code, how
-        assert printed in (tmp_path / how).read_text()

@@ -8,8 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import machines_of_kind
+from meshwright.parallel.planner.hardware import load_hardware, machines_of_kind
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
@@ -18,8 +17,7 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
-from meshwright.tools.dryrun.install import SIZE, install
-from meshwright.tools.dryrun.program import run_program
+from meshwright.tools.dryrun.install import SIZE, install, run_program
 from meshwright.tools.dryrun.report import FIRST, as_text, make_document, read_dry_run
 from meshwright.tools.plan.report import make_report
 from meshwright.train.config_parser import parse_config
@@ -32,7 +30,7 @@ DESCRIPTION = """examples:
   python -m tools.dryrun --config llama_70b.yaml --gpus 64 --parallel.tp=8 --all
 
 Run the CUDA program of rank 0 on a fake H100, and print what it does in a step: kernel launches, host waits,
-allocations, streams, collectives, the bytes, registers and spills of each kernel, and the memory of torch's
+allocations, collectives, the bytes, registers and spills of each kernel, and the memory of torch's
 allocator beside the predicted one. Needs no GPU, but Linux on x86-64 and g++. The model, the plan, FSDP2, the
 compiler, Triton and the allocator are real; NVIDIA's libraries are replaced.
 """
@@ -102,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--json",
         action="store_true",
         help="one JSON document: launches, launches_by_library, host_waits, device_allocations, both "
-        "by kind too, streams, stream_waits, copies, collectives {op, axis, bytes, stream}, totals per op, "
+        "by kind too, copies, collectives {op, axis, bytes, stream}, totals per op, "
         "axis, kernels {name, library, calls, bytes, share, registers, spills}, launches_of_unknown_bytes, "
         "graphs (the kernels of each compiled graph, in order), peak_memory_gib, reserved_memory_gib, "
         "predicted {the same two}, plan, reasons, notes",

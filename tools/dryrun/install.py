@@ -1,5 +1,5 @@
 """Install the fake GPU in a cache folder: torch's plain CUDA build, its version of Triton, and the fake
-libraries.
+libraries; and run the steps of a plan on it.
 
 The two wheels (a download of 0.53 GB, 1.9 GB on disk) are in a folder that PYTHONPATH puts before the
 environment's packages, so the same interpreter and project run with either build of torch.
@@ -12,15 +12,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
 import meshwright
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.dryrun.build import PLACE, SOURCES, build_libraries
-from meshwright.tools.processes import find_reason
+from meshwright.tools.dryrun.log import PLAN_FILE
+from meshwright.tools.processes import find_reason, run_to_end
 from meshwright.train.errors import ConfigError
 
 TORCH, TRITON = "2.13.0", "3.7.1"
@@ -28,6 +31,13 @@ SIZE = "0.53 GB, 1.9 GB on disk"
 ROOT = Path(meshwright.__file__).parents[1]
 # Variables that would change the behavior of a process on the fake GPU.
 NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ENVIRONMENT = {
+    "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # inductor writes its estimate of a kernel's bytes into the kernel
+    "FAKE_CUDA_REFUSES_GIB": "100000",  # the memory of a plan that does not fit an H100 is counted too
+    # In a group of more ranks than this (128 by default) rank 0 would wait for ids from other ranks.
+    "TORCH_NCCL_RANKS_PER_ROOT": "1000000",
+}
+PROGRESS = "progress: "  # begins the lines of step.py's output that are for the user
 
 
 class FakeGpuError(ConfigError):
@@ -136,3 +146,31 @@ def _fetch(folder: Path) -> None:
             f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, but the package index returned another "
             "build"
         )
+
+
+def step_command(scratch: Path, arguments: Sequence[str], record: bool = False) -> list[str]:
+    """Return the command that runs the steps of the plan in `scratch`, with the config of the arguments."""
+    options = ["--record"] if record else []
+    return [sys.executable, "-m", "meshwright.tools.dryrun.step", str(scratch), *options, *arguments]
+
+
+def run_program(
+    gpu: FakeGpu, scratch: Path, plan: Plan, arguments: Sequence[str], report: Callable[[str], None]
+) -> None:
+    """Run the steps of the plan and record one, in a separate process; its files are written to `scratch`.
+    `report` receives lines of progress. Raises BenchError if the process fails."""
+    (scratch / PLAN_FILE).write_text(plan_to_yaml(plan))
+    output = scratch / "output.log"
+    shown = 0
+
+    def show_progress() -> None:
+        nonlocal shown
+        lines = output.read_text(errors="replace").split("\n")[:-1]
+        progress = [line.removeprefix(PROGRESS) for line in lines if line.startswith(PROGRESS)]
+        for line in progress[shown:]:
+            report(line)
+        shown = len(progress)
+
+    environment = gpu.environment(scratch) | ENVIRONMENT
+    run_to_end(step_command(scratch, arguments, record=True), environment, output, show_progress)
+    show_progress()

@@ -2,17 +2,20 @@
 graph: the log joined with the traces of step.py."""
 
 import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from meshwright.parallel.mesh import CONTEXT_GROUP
 from meshwright.tools.dryrun import log
-from meshwright.tools.dryrun.log import Call
-from meshwright.tools.dryrun.operators import moved_bytes, read_operators
-from meshwright.tools.dryrun.program import AXES_FILE, OPERATORS_FILE, STEPS, TRACE_FILE, grid_blocks
+from meshwright.tools.dryrun.log import AXES_FILE, OPERATORS_FILE, STEPS, TRACE_FILE, Call, grid_blocks
 from meshwright.tools.trace.events import DEVICE_WORK, parse_label
 from meshwright.tools.trace.kernels import COMPILED, short_name
 
@@ -82,27 +85,23 @@ DTYPES = {"0": "float32", "2": "float16", "14": "bfloat16", "28": "float8_e4m3",
 LIBRARIES = {"kernel": "torch", "gemm": "cublas", "cudnn": "cudnn", "triton": "triton"}
 
 
-@dataclass(frozen=True)
-class _Operator:
+class _Span(NamedTuple):
+    """An annotation of a CPU thread: of a unit's phase, or of a call of a compiled graph."""
+
+    start: float = 0.0
+    end: float = 0.0
+    unit: str = ""
+    phase: str = ""
+    graph: str = ""
+
+
+class _Operator(NamedTuple):
     """The operator that launched a kernel: its bytes, and its place in the step."""
 
     name: str
     bytes: int | None
-    unit: str
-    phase: str
-    graph: str
-    graph_start: float
-
-
-@dataclass(frozen=True)
-class _Span:
-    """An annotation of a CPU thread: of a unit's phase, or of a call of a compiled graph."""
-
-    start: float
-    end: float
-    unit: str = ""
-    phase: str = ""
-    graph: str = ""
+    unit: _Span
+    graph: _Span
 
 
 def read_recorded_step(scratch: Path) -> RecordedStep:
@@ -141,18 +140,16 @@ def _operators(events: Sequence[Event], tensors: Mapping[int, Event]) -> dict[in
     for event in events:
         if event.get("cat") == "cpu_op":
             around = [s for s in spans[event["tid"]] if s.start <= event["ts"] < s.end]
-            unit = max((span for span in around if span.unit), key=_start, default=_Span(0, 0))
-            graph = max((span for span in around if span.graph), key=_start, default=_Span(0, 0))
             node = tensors.get(int(event["args"].get("Record function id", -1)))
             size = round(event["args"].get("kernel_num_gb", 0) * 1e9) or (moved_bytes(node) if node else None)
-            operators[_external_id(event)] = _Operator(
-                event["name"], size, unit.unit, unit.phase, graph.graph, graph.start
+            unit, graph = (
+                max(
+                    (span for span in around if getattr(span, kind)), key=attrgetter("start"), default=_Span()
+                )
+                for kind in ("unit", "graph")
             )
+            operators[_external_id(event)] = _Operator(event["name"], size, unit, graph)
     return operators
-
-
-def _start(span: _Span) -> float:
-    return span.start
 
 
 def _span(event: Event) -> _Span | None:
@@ -186,14 +183,15 @@ def _launches(
         if size is not None and external in counted:
             size = 0  # counted at the operator's first launch of this kernel
         counted.add(external)
-        rows.append((_launch(call, name, size, operator), operator.graph_start if operator else 0.0))
+        rows.append((_launch(call, name, size, operator), operator.graph.start if operator else 0.0))
     return rows
 
 
 def _launch(call: Call, name: str, size: int | None, operator: _Operator | None) -> KernelLaunch:
     registers, spills = map(int, call.words[1:3]) if call.kind == "triton" else (None, None)
-    place = (operator.unit, operator.phase, operator.graph) if operator else ("", "", "")
-    return KernelLaunch(name, LIBRARIES[call.kind], size, registers, spills, *place)
+    unit, graph = (operator.unit, operator.graph) if operator else (_Span(), _Span())
+    library = LIBRARIES[call.kind]
+    return KernelLaunch(name, library, size, registers, spills, unit.unit, unit.phase, graph.graph)
 
 
 def _name(call: Call, event: Event, operator: _Operator | None) -> str:
@@ -224,7 +222,7 @@ def _collectives(
             names = axes.get(str(event["args"].get("Process Group Name", "")), ["dp_shard"])
             if event["args"].get("Process Group Description") == CONTEXT_GROUP:
                 names = ["cp"]
-            axis = names[0 if operator and operator.unit else -1]
+            axis = names[0 if operator and operator.unit.unit else -1]
             yield AxisCollective(sent.op, axis, sent.bytes, sent.stream)
 
 
@@ -238,3 +236,85 @@ def _graphs(launches: Sequence[tuple[KernelLaunch, float]]) -> Iterator[Launched
         first, *_ = by_start.values()
         units = dict.fromkeys(kernels[0].unit for kernels in by_start.values())
         yield LaunchedGraph(tuple(units), first[0].phase, len(by_start), tuple(first))
+
+
+# They overwrite their first argument without reading it.
+OVERWRITE = frozenset({"aten::fill_", "aten::zero_", "aten::copy_", "aten::_foreach_copy_"})
+# They read as much of their first argument as they write.
+READ_PARTLY = frozenset({"aten::gather", "aten::index_select", "aten::embedding"})
+# In a training step it multiplies by 1, and reads and writes no tensor.
+NOTHING = frozenset({"meshwright::multiply_unless_one_kernel"})
+# How much they read or write depends on the values, or on their algorithm.
+BY_VALUES = re.compile(r"embedding_dense_backward|scatter|index|sort|unique|nonzero|masked|topk")
+
+
+class _Allocated(NamedTuple):
+    """A tensor on the GPU: its place in memory, and the bytes that it has there."""
+
+    storage: int
+    offset: int
+    bytes: int
+
+
+def read_operators(path: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the operators of an execution trace by their "Record function id" in a trace of kernels."""
+    nodes = json.loads(path.read_text())["nodes"]
+    return {int(attribute): node for node in nodes if (attribute := _attribute(node, "rf_id"))}
+
+
+def moved_bytes(operator: Mapping[str, Any]) -> int | None:
+    """Return the bytes that an operator reads and writes, each tensor once; None if that is unknown."""
+    name, schema = operator["name"], _attribute(operator, "op_schema")
+    if name in NOTHING:
+        return 0
+    if not schema or BY_VALUES.search(name):
+        return None
+    arguments, results = (
+        _tensors(operator["inputs"]),
+        [t for group in _tensors(operator["outputs"]) for t in group],
+    )
+    kinds = _argument_kinds(schema)
+    read = written = 0
+    for place, (tensors, kind) in enumerate(zip(arguments, kinds, strict=False)):
+        size = sum(tensor.bytes for tensor in tensors)
+        overwritten = kind == "out" or (name in OVERWRITE and place == 0)
+        written += size if kind in ("out", "changed") else 0
+        if name in READ_PARTLY and place == 0:
+            size = min(size, sum(tensor.bytes for tensor in results))
+        read += 0 if overwritten else size
+    given = {tensor[:2] for tensors in arguments for tensor in tensors}
+    return read + written + sum(tensor.bytes for tensor in results if tensor[:2] not in given)
+
+
+def _attribute(node: Mapping[str, Any], name: str) -> str:
+    return next((str(each["value"]) for each in node["attrs"] if each["name"] == name), "")
+
+
+def _argument_kinds(schema: str) -> list[str]:
+    """Return for each argument of a schema: "out" (only written), "changed" (read and written) or "read"."""
+    return [
+        ("out" if argument.kwarg_only else "changed")
+        if argument.alias_info and argument.alias_info.is_write
+        else "read"
+        for argument in torch._C.parse_schema(schema).arguments
+    ]
+
+
+def _tensors(values: Mapping[str, Any]) -> list[list[_Allocated]]:
+    """Return the tensors on the GPU in each argument or result."""
+    columns = (values["values"], values["shapes"], values["strides"], values["types"])
+    return [list(_tensors_of(*row)) for row in zip(*columns, strict=True)]
+
+
+def _tensors_of(value: Any, shape: Any, strides: Any, kind: str) -> Iterator[_Allocated]:
+    if kind.startswith("GenericList[Tensor"):
+        for row in zip(value, shape, strides, strict=True):
+            yield from _tensors_of(*row, "Tensor")
+    elif kind.startswith("Tensor") and str(value[5]).startswith("cuda"):
+        _, storage, offset, _, width, _ = value
+        yield _Allocated(storage, offset, _stored(shape, strides) * width)
+
+
+def _stored(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the elements in memory: an expanded dim counts once."""
+    return math.prod(size for size, stride in zip(shape, strides, strict=True) if stride or size == 0)

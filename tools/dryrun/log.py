@@ -1,9 +1,14 @@
 """Read the log of a fake GPU (fake_cuda/core.h): the calls of one process."""
 
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+STEPS = 3  # the first compiles, the second still fills caches, the third equals all later ones
+# In the scratch folder, beside the log and the compiler's caches. step.py says what they contain.
+PLAN_FILE, MEMORY_FILE, AXES_FILE = "plan.yaml", "memory.json", "axes.json"
+TRACE_FILE, OPERATORS_FILE = "trace.json", "operators.json"
 
 LAUNCHES = ("kernel", "gemm", "triton", "cudnn")  # torch, cuBLAS, Triton (the project's, inductor's), cuDNN
 POINT_TO_POINT = ("send", "recv")
@@ -63,11 +68,6 @@ def between(calls: Sequence[Call], begin: str, end: str) -> list[Call]:
     return list(calls[marks[begin] + 1 : marks[end]])
 
 
-def count_launches(calls: Sequence[Call]) -> int:
-    """Return the number of kernel launches of all libraries except NCCL."""
-    return sum(call.kind in LAUNCHES for call in calls)
-
-
 def host_waits(calls: Sequence[Call]) -> list[Call]:
     """Return the calls in which the host waits for the device. This includes copies from or to pageable
     memory (CUDA runtime API, section "API synchronization behavior": the stream is synchronized first)."""
@@ -81,25 +81,6 @@ def host_waits(calls: Sequence[Call]) -> list[Call]:
 def allocations(calls: Sequence[Call]) -> list[Call]:
     """Return the calls that allocate or free device memory or page-locked host memory."""
     return [call for call in calls if call.kind in ALLOCATIONS]
-
-
-def stream_waits(calls: Sequence[Call], step: Sequence[Call]) -> Counter[tuple[int, int]]:
-    """Return how often in the step one stream waits for another: (waiting stream, awaited stream). `calls`:
-    all calls of the process up to the step's end, because an event may have been recorded long before."""
-    recorded: dict[str, int] = {}
-    waits: Counter[tuple[int, int]] = Counter()
-    begin = len(calls) - len(step)
-    for at, call in enumerate(calls):
-        if call.kind == "record":
-            recorded[call.words[0]] = call.stream
-        elif call.kind == "wait" and at >= begin and call.words[0] in recorded:
-            waits[call.stream, recorded[call.words[0]]] += 1
-    return waits
-
-
-def collectives(calls: Sequence[Call]) -> list[NcclCollective]:
-    """Return the NCCL collectives in order."""
-    return [collective(call) for call in collective_calls(calls)]
 
 
 def collective_calls(calls: Sequence[Call]) -> list[Call]:
@@ -122,3 +103,21 @@ def collective(call: Call) -> NcclCollective:
     if op in POINT_TO_POINT:
         op, size = "all_to_all", ranks * size
     return NcclCollective(op, number, ranks, size, call.stream)
+
+
+def steady_step(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls of the last step."""
+    return between(calls, f"step {STEPS - 1}", f"end {STEPS - 1}")
+
+
+def stream_numbers(step: Sequence[Call], others: Iterable[int] = ()) -> dict[int, int]:
+    """Return a number for each stream, by order of first use, then for others; 0 is the default one, which
+    computes."""
+    used = (call.stream for call in step if call.kind in ON_STREAMS)
+    return {stream: n for n, stream in enumerate(dict.fromkeys([0, *used, *sorted(others)]))}
+
+
+def grid_blocks(launch: Call) -> int:
+    """Return the number of blocks in the grid of a torch or Triton kernel."""
+    grid = launch.words[1 if launch.kind == "kernel" else 3]
+    return math.prod(map(int, grid.split(",")))

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.tools.cli import format_table
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.launches import LIBRARIES, KernelLaunch, read_recorded_step
-from meshwright.tools.dryrun.log import Call
-from meshwright.tools.dryrun.program import MEMORY_FILE, steady_step, steady_waits, stream_numbers
+from meshwright.tools.dryrun.log import MEMORY_FILE, Call, steady_step, stream_numbers
 from meshwright.tools.plan.report import PlanReport
 from meshwright.tools.simulate import total_by_axis, totals_table
 
@@ -31,8 +30,7 @@ def read_dry_run(scratch: Path) -> Row:
     0 computes; `bytes` are None where not known for each launch."""
     calls = log.read_log(scratch)
     step, recorded = steady_step(calls), read_recorded_step(scratch)
-    waits = steady_waits(calls)
-    numbers = stream_numbers(step, waits)
+    numbers = stream_numbers(step)
     memory = json.loads((scratch / MEMORY_FILE).read_text())
     kinds = Counter(call.kind for call in step)
     launches = {library: kinds[kind] for kind, library in LIBRARIES.items() if kinds[kind]}
@@ -45,11 +43,6 @@ def read_dry_run(scratch: Path) -> Row:
         "host_waits_by_kind": dict(host_waits),
         "device_allocations": sum(allocations.values()),
         "device_allocations_by_kind": dict(allocations),
-        "streams": _streams(step, numbers),
-        "stream_waits": [
-            {"stream": numbers[waiting], "awaited": numbers[awaited], "count": count}
-            for (waiting, awaited), count in sorted(waits.items())
-        ],
         "copies": _copies(step),
         "collectives": [asdict(replace(c, stream=numbers[c.stream])) for c in recorded.collectives],
         "totals": total_by_axis(recorded.collectives),
@@ -82,22 +75,6 @@ def count_kernels(launches: Sequence[KernelLaunch]) -> list[Row]:
     return sorted(
         rows, key=lambda row: (-1 if row["bytes"] is None else row["bytes"], row["calls"]), reverse=True
     )
-
-
-def _streams(step: Sequence[Call], numbers: Mapping[int, int]) -> list[Row]:
-    by_stream = defaultdict[int, list[Call]](list)
-    for call in step:
-        if call.kind in log.ON_STREAMS:
-            by_stream[numbers[call.stream]].append(call)
-    return [
-        {
-            "stream": stream,
-            "kernels": log.count_launches(calls),
-            "copies": sum(call.kind in ("memcpy", "memset") for call in calls),
-            "collectives": dict(Counter(collective.op for collective in log.collectives(calls))),
-        }
-        for stream, calls in sorted(by_stream.items())
-    ]
 
 
 def _copies(step: Sequence[Call]) -> list[Row]:
@@ -152,7 +129,6 @@ def as_text(run: Row, report: PlanReport, first: int | None) -> str:
         *(["\n".join(["why:", *(f"- {sentence}" for sentence in report.reasons)])] if report.reasons else []),
         format_table(("in a step", "", ""), _count_rows(run)),
         format_table(("memory, GiB", "dry run", "predicted", "difference"), _memory_rows(document)),
-        _stream_table(run),
         totals_table(run["totals"]),
         _kernel_table(run["kernels"], first),
     ]
@@ -182,23 +158,6 @@ def _memory_rows(document: Row) -> list[tuple[str, ...]]:
         (name, f"{counted:.2f}", f"{predicted:.2f}", f"{predicted / counted - 1:+.1%}")
         for name, counted, predicted in pairs
     ]
-
-
-def _stream_table(run: Row) -> str:
-    waits = defaultdict[int, list[str]](list)
-    for wait in run["stream_waits"]:
-        waits[wait["stream"]].append(f"{wait['count']} for {wait['awaited']}")
-    rows = [
-        (
-            str(use["stream"]),
-            str(use["kernels"]),
-            str(use["copies"]),
-            ", ".join(f"{op} {count}" for op, count in use["collectives"].items()),
-            ", ".join(waits[use["stream"]]),
-        )
-        for use in run["streams"]
-    ]
-    return format_table(("stream", "kernels", "copies", "collectives", "waits"), rows)
 
 
 def _kernel_table(kernels: Sequence[Row], first: int | None) -> str:

@@ -30,15 +30,8 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.profiler_annotations import name_units
 from meshwright.parallel.simulate.collectives import axes_of_groups
 from meshwright.tools.cli import run_tool
-from meshwright.tools.dryrun.program import (
-    AXES_FILE,
-    MEMORY_FILE,
-    OPERATORS_FILE,
-    PLAN_FILE,
-    PROGRESS,
-    STEPS,
-    TRACE_FILE,
-)
+from meshwright.tools.dryrun.install import PROGRESS
+from meshwright.tools.dryrun.log import AXES_FILE, MEMORY_FILE, OPERATORS_FILE, PLAN_FILE, STEPS, TRACE_FILE
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch

@@ -14,10 +14,8 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.explain import needed_gib
-from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.machines import Machines, machines_of_kind
-from meshwright.parallel.planner.search import Candidate, SearchResult
-from meshwright.parallel.planner.search_space import Choices
+from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
+from meshwright.parallel.planner.search import Candidate, Choices, SearchResult
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import memory_table
@@ -89,7 +87,12 @@ def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
     if hardware:
         check_attention(job, plan, "cpu" if hardware.cores else "cuda")
         prediction = prediction or predict(job, plan, hardware, machines.per_node)
-        fit_error = "" if choice else _find_fit_error(job, machines, plan)
+        if not choice:
+            name = f"{hardware.name}, without allocator and process overhead,"
+            try:
+                check_fits(job, plan, machines, name)
+            except PlanError as error:
+                fit_error = str(error)
     memory = prediction.memory if prediction else predict_memory(job, plan)
     return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice)
 
@@ -105,15 +108,6 @@ def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int
         f"{job.seq_len} tokens: reduce train.seq_len, or leave more keys at auto with "
         "--parallel.plan=auto"
     )
-
-
-def _find_fit_error(job: TrainingJob, machines: Machines, plan: Plan) -> str:
-    """Return why the plan does not fit and what would; "" if it fits."""
-    try:
-        check_fits(job, plan, machines, f"{machines.kind.name}, without allocator and process overhead,")
-    except PlanError as error:
-        return str(error)
-    return ""
 
 
 def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str, float]:

@@ -9,8 +9,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.mistakes import planned_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.explain import describe_choices, needed_gib
-from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.machines import Machines, machines_of_kind
+from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
 from meshwright.tools.cli import format_table
 from meshwright.tools.plan.report import TITLES, keys_to_show, seconds, time_to_train
 from meshwright.train.config import TrainingJob
@@ -47,10 +46,9 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """Return for each number of GPUs its plan (with plan=auto the best) and figures, or the reason why there
     is none. Raises PlanError with all reasons if none is possible. `tokens`: also the days for so many."""
-    plan_row = _best_row if job.parallel.plan == "auto" else _config_row
     rows = []
     for gpus in counts:
-        planned = plan_row(job, machines_of_kind(hardware, gpus, gpus_per_node))
+        planned = _plan(job, machines_of_kind(hardware, gpus, gpus_per_node))
         rows.append({"gpus": gpus, **_figures(planned, gpus, tokens)})
     if not any(row["fits"] for row in rows):
         reasons = "\n".join(f"  {row['gpus']}: {row['reason']}" for row in rows)
@@ -58,37 +56,28 @@ def sweep(
     return rows
 
 
-def _best_row(job: TrainingJob, machines: Machines) -> Prediction | str:
-    """Return the prediction of the plan that the planner chooses."""
+def _plan(job: TrainingJob, machines: Machines) -> Prediction | str:
+    """Return the prediction of the plan that the planner chooses, or of the config's own; or the first reason
+    why there is none that is legal and fits."""
+    available = f"{machines.available_bytes / GIB:.1f} GiB"
     try:
-        choice = search_plans(job, machines)
+        if job.parallel.plan == "auto":
+            choice = search_plans(job, machines)
+            if not choice.ranked:
+                nearest = choice.does_not_fit[0]
+                smallest = f"{needed_gib(nearest)} of {available} ({describe_choices(nearest.choices)})"
+                return f"none of {len(choice.does_not_fit)} plans fits; the smallest needs {smallest}"
+            plan = choice.best.plan
+        else:
+            plan = plan_for(job, machines)
+            _, host, needed = predict_needs(job, plan, machines)
+            if not machines.fits(needed, host):
+                of_device = f"needs {needed / GIB:.1f} of {available}"
+                return f"does not fit: {machines.host_problem(host) or of_device}"
     except PlanError as error:
-        return _first_line(error)
-    if choice.ranked:
-        return predict(job, choice.best.plan, machines.kind, machines.per_node)
-    nearest = choice.does_not_fit[0]
-    return (
-        f"none of {len(choice.does_not_fit)} plans fits; the smallest needs {needed_gib(nearest)} of "
-        f"{machines.available_bytes / GIB:.1f} GiB ({describe_choices(nearest.choices)})"
-    )
-
-
-def _config_row(job: TrainingJob, machines: Machines) -> Prediction | str:
-    """Return the prediction of the config's own plan, if it is legal and fits."""
-    try:
-        plan = plan_for(job, machines)
-    except PlanError as error:
-        return _first_line(error)
-    _, host, needed = predict_needs(job, plan, machines)
-    if machines.fits(needed, host):
-        return predict(job, plan, machines.kind, machines.per_node)
-    of_device = f"needs {needed / GIB:.1f} of {machines.available_bytes / GIB:.1f} GiB"
-    return f"does not fit: {machines.host_problem(host) or of_device}"
-
-
-def _first_line(error: PlanError) -> str:
-    first, *rest = str(error).splitlines()
-    return first + (f" (and {len(rest)} more)" if rest else "")
+        first, *rest = str(error).splitlines()
+        return first + (f" (and {len(rest)} more)" if rest else "")
+    return predict(job, plan, machines.kind, machines.per_node)
 
 
 def _figures(row: Prediction | str, gpus: int, tokens: float | None) -> dict[str, Any]:

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.machines import Machines, machines_of_kind
+from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
+from meshwright.tools.calibrate import HERE, measure_this_machine
 from meshwright.tools.plan import check as checking
 from meshwright.tools.plan import compare, export, scaling
 from meshwright.tools.plan import report as reporting
-from meshwright.tools.plan.here import HERE, measure_this_machine
 from meshwright.train.config import TrainingJob
 
 

@@ -1,20 +1,14 @@
-"""Time the collectives between the processes of a node, and fit the planner's formula to them.
-
-The formula: a ring of n members takes n - 1 hops with equal latency (twice as many in an all-reduce), and
-every member sends (n - 1) / n of the full tensor (twice as much in an all-reduce; in an all-to-all, of its
-own tensor).
-"""
+"""Time the collectives between the processes of a node."""
 
 import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.planner.hardware import Curve, Link
+from meshwright.parallel.planner.hardware import Curve
 from meshwright.train.calibration.compute import Run, make_interlude
 
 ROUNDS = 3
@@ -23,31 +17,6 @@ WARM_UP_RUNS = 3
 MIN_RUNS, MAX_RUNS = 5, 100
 # operation -> number of ranks -> a curve over the bytes of the full tensor
 Seconds = Mapping[str, Mapping[int, Curve]]
-
-
-def fit_link(collectives_s: Seconds) -> tuple[Link, float]:
-    """Fit a link to measured seconds. Returns the link (latency of a hop, best bandwidth, and its share by
-    operation and number of members) and the mean relative error of the fit.
-
-    The fit minimizes the squared relative errors of seconds = hops x latency + sent / bandwidth, with one
-    latency for all and a bandwidth for each operation and number of members. A negative latency becomes 0.
-    """
-    groups = sorted((op, members) for op, by_members in collectives_s.items() for members in by_members)
-    points = [(i, *point) for i, (op, members) in enumerate(groups) for point in collectives_s[op][members]]
-    rows = np.zeros((len(points), 1 + len(groups)))
-    for row, (i, size_bytes, seconds) in zip(rows, points, strict=True):
-        op, members = groups[i]
-        hops = (members - 1) * (2 if op == "all_reduce" else 1)
-        row[0], row[1 + i] = hops / seconds, size_bytes * hops / members / seconds
-    solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
-    if solution[0] < 0:
-        solution = np.concatenate(([0.0], np.linalg.lstsq(rows[:, 1:], np.ones(len(rows)), rcond=None)[0]))
-    bytes_s = 1 / np.maximum(solution[1:], 1e-15)
-    shares: dict[str, Curve] = {}
-    for (op, members), share in zip(groups, bytes_s / bytes_s.max(), strict=True):
-        shares[op] = (*shares.get(op, ()), (float(members), float(share)))
-    error = float(np.abs(rows @ solution - 1).mean())
-    return Link(float(bytes_s.max()) / 1e9, float(solution[0]), shares), error
 
 
 def group_sizes(processes: int) -> list[int]:

@@ -3,21 +3,34 @@
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
+import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.parallel.compile.apply import cache_folder
-from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware, read_hardware
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.planner.hardware import (
+    Hardware,
+    HostCosts,
+    Link,
+    find_hardware,
+    load_hardware,
+    read_hardware,
+)
 from meshwright.parallel.structure import structure
-from meshwright.parallel.yaml_io import YamlError, load_value
-from meshwright.train.calibration.collectives import time_collectives
+from meshwright.parallel.yaml_io import YamlError, load_value, to_yaml
+from meshwright.train.calibration.collectives import Seconds, time_collectives
 from meshwright.train.calibration.compute import (
     AttentionShape,
     Products,
@@ -26,12 +39,12 @@ from meshwright.train.calibration.compute import (
     device_model,
     measure_compute,
 )
-from meshwright.train.calibration.hardware_file import Calibration, hardware_text
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.agreement import broadcast_from_rank0, gather_from_all
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.files import write_atomically
+from meshwright.train.memory import memory_limit_bytes
 from meshwright.train.model.trained_model import AttentionHeads, TrainedModel, model_of
 from meshwright.train.planning.resolve import dtype_on_device
 
@@ -42,6 +55,29 @@ MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU nee
 MOST_SEQUENCES = 8  # of a measured micro batch, if the planner chooses it
 ROTATED_BYTES = 2**26
 GIVEN_BYTES = (2**14, 2**17, 2**20, 2**22)  # of collectives, besides those of the model's blocks
+DIGITS = 4  # significant digits: more than repeated measurements agree on
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured machine.
+
+    Args:
+        device, name: torch's device type, and the device's name
+        cores: of a CPU, which the processes share; 0 if each has its own device
+        processes: that measured `compute` at the same time
+        compute: the result of measure_compute, medians over the processes
+        collectives_s: seconds of collectives; empty for a single process
+        has_mfu: whether the peak of this GPU is known
+    """
+
+    device: str
+    name: str
+    cores: int
+    processes: int
+    compute: Mapping[str, Any]
+    collectives_s: Seconds
+    has_mfu: bool = True
 
 
 def measure_here(
@@ -88,15 +124,15 @@ def measure_machine(
 
 
 def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> Scale:
-    """Return the sizes of the job's own operations, without and with tensor parallelism, and for the smallest
-    and the largest micro batch, if the planner chooses them."""
+    """Return the sizes of the job's own operations: for the smallest and the largest micro batch, if the
+    planner chooses it."""
     requested = job.parallel.param_dtype
     dtype = dtype_on_device(device) if requested == "auto" else requested
     model = model_of(job.model)
     block = max(model.units.modules[name] for name in model.units.checkpointed)
-    sequences, degrees = _micro_batches(job, local_processes), _tp_degrees(job, local_processes)
+    sequences = _micro_batches(job, local_processes)
     tokens = [n * job.seq_len for n in sequences]
-    products = {p for t in tokens for tp in degrees for p in _products(model, t, tp)}
+    products = {(n, *layer) for n in tokens for layer in model.linears}
     block_bytes = [block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
         products=sorted({_shortened(product) for product in products}),
@@ -114,24 +150,6 @@ def _micro_batches(job: TrainingJob, processes: int) -> list[int]:
         return [job.micro_batch_size]
     share = job.global_batch_size // processes if job.global_batch_size > 0 else MOST_SEQUENCES
     return sorted({1, max(1, min(share, MOST_SEQUENCES))})
-
-
-def _tp_degrees(job: TrainingJob, processes: int) -> list[int]:
-    if isinstance(job.parallel.tp, int):
-        return [job.parallel.tp]
-    sizes = [size for part in model_of(job.model).units.tp_divides.values() for size in part.values()]
-    return [1, 2] if processes % 2 == 0 and sizes and not any(size % 2 for size in sizes) else [1]
-
-
-def _products(model: TrainedModel, tokens: int, tp: int) -> Iterator[Products]:
-    """Yield the linear layers of a block, and the head: tokens, inputs, outputs. Those that make the model's
-    width from another are split over their inputs, the others over their outputs."""
-    dim, _ = _widths(model)
-    for inputs, outputs in model.linears:
-        if inputs == dim:
-            yield tokens, inputs, max(1, outputs // tp)
-        else:
-            yield tokens, max(1, inputs // tp), outputs
 
 
 def _widths(model: TrainedModel) -> tuple[int, int]:
@@ -196,3 +214,92 @@ def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
 def _describe_age(path: Path) -> str:
     measured_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
     return f"this machine as it measured itself on {measured_at}; delete {path} to measure it again"
+
+
+def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
+    """Return the text of the hardware file of a machine; what was not measured is that of `base`."""
+    values = measured_values(measured, base)
+    others = {key: value for key, value in vars(base).items() if key not in ("name", *values)}
+    lines = [title, f"Measured {datetime.date.today()}, torch {torch.__version__}, {measured.name}."]
+    if measured.device == "cpu":
+        lines.append(f"Rates are those of one core, with {measured.processes} processes that compute.")
+    if copied := sorted(base.matmul.keys() - measured.compute["matmul"].keys()):
+        lines.append(f"{', '.join(copied)}: as in {base.name}.yaml, memory_efficiency as measured.")
+    lines.append(f"As in {base.name}.yaml: {', '.join(others)}.")
+    comments = "".join(f"# {line}\n" for line in lines)
+    # None writes collections of scalars on one line
+    return comments + to_yaml(_plain({**values, **others}), default_flow_style=None, width=math.inf)
+
+
+def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
+    """Return the measured keys of Hardware. Of a dtype that was not measured the base has the shares of its
+    peak, and the measured one stands for its memory bandwidth."""
+    compute = measured.compute
+    curves = {dtype: _curve(products) for dtype, products in compute["matmul"].items()}
+    if measured.device == "cpu":
+        bytes_s = compute["copy_bytes_s"]
+        best = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
+        peaks = {**base.peak_tflops, **best}
+        values = _cpu_values(measured, peaks, bytes_s)
+    else:
+        bytes_s, peaks = 1e9 * base.memory_gb_s, dict(base.peak_tflops)
+        values = {
+            "device_names": [measured.name] if measured.has_mfu else [],
+            "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
+            "operation_s": compute["operation_s"],
+        }
+    matmul = {d: [(size, rate / 1e12 / peaks[d]) for size, rate in curve] for d, curve in curves.items()}
+    values["matmul"] = {**base.matmul, **matmul}
+    for key in ("attention_forward", "attention_backward"):
+        shares = {dtype: rate / 1e12 / peaks[dtype] for dtype, rate in compute[key].items()}
+        values[key] = {**getattr(base, key), **shares}
+    moved = {dtype: rate / bytes_s for dtype, rate in compute["memory_bytes_s"].items()}
+    unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
+    launching = {name: compute[name] for name in ("operator_s", "kernel_s", "graph_s")}
+    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
+    return values | {
+        "memory_efficiency": {**unmeasured, **moved},
+        "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
+        "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
+        "reserved_gib": compute["taken_gib"],
+        "collectives_s": measured.collectives_s,
+    }
+
+
+def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s: float) -> dict[str, Any]:
+    """Return what only a CPU has measured: its peak and its bandwidth are the best rates. It has no MFU."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "device_names": [],
+        "memory_gib": min(total, memory_limit_bytes() or total) / GIB,
+        "memory_gb_s": copy_bytes_s / 1e9,
+        "host_gb_s": copy_bytes_s / 1e9,
+        "peak_tflops": peaks,
+        "operation_s": 0.0,  # a CPU launches what it computes: host has the costs
+        "cores": measured.cores,
+    }
+
+
+def _curve(products: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the operations per second by GFLOP of a product: medians over products of equal size."""
+    by_size: dict[float, list[float]] = {}
+    for size, rate in products:
+        by_size.setdefault(size, []).append(rate)
+    return [(size, statistics.median(rates)) for size, rates in sorted(by_size.items())]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as plain YAML data, floats with DIGITS significant digits."""
+    match value:
+        case float():
+            return float(f"{value:.{DIGITS}g}")
+        case Link() | HostCosts():
+            return _plain(vars(value))
+        case Mapping():
+            return {key: _plain(inner) for key, inner in value.items()}
+        case ((_, share),):  # a curve with one point is constant
+            return _plain(share)
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case _:
+            return value

@@ -94,9 +94,8 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
     without free memory, one line with the error."""
     try:
         # late: only a failed run needs it
-        from meshwright.parallel.planner.hardware import find_hardware, load_hardware
-        from meshwright.parallel.planner.machines import Machines
-        from meshwright.parallel.planner.unit_bytes import host_memory
+        from meshwright.parallel.planner.hardware import Machines, find_hardware, load_hardware
+        from meshwright.parallel.planner.memory_model import host_memory
         from meshwright.train.planning.fit import suggest_savings
         from meshwright.train.planning.predict import predict_memory, run_workload
 

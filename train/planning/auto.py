@@ -1,6 +1,5 @@
 """`parallel.plan: auto`: the planner's choice for a run on any machine, and the error if no plan fits."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,8 +8,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import describe_choices, give_reasons
-from meshwright.parallel.planner.hardware import find_hardware, load_hardware
-from meshwright.parallel.planner.machines import Machines
+from meshwright.parallel.planner.hardware import Machines, find_hardware, load_hardware
 from meshwright.parallel.planner.search import SearchResult
 from meshwright.train.calibration.measure import FALLBACK, measure_here
 from meshwright.train.config import TrainingJob
@@ -18,7 +16,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.memory import peak_resident_bytes
+from meshwright.train.memory import peak_resident_bytes, smallest_memory
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (
     Prediction,
@@ -36,13 +34,12 @@ def choose_for_run(
     device: torch.device,
     device_name: str,
     console: Console,
-    smallest_memory: Callable[[], list[int]],
 ) -> tuple[Prediction, int]:
     """Choose the plan on rank 0 and broadcast it, so that all ranks have the same. Return its prediction, and
     the predicted peak as metrics record it.
 
     A machine that no file describes, as a CPU, is measured first, by all ranks, if there is a legal plan.
-    `smallest_memory`: see run_plan.py. Raises PlanError if no plan fits.
+    Raises PlanError if no plan fits.
     """
     kind = find_hardware(device_name)
     if kind is None:
@@ -51,7 +48,7 @@ def choose_for_run(
         kind, _, line = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
         console.print(f"planner: {line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    machines = this_machine(device, ranks, kind, smallest_memory())
+    machines = this_machine(device, ranks, kind, smallest_memory(device, ranks))
 
     def choose() -> tuple[Prediction, int]:
         predicted = _choose_for_device(job, ranks, device, machines)

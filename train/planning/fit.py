@@ -14,23 +14,14 @@ from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS, on_mesh, with_activ
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.plan.validate import validate
-from meshwright.parallel.planner.hardware import Hardware, find_hardware
-from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.search_space import LEAST_MEMORY
-from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory
+from meshwright.parallel.planner.hardware import Hardware, HostMemory, Machines, find_hardware
+from meshwright.parallel.planner.search import LEAST_MEMORY
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.predict import (
-    plan_for,
-    predict,
-    predict_memory,
-    predict_needs,
-    run_workload,
-    search_plans,
-)
+from meshwright.train.planning.predict import plan_for, predict, predict_needs, search_plans
 
 MAX_PROCESSES = 65536  # limit of the search for a sufficient number of processes
 MIN_SEQ_LEN = 512  # tokens: limit of the search for a shorter sequence
@@ -296,12 +287,9 @@ def suggest_savings(job: TrainingJob, plan: Plan, machines: Machines) -> list[Sa
 def _estimate(job: TrainingJob, plan: Plan, machines: Machines) -> tuple[int, float, HostMemory]:
     """Return the peak bytes of a process on its device, the seconds of a step (0 if the hardware is unknown),
     and the host memory."""
-    host = host_memory(plan, run_workload(job, plan))
-    if machines.hardware is None:
-        memory, step_s = predict_memory(job, plan), 0.0
-    else:
-        predicted = predict(job, plan, machines.hardware, machines.per_node)
-        memory, step_s = predicted.memory, predicted.timeline.step_s
+    memory, host, _ = predict_needs(job, plan, machines)
+    kind = machines.hardware
+    step_s = predict(job, plan, kind, machines.per_node).timeline.step_s if kind else 0.0
     return memory.peak_bytes + machines.kept_bytes(host), step_s, host
 
 

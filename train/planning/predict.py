@@ -9,14 +9,17 @@ from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
-from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import SearchResult, check_legal, search
-from meshwright.parallel.planner.search_space import least_memory
+from meshwright.parallel.planner.hardware import (
+    Hardware,
+    HostMemory,
+    Machines,
+    allocator_bytes,
+    reserved_bytes,
+)
+from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
+from meshwright.parallel.planner.search import SearchResult, check_legal, least_memory, search
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.model.trained_model import model_of

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 # CUDA compute capabilities; Ampere's are the first GPUs that multiply bfloat16
 HOPPER, AMPERE = (9, 0), (8, 0)
-# attention kernels, the fastest first, for GPUs that no file in configs/hardware describes
-ON_HOPPER = ("cudnn", "flash", "efficient", "flex")
-ON_OLDER = ("flash", "efficient", "flex")
 # Instructions that multiply bfloat16, by their names in torch.cpu.get_capabilities(). Without them oneDNN
 # converts to float32.
 FAST_ON_CPUS = {"amx_bf16": "AMX_BF16", "avx512_bf16": "AVX512_BF16", "bf16": "Arm's BF16"}
@@ -101,7 +98,7 @@ def make_shape(
 ) -> RunShape:
     """Return the sizes that the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
     sizes = job.seq_len, job.micro_batch_size, job.global_batch_size
-    return RunShape(world_size, gpus_per_node, *sizes, attention, param_dtype, dynamic=False)
+    return RunShape(world_size, gpus_per_node, *sizes, attention, param_dtype, dynamic=False)  # type: ignore[arg-type]
 
 
 def best_attention(job: TrainingJob, hardware: "Hardware | None") -> str:
@@ -113,15 +110,16 @@ def best_attention(job: TrainingJob, hardware: "Hardware | None") -> str:
 
 def attention_on_device(job: TrainingJob, device: torch.device, device_name: str) -> str:
     """Return the fastest attention kernel that supports the job on this process's device. A GPU that no file
-    in configs/hardware describes gets the first of ON_HOPPER or ON_OLDER that does."""
+    in configs/hardware describes gets that of the H100, or before Hopper that of the A100."""
     if device.type == "cpu":
         return "cpu"
-    from meshwright.parallel.planner.hardware import find_hardware  # late: a run on a CPU needs no planner
+    # late: a run on a CPU needs no planner
+    from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 
     if kind := find_hardware(device_name):
         return best_attention(job, kind)
-    kernels = ON_HOPPER if torch.cuda.get_device_capability(device) >= HOPPER else ON_OLDER
-    return _first_able(kernels, job, dtype_on_device(device))
+    similar = "h100-sxm" if torch.cuda.get_device_capability(device) >= HOPPER else "a100-80gb"
+    return _first_able(load_hardware()[similar].attention_kernels, job, dtype_on_device(device))
 
 
 def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:

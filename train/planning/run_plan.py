@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
@@ -17,7 +15,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0, comparable_settings
 from meshwright.train.distributed.process_group import choose_device, init_distributed
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.memory import device_memory_bytes, free_host_bytes
+from meshwright.train.memory import smallest_memory
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 
@@ -60,8 +58,7 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
 
         use_cache_folder(config.parallel.compile)  # the planner uses the compiler
         console.print_lines(init_distributed(config.run, comparable_settings(config), ranks, device))
-        smallest = partial(_smallest_memory, device, ranks)
-        chosen, peak_bytes = choose_for_run(config.job, ranks, device, device_name, console, smallest)
+        chosen, peak_bytes = choose_for_run(config.job, ranks, device, device_name, console)
         predicted = {"step_time_s": chosen.timeline.step_s, "peak_memory_gib": peak_bytes / GIB}
         needed = chosen.memory.peak_bytes
         planned = RunPlan(device, device_name, chosen.plan, needed, False, chosen, predicted)
@@ -81,7 +78,7 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
     """
     if planned.peak_bytes is not None:  # the planner has checked it
         return planned
-    smallest = _smallest_memory(planned.device, ranks)
+    smallest = smallest_memory(planned.device, ranks)
     bound_bytes = memory_bound(job, planned.plan)
     if bound_bytes is not None and is_ample(bound_bytes, min(smallest)):
         return replace(planned, peak_bytes=bound_bytes, bounded=True)
@@ -92,15 +89,6 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
         return check_run_fits(job, planned.plan, planned.device, planned.device_name, ranks, smallest)
 
     return replace(planned, peak_bytes=broadcast_from_rank0(ranks, predict_peak))
-
-
-def _smallest_memory(device: torch.device, ranks: RankInfo) -> list[int]:
-    """Return the free and the total device memory of a process, and the host memory for it, in bytes, each of
-    the rank that has the least. Every rank calls it."""
-    host = free_host_bytes() // ranks.local_world_size
-    smallest = torch.tensor([*device_memory_bytes(device, ranks), host])
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    return list(map(int, smallest))
 
 
 # A bound of the memory that a run needs, from sizes alone: without a trace, and without the planner. It is

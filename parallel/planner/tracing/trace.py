@@ -24,9 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from meshwright.parallel.activation_checkpoint import count_saved
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.plan.selective_policy import find_op
-from meshwright.parallel.planner.tracing.buffers import module_buffers
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
-from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
+from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph, module_buffers
 from meshwright.parallel.planner.workload import ModuleWorkload, total
 from meshwright.parallel.tensor_parallel import TensorAxis, apply_styles
 

@@ -34,7 +34,7 @@ UNUSED = """
 activation_budget: 0.3 -> parallel.activation_budget=0.3 ... parallel.activation_checkpoint=auto
 selective_policy: attention, activation_checkpoint: full -> selective_policy=attention ... checkpoint=full
 sequence_parallel: false -> parallel.sequence_parallel=false ... parallel.tp=auto ... 2 or more
-tp_modules: [head], tp: 1 -> parallel.tp_modules=['head'] ... parallel.tp=1
+tp_modules: [head], tp: 1 -> parallel.tp_modules=[head] ... parallel.tp=1
 compile: {enabled: false, mode: max-autotune, float32_matmul_precision: high} -> compile.mode ... =false
 tp: 1 -> none
 activation_checkpoint: budget, activation_budget: 0.3 -> none

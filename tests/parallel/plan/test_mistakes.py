@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.config import CompileConfig, Float8Config, ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict
@@ -27,8 +27,10 @@ cp: 1 -> right
 dp_shard: 3 -> dp_shard=3 ... 3 processes ... this run has 8 ... use 3 processes ... dp_shard=-1
 dp_shard: 8, tp: 2 -> dp_shard=8 x tp=2 ... 16 processes ... this run has 8
 dp_replicate: 3, reshard_after_forward: 4 -> dp_replicate=3 ... this run has 8
+dp_shard: 3, activation_checkpoint: selective, selective_policy: aten.no
+ -> dp_shard=3 ... this run has 8 & parallel.selective_policy: 'aten.no' ... operator
 dp_replicate: 0 -> parallel.dp_replicate=0 ... at least 1
-dp_shard: -2 -> parallel.dp_shard=-2 ... at least 1 ... -1: all that is left
+dp_shard: -2 -> parallel.dp_shard=-2 ... auto, -1 (all that is left) ... at least 1
 tp: 0, strategy: full_shard -> parallel.tp=0 ... at least 1
 # strategies
 strategy: fullshard -> parallel.strategy=fullshard ... ddp ... mean full_shard?
@@ -68,20 +70,18 @@ reshard_after_forward: 0 -> parallel.reshard_after_forward=0 ... true, false, 2,
 reshard_after_forward: 8, dp_replicate: 2 -> =8 ... dp_shard=4 ... true, false, 2
 reshard_after_forward: 2, tp: 2 -> reshard_after_forward=2 ... tp=2 ... use true or false
 backward_prefetch: -3 -> parallel.backward_prefetch=-3 ... at least 0
-unit_min_params: -1 -> parallel.unit_min_params=-1 ... at least 0
 # dtypes and kernels
-param_dtype: float16 -> parallel.param_dtype='float16' ... auto, float32, bfloat16
+param_dtype: float16 -> parallel.param_dtype='float16' ... auto, float32 or bfloat16
 # values of another type, which a config made in Python can have
-tp: 2.0 -> parallel.tp=2.0 must be auto or an integer
 reshard_after_forward: 'false' -> parallel.reshard_after_forward='false' must be auto or true or false or an
 tp_modules: head, cpu_offload: 1 -> parallel.tp_modules='head' ... a list & parallel.cpu_offload=1 ... true or
+activation_budget: .nan -> parallel.activation_budget=nan ... at least 0 and at most 1
 storage_dtype: bfloat16 -> parallel.storage_dtype=bfloat16 ... param_dtype=bfloat16
 attention: flush -> parallel.attention=flush ... cpu
 loss_chunk_tokens: 3 -> parallel.loss_chunk_tokens=3 ... 0 (all ... at least 64
 loss_chunk_tokens: 64, tp: 2, loss_parallel: false -> loss_chunk_tokens=64 ... loss_parallel=true
 # float8
 float8: {recipe: tensorwise, linears: [a, a], min_dim: 1} -> float8.linears: a ... layers.*.wq, layers.*.wo
-float8: {recipe: tensorwise, min_dim: 0} -> parallel.float8.min_dim=0 ... at least 1
 float8: {recipe: tensorwise} -> parallel.float8.recipe=tensorwise ... lower min_dim
 float8: {all_gather: true} -> recipe=none ... all_gather=false
 float8: {recipe: tensorwise, min_dim: 1, all_gather: true}, model: odd
@@ -100,11 +100,6 @@ compile: {backend: eager, mode: max-autotune} -> mode=max-autotune ... default
 compile: {mode: fast} -> parallel.compile.mode=fast ... default ... max-autotune
 compile: {backend: indctor} -> parallel.compile.backend=indctor ... mean inductor?
 # activation checkpointing
-activation_checkpoint: half -> parallel.activation_checkpoint='half' ... none, full, selective
-activation_checkpoint: budget, activation_budget: -0.5 -> parallel.activation_budget=-0.5 ... between 0
-activation_checkpoint: budget, activation_budget: 1.5
- -> parallel.activation_budget=1.5 ... between 0 ... and 1
-activation_checkpoint: budget, activation_budget: .nan -> parallel.activation_budget=nan ... between 0
 activation_checkpoint: budget, compile: {enabled: false}
  -> activation_checkpoint=budget ... full, selective ... enabled=true
 activation_checkpoint: budget, compile: {backend: aot_eager}
@@ -113,7 +108,7 @@ activation_checkpoint: full, activation_checkpoint_blocks: 5
  -> activation_checkpoint_blocks=5 ... auto ... 0 to 4
 activation_checkpoint_blocks: 2 -> activation_checkpoint_blocks=2 ... activation_checkpoint=auto
 activation_checkpoint: selective, selective_policy: every:0
- -> selective_policy=every:0 ... every:N ... at least 1
+ -> selective_policy: 'every:0' ... every:N ... at least 1
 activation_checkpoint: selective, selective_policy: 'aten.mm,aten.no' -> aten.no ... matmul ... aten.mm/2
 activation_checkpoint: selective, selective_policy: aten.mm/0 -> parallel.selective_policy ... aten.mm/0
 activation_checkpoint: selective, selective_policy: ' , ' -> parallel.selective_policy ... keeps nothing
@@ -146,6 +141,19 @@ def test_a_wrong_key_is_one_line_with_key_value_rule_and_way_out() -> None:
     try_each(rows(KEYS), lambda keys, facts: check_lines(mistakes_of(**keys_from(keys)), facts))
 
 
+def test_a_wrong_value_is_refused_where_a_config_is_made_in_python() -> None:
+    sections = {
+        ParallelConfig: "parallel",
+        CompileConfig: "parallel.compile",
+        Float8Config: "parallel.float8",
+    }
+    for section, name in sections.items():
+        for field in dataclasses.fields(section):
+            with pytest.raises(PlanError, match=rf"^{name}\.{field.name}=Ellipsis must be "):
+                section(**{field.name: ...})
+    assert ParallelConfig(tp_modules=["head"]) == ParallelConfig(tp_modules=("head",))  # type: ignore[arg-type]
+
+
 def test_two_mistakes_are_two_lines_and_none_is_said_twice() -> None:
     """A mistake next to another is reported as it is alone. A strategy and compiler settings are left out,
     because these change what other keys may be."""
@@ -169,25 +177,22 @@ FILES = """
 plan: {unitz: []} -> unknown key unitz ... mean units?
 plan: {units: {}} -> units={} ... list
 plan: {1: 2} -> unknown key 1 ... mesh
-plan: {micro_batch_size: 0} -> micro_batch_size=0 ... integer >= 1
+plan: {micro_batch_size: 0} -> micro_batch_size=0 ... integer of at least 1
 plan: {accumulation: true} -> accumulation=True ... integer
 plan: {accumulation: 9223372036854775808} -> accumulation=9223372036854775808 ... <= 9223372036854775807
-plan: {modules: ['a.[0-9999]', b]} -> modules ... 10000
 mesh: {pp: 2} -> unknown key mesh.pp ... dp_replicate, dp_shard, tp, cp
 mesh: {tp: 1.0} -> mesh.tp=1.0 ... integer
-compile: {on_recompile: shout} -> compile.on_recompile='shout' ... warn, error, ignore
+compile: {on_recompile: shout} -> compile.on_recompile='shout' ... warn, error or ignore
 layers.2: {unit: 7} -> units ... 'unit' ... 7
 layers.2: {compilde: true} -> unit layers.2 ... unknown key compilde ... mean compiled?
 layers.2: {modules: 3} -> unit layers.2 ... modules ... remove it ... first+second
 layers.2: {forward_prefetch: layers.1} -> unit layers.2 ... ='layers.1' ... a list
-layers.2: {backward_prefetch: [1]} -> unit layers.2 ... backward_prefetch=[1]: [0] ... string
+layers.2: {backward_prefetch: [1]} -> unit layers.2: backward_prefetch=[1] ... each a string
 layers.2: {reshard_after_forward: 'true'} -> reshard_after_forward='true' ... true or false
 layers.2: {unit: 'layers.[3-0]'} -> layers.[3-0] ... low to high
 layers.2: {unit: 'layers.[0-99999999]'} -> layers.[0-99999999] ... 10000
 # mesh and batch
 mesh: {dp_shard: 16} -> mesh: dp_replicate=1 x dp_shard=16 ... 16 processes ... this run has 8 ... use 16
-mesh: {tp: -2} -> mesh.tp=-2 ... integer >= 1
-context: {exchange: ring} -> context.exchange='ring' ... heads, gather
 # the modules of units
 layers.2: {unit: layers.22} -> unit layers.22 ... no module layers.22 ... mean layers.2?
 layers.2: {unit: layers.1} -> unit layers.1 ... in 2 units ... once
@@ -196,11 +201,7 @@ embed: {unit: embed+layers.0} -> module layers.0 is in 2 units
 plan: {modules: [embed]} -> modules ... 1, the model has 6 ... layers.0 ... make a new plan
 # single units
 layers.2: {reshard_after_forward: -4} -> unit layers.2: reshard_after_forward=-4 ... dp_shard=8
-layers.2: {reduce_gradients: last} -> ='last' ... every_micro_batch, last_micro_batch
-layers.2: {reduce_dtype: float16} -> unit layers.2: reduce_dtype='float16' ... float32, bfloat16
-layers.2: {output_dtype: fp32} -> unit layers.2: output_dtype='fp32' ... same, float32, bfloat16
 layers.2: {unshard_in_backward: false} -> unit layers.2: unshard_in_backward=false ... use true
-layers.2: {activation_checkpoint: some} -> activation_checkpoint='some' ... none, full, selective
 layers.2: {activation_checkpoint: budget, compiled: false}
  -> activation_checkpoint=budget ... compiling is off ... full
 layers.2: {activation_budget: 0.5} -> activation_budget=0.5 ... =budget ... use 1.0
@@ -214,7 +215,6 @@ head: {activation_checkpoint: full} -> unit head: activation_checkpoint=full ...
 embed: {compiled: true} -> unit embed: compiled=true ... use false
 head: {output_dtype: bfloat16} -> unit head: output_dtype=bfloat16 ... loss ... use same
 # prefetch lists
-layers.2: {forward_prefetch: -1} -> unit layers.2: forward_prefetch=-1 ... integer >= 0
 layers.2: {forward_prefetch: [layers.9]} -> forward_prefetch ... layers.9 ... mean layers.
 layers.2: {forward_prefetch: [layers.2]} -> forward_prefetch names the unit itself ... remove it
 layers.2: {forward_prefetch: [head, head]} -> forward_prefetch names head twice ... once
@@ -226,31 +226,30 @@ layers.0: {backward_prefetch: [embed]} -> names embed ... unshard_in_backward=fa
 # the dtype that the first module returns, and the compiler
 layers.0: {param_dtype: bfloat16} -> layers.0 computes in bfloat16 ... output_dtype=bfloat16
 compile: {enabled: false} -> units layers.0 to head (5): compiled=true ... compile.enabled=false
-tensor: {sequence_parallel: true} -> tensor: sequence_parallel=true ... tp=1 ... use false
-tensor: {styles: {head: logits}} -> tensor: tp=1 ... styles ... make a new plan
-float8: {linears: [layers.*.wq]} -> float8: recipe=none ... no linears
-float8: {recipe: fp8} -> float8.recipe='fp8' ... none, tensorwise, rowwise
-float8: {recipe: rowwise, linears: [wq]} -> float8: linears: wq ... layers.*.wq, layers.*.wo
+tensor: {sequence_parallel: true} -> tensor: tp=1 ... use sequence_parallel=false
+tensor: {styles: {head: logits}} -> tensor: tp=1 ... styles={}
+float8: {linears: [layers.*.wq]} -> float8.recipe=none ... no linears
+float8: {recipe: rowwise, linears: [wq]} -> float8.linears: wq ... layers.*.wq, layers.*.wo
 float8: {recipe: tensorwise} -> recipe=tensorwise ... min_dim or tp, or use none
-context: {cores: [layers.*.core]} -> context: cp=1 ... use []
+context: {cores: [layers.*.core]} -> context.cores=['layers.*.core'] must be [] ... cp=1
 plan: {unsharded: [embed.weight]} -> unsharded=['embed.weight'] ... []
 mesh: {cp: 1} -> right
-cp: 2 | context: {cores: []} -> context: cores=[] ... ['layers.*.core']
+cp: 2 | context: {cores: []} -> context.cores=[] ... ['layers.*.core']
 # styles
-tp: 2 | tensor: {styles: {}} -> tensor: tp > 1 ... styles ... make a new plan
+tp: 2 | tensor: {styles: {}} -> tensor.styles: tp > 1 ... make a new plan
 tp: 2 | tensor.styles: {layers.*.wq: colwize} -> part attention ... layers.*.wq is colwize ... colwise
-tp: 2 | tensor.styles: {layers.*.wq: rowwise} -> tensor: part attention ... layers.*.wq is rowwise ... colwise
+tp: 2 | tensor.styles: {layers.*.wq: rowwise} -> tensor.styles: part attention ... is rowwise ... colwise
 tp: 2 | tensor.styles: {layers.*.wq: whole_colwise} -> layers.*.wq is whole_colwise ... colwise
 tp: 2 | tensor.styles: {head.output: gathered_logits}
  -> part head ... head.output is gathered_logits ... logits
 tp: 2 | tensor.styles: {layers.*.wq: null} -> part attention ... layers.*.wq is missing
-tp: 2 | tensor.styles: {layers.*.wz: colwise} -> tensor: layers.*.wz ... Did you mean
-tp: 2 | tensor.styles: {layers.1.wq: whole_colwise} -> tensor: layers.1.wq ... layers.*.wq
+tp: 2 | tensor.styles: {layers.*.wz: colwise} -> tensor.styles: layers.*.wz ... Did you mean
+tp: 2 | tensor.styles: {layers.1.wq: whole_colwise} -> tensor.styles: layers.1.wq ... layers.*.wq
 tp: 2 | tensor.styles: {layers.*.norm: whole_sequence, layers.*.wq: whole_colwise, layers.*.wo: whole_rowwise}
  -> right
 tp: 2 | tensor.styles: {head.output: gathered_logits, head.loss: null} -> right
 tp: 2, model: tied | tensor.styles: {embed: whole_vocab}
- -> tensor: styles splits head but not embedding ... share a weight ... both or neither
+ -> tensor.styles splits head but not embedding ... share a weight ... both or neither
 # units missing, out of order, joined
 layers.1: null -> units: ... layers.1 is in no unit ... add it
 layers.0: {unit: layers.1}, layers.1: {unit: layers.0}

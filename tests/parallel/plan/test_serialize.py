@@ -98,7 +98,7 @@ SETTINGS = {  # of a field by its name, otherwise by its type
     "reshard_after_forward": st.booleans() | COUNTS,
     "forward_prefetch": AHEAD,
     "backward_prefetch": AHEAD,
-    "activation_budget": st.floats(0, 1) | st.sampled_from([1e-5, 5e-324, 1e16]),
+    "activation_budget": st.floats(0, 1) | st.sampled_from([1e-5, 5e-324]),
     "modules": st.just(()),
     "units": st.just(()),
     bool: st.booleans(),

@@ -54,7 +54,6 @@ MACHINE = Hardware(
     reserved_share=0.0,
     reserved_gib=0.0,
     cores=0,
-    fitted=(),
 )
 GB = 1e9
 

@@ -11,9 +11,13 @@ from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner import ledger, memory_model
 from meshwright.parallel.planner.cost_model import sent_blocks
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory_model import allocator_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.unit_bytes import HostMemory, host_memory, least_bytes, whole_gradient_bytes
+from meshwright.parallel.planner.hardware import HostMemory, allocator_bytes, load_hardware, reserved_bytes
+from meshwright.parallel.planner.memory_model import (
+    host_memory,
+    least_bytes,
+    predict_step_memory,
+    whole_gradient_bytes,
+)
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory

@@ -15,9 +15,8 @@ from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.explain import give_reasons
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.hardware import Machines, load_hardware, reserved_bytes
+from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search, with_none
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase

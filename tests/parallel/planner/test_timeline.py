@@ -58,7 +58,7 @@ def test_bars_of_a_thread_follow_each_other_and_add_up():
         ends[lane] = bar["ts"] + bar["dur"]
         total[lane] = total.get(lane, 0.0) + bar["dur"] / 1e6
     assert total["compute"] == pytest.approx(step.compute_s)
-    assert total["exposed: compute waits"] + total["tensor parallel"] == pytest.approx(step.exposed_s)
+    assert total["exposed: computing waits"] + total["tensor parallel"] == pytest.approx(step.exposed_s)
     assert max(ends.values()) == pytest.approx(step.step_s * 1e6)
 
 

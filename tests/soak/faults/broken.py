@@ -9,7 +9,6 @@ BROKEN = (
         "Llama 3's RoPE scaling stretches the fast channels and leaves the slow ones",
         "(keep + (1.0 - keep) / scaling.factor)",
         "(keep / scaling.factor + (1.0 - keep))",
-        tests=("tests/models/test_rope_kinds.py", "tests/models/test_llama.py"),
     ),
     Fault(
         "gate-and-up-swapped",
@@ -20,35 +19,30 @@ BROKEN = (
         '"layers.{}.feed_forward.w1": "model.layers.{}.mlp.up_proj",\n'
         '    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",\n'
         '    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.gate_proj",',
-        tests=("tests/models/test_hf.py", "tests/tools/test_checkpoint_convert.py"),
     ),
     Fault(
         "tied-weight-counted-twice",
         "a tied embedding counts twice among the parameters",
         "return sum(parameter.numel() for parameter in self.module.parameters())",
         "return sum(p.numel() for _, p in self.module.named_parameters(remove_duplicate=False))",
-        tests=("tests/train/model/test_trained_model.py",),
     ),
     Fault(
         "chunk-gradient-overwritten",
         "the head's gradient is that of the last chunk alone",
         "beta=min(first, 1)",
         "beta=0",
-        tests=("tests/models/test_loss.py",),
     ),
     Fault(
         "largest-logit-of-one-rank",
         "the split loss does not reduce the largest logit over the ranks",
         'largest = _all_reduce(own_largest, "max", group_name)',
         "largest = own_largest",
-        tests=("tests/models/test_loss.py", "tests/distributed/test_parity.py"),
     ),
     Fault(
         "attention-sees-ahead",
         "the backward of attention on a CPU lets a token see the next one",
         "torch.full((BLOCK, BLOCK), -torch.inf).triu_(1)",
         "torch.full((BLOCK, BLOCK), -torch.inf).triu_(2)",
-        tests=("tests/models/test_cpu_attention.py",),
     ),
     # The parallelisation
     Fault(
@@ -56,49 +50,42 @@ BROKEN = (
         "HSDP never all-reduces gradients over its replicas",
         "module.set_requires_all_reduce(last, recurse=False)",
         "module.set_requires_all_reduce(False, recurse=False)",
-        tests=("tests/distributed/test_parity.py",),
     ),
     Fault(
         "kept-over-the-step",
         "parameters that stay gathered are not freed after the last micro batch: the next step uses old ones",
         "module.set_reshard_after_backward(last or unit.reshard_after_backward, recurse=False)",
         "module.set_reshard_after_backward(unit.reshard_after_backward, recurse=False)",
-        tests=("tests/distributed/test_parity.py",),
     ),
     Fault(
         "local-norm",
         "gradients are clipped by the norm of the local shards",
         "dist.all_reduce(square)",
         "pass",
-        tests=("tests/distributed/test_clip.py", "tests/distributed/test_parity.py"),
     ),
     Fault(
         "norm-gradient-of-one-rank",
         "the gradient of a norm is not summed over tp with sequence parallelism",
         "parameter.to_local(grad_placements=[Partial()]) if partial else parameter.to_local()",
         "parameter.to_local()",
-        tests=("tests/distributed/test_parity.py",),
     ),
     Fault(
         "scatter-not-awaited",
         "the reduce-scatter of tensor parallelism is not awaited",
         '_wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))',
         '_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name)',
-        tests=("tests/distributed/test_parity.py",),
     ),
     Fault(
         "replicas-read-alike",
         "the replicas of HSDP all read the same part of the batch",
         'mesh.get_local_rank("dp_replicate") * plan.dp_shard + mesh.get_local_rank("dp_shard")',
         'mesh.get_local_rank("dp_shard")',
-        tests=("tests/distributed/test_parity.py",),
     ),
     Fault(
         "last-prefetched-first",
         "a unit prefetches the units that are needed last",
         '(other for other in order[i + 1 :] if phase == "forward" or regathered(other))',
         '(other for other in reversed(order[i + 1 :]) if phase == "forward" or regathered(other))',
-        tests=("tests/parallel/plan/test_schema.py",),
     ),
     # The planner
     Fault(
@@ -106,14 +93,12 @@ BROKEN = (
         "the planner takes a tensor-parallel rank's share for the whole weight",
         "full.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else full",
         "full",
-        tests=("tests/parallel/planner/tracing/test_eager.py", "tests/parallel/planner/test_memory_model.py"),
     ),
     Fault(
         "best-plan-dropped",
         "the search leaves out the fastest plan",
         "ranked = sorted(candidates, key=lambda c: -c.rate())",
         "ranked = sorted(candidates, key=lambda c: -c.rate())[1:] or candidates",
-        tests=("tests/parallel/planner/test_search.py",),
     ),
     # A step
     Fault(
@@ -121,28 +106,24 @@ BROKEN = (
         "the gradient is that of the sum over tokens, not of their mean",
         "micro_loss = loss_of(sharded.model, batch, global_tokens)",
         "micro_loss = loss_of(sharded.model, batch, None)",
-        tests=("tests/train/test_step.py",),
     ),
     Fault(
         "not-finite-is-applied",
         "a step that is not finite is counted as skipped, and its update applied",
         "optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()",
         "skipped = 1 - grad_norm.isfinite().float()",
-        tests=("tests/train/test_step.py", "tests/distributed/test_nonfinite_mesh.py"),
     ),
     Fault(
         "warmup-one-late",
         "the warm-up begins with a step of learning rate 0",
         "config.lr * step / config.warmup_steps",
         "config.lr * (step - 1) / config.warmup_steps",
-        tests=("tests/train/optim/test_optimizer.py",),
     ),
     Fault(
         "rounding-by-place-in-shard",
         "stochastic rounding depends on where a rank's shard begins",
         "shard.first + index + index // shard.columns * shard.gap",
         "index",
-        tests=("tests/train/optim/test_stochastic_adamw.py",),
     ),
     # Data
     Fault(
@@ -150,35 +131,30 @@ BROKEN = (
         "each step begins one sequence too early in the order",
         "self._next_sample += self._shape.global_batch_size",
         "self._next_sample += self._shape.global_batch_size - 1",
-        tests=("tests/train/data/test_loader.py",),
     ),
     Fault(
         "epochs-alike",
         "every epoch has the order of the first",
         "np.random.SeedSequence([seed, int(epoch)])",
         "np.random.SeedSequence([seed, 0])",
-        tests=("tests/train/data/test_loader.py",),
     ),
     Fault(
         "documents-off-by-one",
         "a document sees the last token of the one before it",
         "first[starts] = starts",
         "first[starts] = starts - 1",
-        tests=("tests/train/data/test_sequences.py",),
     ),
     Fault(
         "resume-reads-from-the-start",
         "a resumed run reads its data from the beginning",
         "TrainLoader(self.order, self.sequences, self.batch, position.samples, ",
         "TrainLoader(self.order, self.sequences, self.batch, 0, ",
-        tests=("tests/e2e/test_run.py", "tests/e2e/test_data_run.py"),
     ),
     Fault(
         "shards-of-another-job",
         "finished shards are kept though text or settings have changed",
         "return result if intact and result.key == piece_key(job, piece) else None",
         "return result if intact else None",
-        tests=("tests/train/data/prepare/test_prepare_restart.py",),
     ),
     # Checkpoints, and the folder of a run
     Fault(
@@ -190,35 +166,30 @@ BROKEN = (
         "os.rename(partial, final)\n"
         "        write_synced(final / MANIFEST, manifest_to_text(manifest))\n"
         "        flush_folder(final)",
-        tests=("tests/train/checkpoint/test_save.py",),
     ),
     Fault(
         "shards-not-synced",
         "a checkpoint is committed before its shards are on disk",
         "os.fsync(file.fileno())\n    for future in hashed:",
         "pass\n    for future in hashed:",
-        tests=("tests/train/checkpoint/test_save.py",),
     ),
     Fault(
         "hash-not-compared",
         "a file of the right size passes with any contents",
         'if mode == "full" and hash_file(path).sha256 != saved.sha256:',
         "if False:",
-        tests=("tests/train/checkpoint/test_verify.py", "tests/tools/test_checkpoint.py"),
     ),
     Fault(
         "oldest-kept",
         "retention keeps the oldest checkpoints and deletes the newest",
         "newest = steps[-keep:] if keep else steps",
         "newest = steps[:keep] if keep else steps",
-        tests=("tests/train/checkpoint/test_commit.py",),
     ),
     Fault(
         "lock-not-taken",
         "the note of a run's lock is written, but the lock is not taken",
         "lock.acquire(timeout=wait_s)",
         "pass",
-        tests=("tests/train/fault_tolerance/test_run_lock.py",),
     ),
     # Tools that write files
     Fault(
@@ -226,13 +197,11 @@ BROKEN = (
         "files of an export are larger than requested",
         "sum(sizes[other] for other in files[-1]) + size > limit_bytes",
         "sum(sizes[other] for other in files[-1]) > limit_bytes",
-        tests=("tests/tools/test_checkpoint_convert.py",),
     ),
     Fault(
         "float16-overflows",
         "an export to float16 writes infinities",
         "if dtype == torch.float16 and bool(",
         "if False and bool(",
-        tests=("tests/tools/test_checkpoint_convert.py",),
     ),
 )

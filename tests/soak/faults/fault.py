@@ -11,14 +11,11 @@ class Fault:
         name: its name in a record
         about: what is wrong with the code, in one line
         found: code that occurs exactly once in the product; one to three lines, with their indentation
-            from the
-            second line on
+            from the second line on
         becomes: its replacement
-        tests: paths of test files about it, which are tried first; a missing file is skipped
     """
 
     name: str
     about: str
     found: str
     becomes: str
-    tests: tuple[str, ...] = ()

@@ -9,21 +9,18 @@ MENDED = (
         "tied embeddings become two weights when the model is filled",
         "separate tensor for each\n            self.head.output.weight = self.tok_embeddings.weight",
         "separate tensor for each\n            pass",
-        tests=("tests/models/test_llama.py",),
     ),
     Fault(
         "infinity-in-hf-config",
         "NaN and infinity pass as numbers of a Hugging Face config",
         "isinstance(value, int | float) and abs(value) <= sys.float_info.max",
         "isinstance(value, int | float)",
-        tests=("tests/models/test_hf.py",),
     ),
     Fault(
         "imported-model-never-saves",
         "the config of an imported model leaves checkpoint.every at its default, which saves only at the end",
         'sections["checkpoint"] = {"every": SAVE_EVERY}',
         "pass",
-        tests=("tests/tools/test_checkpoint_convert.py",),
     ),
     # Plans
     Fault(
@@ -31,39 +28,30 @@ MENDED = (
         "units with reshard_after_forward true and 1 become one entry of the plan file",
         "lambda unit: repr(unit.settings)",
         "lambda unit: unit.settings",
-        tests=("tests/parallel/plan/test_serialize.py",),
     ),
     Fault(
         "leading-zero-lost",
         "a unit named with 09 is read from the plan file as 9",
         "if str(int(number)) != number:",
         "if False:",
-        tests=("tests/parallel/plan/test_serialize.py",),
     ),
     Fault(
         "reshard-beside-tp",
         "an int reshard_after_forward with tp, with which torch hangs, is accepted",
         'if tp > 1:\n        yield Mistake(\n            "units.reshard_after_forward",',
         'if False:\n        yield Mistake(\n            "units.reshard_after_forward",',
-        tests=("tests/parallel/plan/test_mistakes.py",),
     ),
     Fault(
         "infinite-bound",
         "infinity passes as a number of the config",
         "(low <= value <= min(high, sys.float_info.max))",
         "(low <= value <= high)",
-        tests=("tests/train/test_config_parser.py", "tests/train/optim/test_optimizer.py"),
     ),
     Fault(
         "impossible-cache-folder",
         "a cache folder of a name that no folder can have ends in a traceback",
         "folder.mkdir(parents=True, exist_ok=True)\n    except (OSError, ValueError) as error:",
         "folder.mkdir(parents=True, exist_ok=True)\n    except OSError as error:",
-        tests=(
-            "tests/train/planning/test_workload_cache.py",
-            "tests/train/test_untrusted.py",
-            "tests/train/test_config_parser.py",
-        ),
     ),
     # The planner
     Fault(
@@ -71,28 +59,24 @@ MENDED = (
         "the part that a unit keeps after resharding to a smaller group is not in the predicted memory",
         'weight // size, kind="unsharded"',
         '0, kind="unsharded"',
-        tests=("tests/parallel/planner/test_memory_model.py",),
     ),
     Fault(
         "frozen-has-gradients",
         "frozen parameters have gradients and moments in the predicted memory",
         "return round(self.values(name) * self._work.trained.get(name, 1.0))",
         "return self.values(name)",
-        tests=("tests/parallel/planner/test_memory_model.py",),
     ),
     Fault(
         "ring-shares-with-nobody",
         "more groups share a node's network than there are",
         "max(1, min(gpus // per_node, world_size // size))",
         "max(1, gpus // per_node)",
-        tests=("tests/parallel/planner/test_cost_model.py",),
     ),
     Fault(
         "saving-changes-the-batch",
         "advice on memory gives up data-parallel ranks, and with them a part of the global batch",
         "yield {**keys, **micro, **batch}",
         "yield {**keys, **micro}",
-        tests=("tests/train/fault_tolerance/test_out_of_memory.py",),
     ),
     # Training
     Fault(
@@ -100,42 +84,36 @@ MENDED = (
         "the norm of bfloat16 gradients has 8 bits",
         "torch._foreach_norm(shards, 2, torch.float32)",
         "torch._foreach_norm(shards, 2)",
-        tests=("tests/train/test_step.py",),
     ),
     Fault(
         "float8-odd-tokens",
         "products in float8 of an odd number of tokens are not padded",
         "pad_inner_dim=True",
         "pad_inner_dim=False",
-        tests=("tests/parallel/plan/test_float8_rules.py", "tests/distributed/test_float8.py"),
     ),
     Fault(
         "recompile-unheard",
         "a recompile that torch does not log is not detected",
         "if not reports:  # TORCH_LOGS overrides set_logs",
         "if False:",
-        tests=("tests/parallel/compile/test_guarantees.py",),
     ),
     Fault(
         "loader-error-once",
         "a call of the loader after its error goes on without the step",
         "self._ready[0].result()",
         "self._ready.popleft().result()",
-        tests=("tests/train/data/test_loader.py",),
     ),
     Fault(
         "evaluation-drops-the-end",
         "the last tokens of a set, less than a sequence, are not evaluated",
         "-(-(split.tokens - 1) // sequences.seq_len)",
         "(split.tokens - 1) // sequences.seq_len",
-        tests=("tests/train/data/test_sequences.py", "tests/train/data/test_loader.py"),
     ),
     Fault(
         "undecodable-file-name",
         "a file whose name is no UTF-8 cannot be held out",
         "hashlib.sha256(os.fsencode(name))",
         "hashlib.sha256(name.encode())",
-        tests=("tests/train/data/test_sources.py", "tests/train/data/test_corpus.py"),
     ),
     # Ends and starts of a run
     Fault(
@@ -143,73 +121,60 @@ MENDED = (
         "a run under nohup stops when its terminal closes",
         "n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN",
         "n in SIGNALS",
-        tests=("tests/train/fault_tolerance/test_shutdown.py",),
     ),
     Fault(
         "restart-taken-for-a-new-start",
         "torchrun's restarts count as starts by hand",
         'training is not None and launch == training.launch != ""',
         "False",
-        tests=("tests/train/checkpoint/test_ownership.py", "tests/e2e/test_stuck_run.py"),
     ),
     Fault(
         "lost-peer-on-gpus",
         "a main thread that cannot return outlives a dead rank",
         "self._peer_is_lost.set()\n        self._wake_thread()",
         "self._peer_is_lost.set()",
-        tests=("tests/train/fault_tolerance/test_shutdown.py", "tests/e2e/test_dead_peer.py"),
     ),
     Fault(
         "lost-peer-at-the-end",
         "a rank that has ended without an error counts as dead",
         'self._send_to_others("goodbye")',
         "pass",
-        tests=("tests/train/fault_tolerance/test_shutdown.py",),
     ),
     Fault(
         "start-of-the-dead",
         "ranks wait in a start whose rank 0 has died",
         "for earlier in range(start - 1, 0, -1):",
         "for earlier in ():",
-        tests=("tests/train/distributed/test_rendezvous.py",),
     ),
     Fault(
         "mesh-timeout",
         "the groups of mesh axes have torch's timeout instead of the run's",
         "list(ranks),\n        timeout=timeout,",
         "list(ranks),",
-        tests=("tests/distributed/test_groups.py",),
     ),
     Fault(
         "step-counts-in-all-files",
         "ranks take turns to write tiny tensors, so that a resume opens every rank's file",
         "< SMALL_BYTES:",
         "< 0:",
-        tests=("tests/train/checkpoint/test_layout.py", "tests/distributed/test_checkpoint_mesh.py"),
     ),
     Fault(
         "lost-peer-hides-cause",
         "the loss of a process overwrites in status.json why another process failed",
         "if self._folder is not None and not (lost and self._ended_elsewhere()):",
         "if self._folder is not None:",
-        tests=(
-            "tests/train/fault_tolerance/test_run_status.py",
-            "tests/train/fault_tolerance/test_out_of_memory.py",
-        ),
     ),
     Fault(
         "unreadable-passed-over",
         "a checkpoint that cannot be read is treated as damaged",
         "except UnreadableError:\n            raise\n        except CheckpointError as error:",
         "except CheckpointError as error:",
-        tests=("tests/train/checkpoint/test_commit.py",),
     ),
     Fault(
         "foreign-checkpoints-taken",
         "checkpoints of another training in run.dir are taken for this one's",
         "(training and training.settings == settings_of(config))",
         "training",
-        tests=("tests/train/checkpoint/test_ownership.py", "tests/e2e/test_whose_folder.py"),
     ),
     # Tools
     Fault(
@@ -217,42 +182,36 @@ MENDED = (
         "profiles of ranks of an earlier run are not deleted",
         'for old in self._folder.glob("rank-*") if self._rank == 0 else ():',
         "for old in ():",
-        tests=("tests/train/test_profiling.py",),
     ),
     Fault(
         "profile-untold",
         "a profile whose first step is never reached is not warned of",
         "if enabled and config.start not in subject.remaining_steps:",
         "if False:",
-        tests=("tests/train/test_profiling.py",),
     ),
     Fault(
         "launching-is-no-communication",
         "gloo's copies at the launch of a collective are not counted",
         "np.concatenate([spans_of(self.transfers), self.launching])",
         "spans_of(self.transfers)",
-        tests=("tests/tools/trace/test_profiled_steps.py",),
     ),
     Fault(
         "compare-silent",
         "two runs are called the same though one lacks a curve",
         "elif first or second:",
         "if False:",
-        tests=("tests/tools/test_compare.py",),
     ),
     Fault(
         "noise-wins",
         "a sweep names a winner though its runs overlap those of another variant",
         "if max(sign * value for value in values[first]) >= min(others):",
         "if False:",
-        tests=("tests/tools/sweep/test_results.py",),
     ),
     Fault(
         "sweep-hears-hangup",
         "a sweep under nohup ends when its terminal closes",
         "for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN",
         "for number in SIGNALS",
-        tests=("tests/tools/sweep/test_sweep.py",),
     ),
     Fault(
         "failed-trial-passes",
@@ -262,6 +221,5 @@ MENDED = (
         """                process.wait(LIMIT_S)
                 code = 0
 """,
-        tests=("tests/tools/test_doctor.py",),
     ),
 )

@@ -3,25 +3,24 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.soak.faults.fault import Fault
 from tests.soak.faults.source import ROOT
 from tests.support.changed import distance
 
 MOST = 40  # files
 
 
-def order_tests(fault: Fault, product: Path, caught_last: str) -> Iterator[list[str]]:
-    """Yield groups of tests to try: the test that caught the fault last; all its cases; the files about the
-    fault; and at most MOST files that import the faulty file, those of its folder first, then the nearest."""
+def order_tests(product: Path, caught_last: str) -> Iterator[list[str]]:
+    """Yield groups of tests to try for a fault in a file of the product: the test that caught it last; all
+    its cases; its file and those named like the faulty file; and at most MOST files that import the faulty
+    file, those of its folder first, then the nearest."""
     test = caught_last.partition("[")[0]
     if caught_last:
         yield [caught_last]
     if test != caught_last:
         yield [test]
     files = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    named = (test.partition("::")[0], *fault.tests)
     alike = [name for name, path in files.items() if path.stem == f"test_{product.stem}"]
-    about = [name for name in dict.fromkeys((*named, *alike)) if name in files]
+    about = [name for name in dict.fromkeys((test.partition("::")[0], *alike)) if name in files]
     yield about
     imports = {name: distance(path, frozenset({ROOT / product})) for name, path in files.items()}
     elsewhere = {name: path.parent != ROOT / "tests" / product.parent for name, path in files.items()}

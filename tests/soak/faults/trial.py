@@ -1,7 +1,7 @@
 """Run some tests until the first failure or the time limit."""
 
-import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-PLUGINS = Path(__file__).parent / "plugin"
 POLL_S = 0.2
-START_S = 120.0  # limit until pytest begins the first test, more than a busy machine needs
-PLUGIN_OPTIONS = [
-    f"-p{name}" for name in ("events", "no:cacheprovider", "no:randomly", "no:xdist", "no:benchmark")
-]
+# a line per test, and at the end one per failed test with its error
+OPTIONS = ("-vv", "-rfE", "--tb=no", "-pno:cacheprovider", "-pno:randomly", "-pno:xdist", "-pno:benchmark")
+TEST = re.compile(r"^(tests/\S+::.*?)(?: (?:PASSED|FAILED|ERROR|SKIPPED).*)?$", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -32,69 +30,36 @@ class Trial:
     printed: str
 
 
-def try_tests(root: Path, tests: Sequence[str], until_s: float, hung_s: float, *options: str) -> Trial:
+def try_tests(root: Path, tests: Sequence[str], limit_s: float, *options: str) -> Trial:
     """Run the tests in a home folder of their own, and remove it with every process that they have started.
-
-    until_s: the moment (time.monotonic) after which no test is started; hung_s: a test that takes longer
-        hangs.
-    """
+    The test that runs after `limit_s` seconds hangs."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "events").touch()
         env = {
             **os.environ,
-            "HOME": name,
-            "MESHWRIGHT_TESTS_HOME": name,
-            "PYTHONPATH": f"{root}:{PLUGINS}",
-            "FAULTS_EVENTS": str(folder / "events"),
-            "FAULTS_MARK": mark,
-            "FAULTS_UNTIL_S": str(until_s),
+            **{"HOME": name, "MESHWRIGHT_TESTS_HOME": name, "PYTHONPATH": str(root)},
+            **{"FAULTS_MARK": mark, "COLUMNS": "300"},
         }
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            *PLUGIN_OPTIONS,
-            *options,
-            f"--basetemp={folder / 'temp'}",
-            *tests,
-        ]
-        with open(folder / "output", "w+", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *options, f"--basetemp={name}/temp", *tests]
+        path, hung = Path(name) / "output", False
+        with path.open("wb") as output:
             pytest = subprocess.Popen(
                 command, cwd=root, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                hung = _wait(pytest, folder / "events", hung_s)
+                pytest.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                hung = True
             finally:
                 pytest.kill()
                 pytest.wait()
                 _kill_marked(mark)
-            output.seek(0)
-            printed = output.read().strip().splitlines()[-5:]
-        events = _read(folder / "events")
-        failed = {event["failed"]: event["how"] for event in reversed(events) if "failed" in event}
-        failed |= {hung: "it hung"} if hung else {}
-        return Trial(failed, sum("began" in event for event in events), "\n".join(printed))
-
-
-def _wait(pytest: subprocess.Popen[bytes], events: Path, hung_s: float) -> str:
-    """Wait until pytest has ended, or begins no test in time, and return ""; or return the test that
-    hangs."""
-    start_s, test = time.monotonic(), ""
-    while pytest.poll() is None:
-        time.sleep(POLL_S)
-        began = [event for event in _read(events) if "began" in event]
-        since_s, test = (began[-1]["at_s"], began[-1]["began"]) if began else (start_s + START_S, "")
-        if time.monotonic() - since_s > hung_s:
-            return str(test)
-    return ""
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be incomplete
-    return [json.loads(line) for line in lines]
+        printed = path.read_text(encoding="utf-8", errors="replace")
+    began = TEST.findall(printed)
+    failed = {test: how[:300] for test, how in reversed(FAILED.findall(printed))}
+    if hung and began:
+        failed = {began[-1].strip(): "it hung"}
+    return Trial(failed, len(began), "\n".join(printed.strip().splitlines()[-5:]))
 
 
 def _kill_marked(mark: str) -> None:

@@ -21,12 +21,9 @@ def run() -> dict[str, Any]:
     return read_dry_run(RECORDED)
 
 
-def test_launches_waits_and_collectives_are_counted_by_stream_and_axis(run: dict[str, Any]) -> None:
+def test_launches_waits_and_collectives_are_counted_by_library_and_axis(run: dict[str, Any]) -> None:
     assert run["launches_by_library"] == {"torch": 7, "cublas": 2, "cudnn": 1, "triton": 2}
     assert run["host_waits"] == run["device_allocations"] == 0
-    assert [(use["kernels"], use["copies"]) for use in run["streams"]] == [(12, 1), (0, 0), (0, 0)]
-    waits = {(wait["stream"], wait["awaited"]) for wait in run["stream_waits"]}
-    assert {(0, 1), (0, 2), (1, 0), (2, 0)} <= waits
     assert run["copies"] == [{"kind": "HtoD", "count": 1, "bytes": 240}]
     gathered, reduced = VOCABULARY * DIM * BFLOAT16, (VOCABULARY + 1) * DIM * FLOAT32  # the head has a norm
     assert [tuple(c.values()) for c in run["collectives"]] == [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.planner.hardware import COLLECTIVES, load_hardware, read_hardware, share_at
-from meshwright.train.calibration.hardware_file import Calibration, hardware_text, measured_values
+from meshwright.train.calibration.measure import Calibration, hardware_text, measured_values
 
 COMPUTE = {
     "matmul": {"bfloat16": [(1.0, 2e11), (4.0, 4e11)]},
@@ -52,7 +52,7 @@ def test_a_written_file_is_read_as_it_was_measured(tmp_path: Path) -> None:
     assert read.host.unit_s == pytest.approx(base.host.unit_s * 4e-6 / base.host.operator_s, rel=1e-3)
     assert read.collectives_s["all_gather"][2][-1][0] == pytest.approx(2**22, rel=1e-3)
     assert read.reserved_gib == 0.5
-    for key in ("network", "slowdown", "attention_kernels", "copy_efficiency"):
+    for key in ("node", "network", "slowdown", "attention_kernels", "copy_efficiency"):
         assert getattr(read, key) == getattr(base, key)
     assert read.matmul["float32"] == base.matmul["float32"]
     lines = path.read_text().splitlines()

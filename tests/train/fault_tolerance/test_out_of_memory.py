@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import meshwright.train.training
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import Machines
+from meshwright.parallel.planner.hardware import Machines, load_hardware
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import OutOfMemory
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory, is_out_of_memory

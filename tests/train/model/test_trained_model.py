@@ -16,8 +16,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.trace_model import model_workload
-from meshwright.train.planning.trace_module import code_of, kinds_of
+from meshwright.train.planning.trace_model import code_of, kinds_of, model_workload
 from tests.support.factories import RUN, VOCABULARY, causal_lm
 from tests.support.launch import EAGER
 from tests.support.sharded import sharded_alone

@@ -33,6 +33,7 @@ from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.optim.stochastic_adamw import RoundedAdamW
 from meshwright.train.step import train_step
 from tests.support.adamw_on_ranks import Case, compare_kernel, train, train_on_meshes
+from tests.support.interpreted import INTERPRETED
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
 from tests.support.worlds import run_ranks
@@ -224,8 +225,7 @@ def test_in_float32_it_is_torchs_adamw() -> None:
     ],
 )
 def test_the_kernel_of_a_gpu_does_the_same_to_the_bit(cases: list[Case]) -> None:
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    (results,) = run_ranks(1, compare_kernel, cases, **interpreted)
+    (results,) = run_ranks(1, compare_kernel, cases, **({} if torch.cuda.is_available() else INTERPRETED))
     assert len(results) == len(cases) * 5, "five sizes"
     assert [result for result in results if result[3]] == []
     for parameter, moment, skip, _, moved in results:

@@ -4,9 +4,8 @@ import pytest
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.unit_bytes import host_memory
+from meshwright.parallel.planner.hardware import Machines, load_hardware
+from meshwright.parallel.planner.memory_model import host_memory
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.model.trained_model import model_of

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.unit_bytes import host_memory
+from meshwright.parallel.planner.hardware import Machines, load_hardware
+from meshwright.parallel.planner.memory_model import host_memory
 from meshwright.tools.plan.scaling import sweep
+from meshwright.train import memory
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
@@ -65,8 +65,9 @@ def run_in_groups(job: TrainingJob, plan: Plan, roots: list[list[Path]]) -> list
     planned = run_plan.RunPlan(torch.device("cuda"), "NVIDIA H100 80GB HBM3", plan)
     for groups in roots:
         with (
-            mock.patch.object(run_plan, "device_memory_bytes", return_value=(80 * GIB, 80 * GIB)),
-            mock.patch.object(run_plan, "free_host_bytes", partial(free_host_bytes, groups[rank])),
+            mock.patch.object(torch.cuda, "mem_get_info", return_value=(80 * GIB, 80 * GIB)),
+            mock.patch.object(torch.cuda, "memory_reserved", return_value=0),
+            mock.patch.object(memory, "free_host_bytes", partial(free_host_bytes, groups[rank])),
             mock.patch.object(fit, "suggest_fits", return_value=[]),
         ):
             ranks = RankInfo(rank, 2, rank, 2, True)

@@ -21,10 +21,8 @@ from meshwright.parallel.plan.selective_policy import POLICIES
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import STRATEGIES
 from meshwright.parallel.plan.validate import validate
-from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.machines import Machines
-from meshwright.parallel.planner.memory_model import predict_step_memory
-from meshwright.parallel.planner.unit_bytes import host_memory
+from meshwright.parallel.planner.hardware import Machines, load_hardware
+from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
 from meshwright.train.model.trained_model import model_of
@@ -49,13 +47,12 @@ def mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.Sea
 
 
 AUTO = st.just("auto")
-REPLICATE = mostly(AUTO | st.sampled_from(["auto", 1, 2]), st.integers(-3, 70))
-SHARD = mostly(st.sampled_from(["auto", "auto", "auto", -1, -1, 2, 4, 8]), st.integers(-3, 70))
-TP = mostly(AUTO | st.sampled_from(["auto", 1, 2, 4]), st.integers(-3, 70))
-AHEAD = mostly(AUTO | st.integers(0, 3), st.integers(-2, 100))
-DTYPES = mostly(st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["float16", "fp8", ""]))
+REPLICATE = mostly(AUTO | st.sampled_from(["auto", 1, 2]), st.integers(1, 70))
+SHARD = mostly(st.sampled_from(["auto", "auto", "auto", -1, -1, 2, 4, 8]), st.integers(1, 70))
+TP = mostly(AUTO | st.sampled_from(["auto", 1, 2, 4]), st.integers(1, 70))
+AHEAD = mostly(AUTO | st.integers(0, 3), st.integers(0, 100))
+DTYPES = st.sampled_from(["float32", "bfloat16"])
 PARTS = ["embedding", "attention", "feed_forward", "head"]
-SHARES = mostly(st.floats(0, 1), st.floats())
 OPS = [
     *POLICIES,
     "every:1",
@@ -114,8 +111,8 @@ PARALLEL = st.builds(
     backward_prefetch=AHEAD,
     activation_checkpoint=st.sampled_from(["auto", "none", "full", "selective", "budget"]),
     selective_policy=mostly(st.sampled_from(OPS), ODD_OPS),
-    activation_budget=SHARES,
-    unit_min_params=mostly(st.sampled_from([0, 5000, 50_000]), st.integers(-5, 10**15)),
+    activation_budget=st.floats(0, 1),
+    unit_min_params=mostly(st.sampled_from([0, 5000, 50_000]), st.integers(0, 10**15)),
     param_dtype=DTYPES,
     reduce_dtype=DTYPES,
     cpu_offload=st.booleans(),

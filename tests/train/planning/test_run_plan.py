@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.memory_breakdown import GIB
+from meshwright.train import memory
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import PlanError
-from meshwright.train.planning import fit, predict, run_plan
+from meshwright.train.planning import fit, predict
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.run_plan import RunPlan, check_memory
 from tests.support.launch import EAGER, TINY
@@ -24,7 +25,7 @@ def check(free_bytes: list[int]) -> tuple[str, RunPlan | None, int]:
     with (
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(free_bytes[rank], 8 * GIB)),
         mock.patch.object(torch.cuda, "memory_reserved", return_value=0),
-        mock.patch.object(run_plan, "free_host_bytes", return_value=16 * GIB),
+        mock.patch.object(memory, "free_host_bytes", return_value=16 * GIB),
         mock.patch.object(fit, "suggest_fits", return_value=[]),  # test_fit.py has them
         mock.patch.object(fit, "predict_needs", wraps=predict.predict_needs) as predictions,
     ):
