@@ -1,12 +1,10 @@
 """The `parallel` section of the config; `plan/make.py` makes a plan from it."""
 
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
-
-from msgspec import Meta
+from dataclasses import dataclass, field
+from typing import Literal
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.structure import Count, Integer, Natural, convert
+from meshwright.parallel.structure import Count, Integer, Natural, Share, convert_fields
 
 Auto = Literal["auto"]
 Dtype = Literal["float32", "bfloat16"]  # float16 would need a gradient scaler
@@ -14,19 +12,6 @@ Exchange = Literal["heads", "gather"]
 ReduceGradients = Literal["every_micro_batch", "last_micro_batch"]
 ActivationCheckpoint = Literal["none", "full", "selective", "budget", "offload"]
 Recipe = Literal["none", "tensorwise", "rowwise"]
-
-Share = Annotated[float, Meta(ge=0, le=1)]
-
-
-def convert_fields(section: Any, name: str) -> None:
-    """Convert the fields of a new config section to their types, such as lists to tuples. Raises PlanError
-    with a line for each value of another type. `name`: of the section, which the keys begin with."""
-    mistakes = list[str]()
-    for item in fields(section):
-        value = convert(item.type, getattr(section, item.name), f"{name}.{item.name}", mistakes)
-        object.__setattr__(section, item.name, value)
-    if mistakes:
-        raise PlanError("\n".join(mistakes))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from meshwright.parallel.errors import one_line
+from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.yaml_io import Written, load_value, value_of
 
 T = TypeVar("T")
@@ -20,6 +20,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 MOST = 10  # mistakes in a report
 _NAMES = {
     int: "an integer",
@@ -67,18 +68,19 @@ def wrong_keys(given: Iterable[Any], known: Sequence[str], place: str = "") -> l
     return mistakes
 
 
-def check_types(section: Any, name: str) -> None:
-    """Raise ValueError with every value of a dataclass, and of those in it, that is not of its field's type.
-    `name`: of the dataclass, which the values' names begin with."""
+def convert_fields(section: Any, name: str) -> None:
+    """Convert the fields of a new dataclass, and of those in it, to their types, such as lists to tuples.
+    Raises PlanError with a line for each value of another type. `name`: of the dataclass, which the keys
+    begin with."""
     mistakes: list[str] = []
     for item in dataclasses.fields(section):
         value, key = getattr(section, item.name), _join(name, item.name)
         if dataclasses.is_dataclass(value):
-            check_types(value, key)
+            convert_fields(value, key)
         else:
-            convert(item.type, value, key, mistakes)
+            object.__setattr__(section, item.name, convert(item.type, value, key, mistakes))
     if mistakes:
-        raise ValueError("\n".join(map(one_line, mistakes)))
+        raise PlanError("\n".join(mistakes))
 
 
 def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bool = True) -> Any:

@@ -17,7 +17,7 @@ from meshwright.parallel.planner.hardware import (
     load_hardware,
     read_hardware,
 )
-from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.tools.plan.report import find_kind
 from meshwright.tools.processes import BenchError
 from meshwright.tools.workers import run_workers
@@ -33,6 +33,16 @@ LINKED_CPU_RANKS = 4  # processes between which collectives are measured, also i
 # processes that measure a CPU at the same time: they share only the memory bandwidth, which 4 saturate
 MOST_LOADED = 4
 CPU_BASE = "cpu"
+DESCRIPTION = f"""examples:
+  python -m tools.calibrate --name mine
+  python -m tools.calibrate --name mine --overwrite --base h100-sxm
+
+Measure matrix products by size and dtype, attention, memory bandwidth, the
+overhead of an operation, and collectives between 2 and 4 processes (gloo) or
+this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's
+rates are per process, with one process per core but at most {MOST_LOADED}. It takes
+about two minutes; run nothing else meanwhile.
+"""
 # Layers of models that a laptop can train, dim 128 to 1024, full and sharded by tp: their inputs and outputs,
 # by tokens.
 CPU_LAYERS = {
@@ -94,14 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.calibrate",
-        description="Measure matrix products by size and dtype, attention, memory bandwidth, the overhead of "
-        "an operation, and collectives between 2 and 4 processes (gloo) or this node's GPUs (NCCL), and "
-        "write a hardware file for the planner. A CPU's rates are per process, with one process per core but "
-        f"at most {MOST_LOADED}. It takes about two minutes; run nothing else meanwhile.",
-        allow_abbrev=False,
-    )
+    parser = new_parser("calibrate", "--name NAME", DESCRIPTION)
     add = parser.add_argument
     add("--name", required=True, metavar="NAME", help="write configs/hardware/NAME.yaml")
     add("--overwrite", action="store_true", help="replace the file if it exists")

@@ -10,13 +10,12 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import get_args
 
 from torch import nn
 
 from meshwright.parallel.config import CompileConfig, ParallelConfig
-from meshwright.parallel.errors import one_line
 from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.model.check import Loss, check
 from meshwright.parallel.model.describe import Example, describe
@@ -24,12 +23,10 @@ from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES
 from meshwright.parallel.plan.serialize import plan_to_table
-from meshwright.parallel.yaml_io import YamlError, load_value
 from meshwright.tools.cli import new_parser, run_tool, to_json
-from meshwright.train.config import FactoryConfig
+from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import call_factory
-from meshwright.train.user_code import allow
 
 DESCRIPTION = """example:
   python -m tools.check --model.factory=mine:build --model.args.layers=2 --tp 2
@@ -37,7 +34,7 @@ DESCRIPTION = """example:
 Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the unsharded one:
 outputs and every gradient.
 """
-PREFIX = "--model.args."
+PROG, PREFIX = "tools.check", "--model.args."
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
 
 
@@ -47,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises ConfigError and PlanError.
     """
     options, rest = make_parser().parse_known_args(arguments)
-    model, example, loss = build(options.factory, model_arguments(rest))
+    model, example, loss = build(options.factory, rest)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
@@ -104,27 +101,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def model_arguments(rest: Sequence[str]) -> dict[str, Any]:
-    """Return the keyword arguments of the factory. Raises ConfigError for any other argument."""
-    given = {}
-    for argument in rest:
-        key, equals, value = argument.removeprefix(PREFIX).partition("=")
-        if not argument.startswith(PREFIX) or not equals:
-            raise ConfigError(f"unknown argument {argument}: see python -m tools.check -h")
-        try:
-            given[key] = load_value(value)
-        except YamlError as error:
-            raise ConfigError(one_line(f"{PREFIX}{key}={value} is not YAML: {error}")) from None
-    return given
-
-
-def build(factory: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, Example, Loss | None]:
-    """Call the factory. Raises ConfigError if there is no such function, or if it returns something else."""
-    allow([factory])
-    try:
-        made = call_factory(FactoryConfig(factory, dict(arguments)), device=None)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def build(factory: str, arguments: Sequence[str]) -> tuple[nn.Module, Example, Loss | None]:
+    """Call the factory with what is below `PREFIX`. Raises ConfigError for any other argument, if there is no
+    such function, and if it returns something else."""
+    if unknown := [each for each in arguments if not each.startswith(PREFIX)]:
+        raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
+    made = call_factory(parse_config([f"--model.factory={factory}", *arguments]).model, device=None)
     if made.example is None:
         raise ConfigError(f"model.factory={factory} must return a model and an example of its arguments")
     return made.module, made.example, made.loss

@@ -49,16 +49,16 @@ from meshwright.train.training import shard_model
 
 PROG = "tools.eval"
 DESCRIPTION = """examples:
-  python -m tools.eval runs/NAME                                        the run's evaluation sets
-  python -m tools.eval runs/NAME --data books/ --json                   other text
-  torchrun --nproc-per-node 8 -m tools.eval HF_DIR --data wiki.jsonl    a Hugging Face Llama, sharded
+  python -m tools.eval runs/NAME                        the run's evaluation sets
+  python -m tools.eval runs/NAME --data books/ --json   other text
+  torchrun --nproc-per-node 8 -m tools.eval HF_DIR --data wiki.jsonl
 
-Measure loss (nats per token), perplexity and bits per byte of a model on text: of a run or a checkpoint on
-the run's evaluation sets, or on --data. Under torchrun the model is sharded and the sequences are divided
-among the processes.
+Measure loss (nats per token), perplexity and bits per byte of a model on text,
+of a run or a checkpoint on the run's evaluation sets or on --data. Under
+torchrun the model is sharded, and the processes share the sequences.
 """
-CONFIG_KEYS = """Config keys of train.main are accepted too, as --section.key=value: --data.text_field,
---data.packing, --data.document_mask, --parallel.compile.enabled and so on. They override those of the run.
+CONFIG_KEYS = """Config keys of train.main, such as --data.text_field, --data.packing,
+--data.document_mask and --parallel.compile.enabled, override those of the run.
 """
 FIGURES = ("loss", "perplexity", "bits_per_byte", "tokens")  # of a set, for --json
 # The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of

@@ -1,9 +1,7 @@
 """`python -m tools.import_accelerate FSDP.yaml`: convert an accelerate config to a config of this trainer.
 
 Of two keys that contradict each other, the one that accelerate uses wins; where its launcher replaces a value
-by a default, the file's value is used, with a note. Sources: accelerate 1.15.0, commands/launch.py and
-to_fsdp2.py, commands/config/config_args.py and cluster.py, accelerator.py, state.py, parallelism_config.py,
-utils/launch.py, dataclasses.py and constants.py; transformers' accelerator_config.
+by a default, the file's value is used, with a note.
 """
 
 import re
@@ -29,94 +27,12 @@ It prints the config of this trainer for an accelerate FSDP config and, on stder
 what this trainer lacks is refused. Such files have no model and no data: put a config with them first, as in
   torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
 """
-# A row has keys, how their value is read, and what becomes of it. Read as: bool, an integer from N on, one of
-# names (#: or its number), any, or off: else it is refused. A row "sets" a key of ours (to the form at the
-# place of true|false or of the name), "decides" some with others, or has the reason why it changes nothing or
-# is refused. Rows below "section.prefix" are of that section; a file may omit the prefix.
-TABLE = """
-distributed_type  FSDP|MULTI_GPU|MULTI_CPU|NO  decides parallel.strategy (MULTI_GPU: ddp), or one process (NO)
-num_processes  1  decides --nproc-per-node
-num_machines  1  decides --nnodes
-main_process_ip main_process_port  any  decides --rdzv-endpoint of several machines
-machine_rank rdzv_backend same_network  any  torchrun's rendezvous c10d does not need it
-gpu_ids  any  decides CUDA_VISIBLE_DEVICES
-use_cpu  bool  sets run.device cpu|auto; auto uses GPUs if there is one for every process
-compute_environment  LOCAL_MACHINE  torchrun starts the run
-main_training_function  any  the program is train.main
-debug  any  shapes are checked when the plan is made, before the run
-enable_cpu_affinity  any  run.threads divides the cores among the processes
-gradient_accumulation_steps  1  decides train.global_batch_size, for a micro batch of 1 because the file \
-has no batch size: for B, set train.micro_batch_size to B and multiply it by B. FSDP then reduces gradients \
-in the last micro batch only, as accelerate does (with fsdp_version 2 since 1.11): every rank sums whole \
-gradients; --parallel.reduce_gradients=every_micro_batch keeps shards only
-sync_each_batch  bool  decides parallel.reduce_gradients of FSDP with several micro batches
-mixed_precision  no|bf16  sets parallel.param_dtype float32|bfloat16, and for FSDP parallel.reduce_dtype \
-too, as in accelerate (float32 is safer); fp16 needs a gradient scaler, which this trainer lacks: use bf16; \
-for fp8 see parallel.float8
-fp16  off  float16 needs a gradient scaler, which this trainer lacks: use bf16, which has the range of float32
-fp8_config  off  float8 is not imported: use mixed_precision: bf16, and see parallel.float8
-deepspeed_config  off  DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op, 3 full_shard
-megatron_lm_config  off  Megatron-LM is not supported: for its tp_degree use parallel.tp
-mpirun_config  off  mpirun is not supported: start this trainer with torchrun
-tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env  off  TPUs are not supported
-command_file commands downcast_bf16  off  TPUs are not supported
-dynamo_backend  inductor|aot_eager|eager|no  decides parallel.compile, with TF32 as in accelerate
-gradient_accumulation_kwargs.
-  sync_each_batch  bool  decides parallel.reduce_gradients of FSDP with several micro batches
-  num_steps  off  set gradient_accumulation_steps instead
-dynamo_config.dynamo_
-  backend  inductor|aot_eager|eager|no  decides parallel.compile, with TF32 as in accelerate
-  mode  default|reduce-overhead|max-autotune  sets parallel.compile.mode (may use CUDA graphs)
-  use_dynamic  bool  sets parallel.compile.dynamic
-  use_fullgraph use_regional_compilation  any  every block is compiled separately, without graph breaks
-fsdp_config.fsdp_
-  version  1|2  this trainer always shards with FSDP2; keys of version 1 keep their meaning in version 1
-  sharding_strategy  #STRATEGY  decides parallel.strategy; with parallelism_config resharding only; \
-HYBRID_SHARD on one machine shards over all processes, as in accelerate: nothing to replicate
-  reshard_after_forward  bool#STRATEGY  decides parallel.reshard_after_forward, or parallel.strategy
-  auto_wrap_policy  TRANSFORMER_BASED_WRAP|SIZE_BASED_WRAP|NO_WRAP  decides parallel.unit_min_params; with \
-NO_WRAP every block is a unit too, which needs less memory and trains the same
-  min_num_params  0  decides parallel.unit_min_params with SIZE_BASED_WRAP
-  transformer_layer_cls_to_wrap  LlamaDecoderLayer  every block is an FSDP unit by default
-  backward_prefetch  #BACKWARD_PRE|BACKWARD_POST|NO_PREFETCH  sets parallel.backward_prefetch 1|0|0
-  backward_prefetch_policy  any  accelerate ignores this spelling: the key is fsdp_backward_prefetch
-  forward_prefetch  bool  sets parallel.forward_prefetch 1|0
-  activation_checkpointing  bool  sets parallel.activation_checkpoint full|none
-  activation_checkpointing_offload  off  set it to false, and see parallel.activation_checkpoint=offload
-  offload_params  bool  sets parallel.cpu_offload
-  ignored_modules  off  every parameter belongs to an FSDP unit: remove the key, or see train.freeze
-  state_dict_type  any  checkpoints are always sharded
-  sync_module_states  any  every rank computes the same weights from run.seed
-  use_orig_params limit_all_gathers  any  FSDP2 always does this
-  cpu_ram_efficient_loading  any  weights are always read in shards; no rank holds the full model
-parallelism_config.parallelism_config_
-  dp_replicate_size  1  sets parallel.dp_replicate
-  dp_shard_size  1  sets parallel.dp_shard
-  cp_size  1  sets parallel.cp
-  tp_size  1  sets parallel.tp
-  sp_size  1  1 is off
-  cp_backend cp_comm_strategy  any  the planner chooses what the ranks of cp exchange: parallel.cp_exchange
-  sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation  any  sp_size is 1
-""".replace("STRATEGY", "FULL_SHARD|SHARD_GRAD_OP|NO_SHARD|HYBRID_SHARD|HYBRID_SHARD_ZERO2")
-ROWS, prefix = dict[str, tuple[str, str]](), ""
-SECTIONS = dict(re.findall(r"^(\w+)\.(\w*)$", TABLE, re.MULTILINE))
-for line in TABLE.strip().splitlines():
-    keys, how, becomes = [*line.strip().split("  "), "", ""][:3]
-    prefix = prefix if line.startswith(" ") else "" if how else keys
-    ROWS |= {prefix + key: (how, becomes) for key in keys.split() if how}
-EAGER = "nothing is compiled, as in accelerate by default; --parallel.compile.enabled=true compiles blocks"
-TWICE = "warning: {}={} takes precedence over {}={}, as in accelerate's fsdp_version {}: delete one of them"
-OTHER_VERSION = {  # by fsdp_version: its sharding is given by the other version's key
-    "1": "warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of "
-    "fsdp_sharding_strategy takes precedence; this trainer uses {} as written",
-    "2": "accelerate 1.15 reads only a true or false fsdp_reshard_after_forward with fsdp_version 2; this "
-    "trainer uses {} as written",
-}
-MODEL = "the imported config has no model and no data: put a config with them before it, as in --config "
-MODEL += "llama_8b --config CONFIG.yaml"
+TABLE = load_mapping(Path(__file__).with_suffix(".yaml"))
+NOTES, DEFAULTS = TABLE.pop("notes"), TABLE.pop("defaults")
+ROWS = {place + key: row for place in TABLE for keys, row in TABLE[place].items() for key in keys.split()}
+SECTIONS = dict(place.split(".") for place in TABLE if place)  # each with the prefix of its keys
 TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # its str_to_bool
 STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
-DEFAULTS = {"num_machines": 1, "fsdp_version": "1", "gradient_accumulation_steps": 1, "gpu_ids": "all"}
 Values = dict[str, Any]
 
 
@@ -130,12 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(to_json(imported))
         return
-    launch = imported["launch"]
-    print(f"# Imported from {options.file} by tools.import_accelerate. Launch:\n# {launch}")
+    print(f"# Imported from {options.file} by tools.import_accelerate. Launch:\n# {imported['launch']}")
     print(to_yaml(imported["config"]), end="")
     items = [f"  {item}: {becomes}" for item, becomes in imported["items"].items()]
     notes = [f"note: {note}" for note in imported["notes"]]
-    print("\n".join(["keys:", *items, *notes, "launch:", f"  {launch}"]), file=sys.stderr)
+    print("keys:", *items, *notes, "launch:", f"  {imported['launch']}", sep="\n", file=sys.stderr)
 
 
 def convert(file: Path) -> dict[str, Any]:
@@ -156,8 +71,9 @@ def convert(file: Path) -> dict[str, Any]:
     for key, value in sorted(settings.items(), key=lambda setting: setting[0].split(".")[0]):
         *sections, name = key.split(".")
         reduce(lambda table, section: table.setdefault(section, {}), sections, config)[name] = value
-    launch = launch_line(given)
-    return {"source": str(file), "config": config, "items": items, "launch": launch, "notes": [*notes, MODEL]}
+    notes.append(NOTES["model"])
+    document = {"source": str(file), "config": config, "items": items}
+    return document | {"launch": launch_line(given), "notes": notes}
 
 
 def read_file(file: Path) -> tuple[Values, dict[str, str], Values]:
@@ -234,7 +150,6 @@ def read(value: Any, how: str, why: str) -> Any:
         raise ValueError("it must be true or false")
     known = {name.upper(): name for name in names}
     numbers = {str(number): name for number, name in enumerate(names, 1) if "#" in how}
-    ours = None
     for part in ",".join(texts).upper().split(","):
         ours = (known | numbers).get("NO" if value is False else part.strip())
         if not ours:
@@ -280,18 +195,16 @@ def decide(given: Values, settings: Values) -> Iterator[str]:
         settings["parallel.reduce_dtype"] = dtype if fsdp else "float32"
     settings["parallel.compile.enabled"] = compiled = backend not in (None, "no")
     if backend is None:
-        yield EAGER
+        yield NOTES["eager"]
     if compiled:
         settings["parallel.compile.backend"] = backend
-    if compiled and dtype != "bfloat16":
-        settings["parallel.compile.float32_matmul_precision"] = "high"
+        settings |= {} if dtype == "bfloat16" else {"parallel.compile.float32_matmul_precision": "high"}
     if (steps := given["gradient_accumulation_steps"]) > 1:
         inner = given.get("parallelism_config_cp_size", 1) * given.get("parallelism_config_tp_size", 1)
         settings["train.micro_batch_size"] = 1
         settings["train.global_batch_size"] = steps * (given["num_processes"] // inner)
-        if fsdp:
-            reduced = "every_micro_batch" if given.get("sync_each_batch") else "last_micro_batch"
-            settings["parallel.reduce_gradients"] = reduced
+        reduced = "every_micro_batch" if given.get("sync_each_batch") else "last_micro_batch"
+        settings |= {"parallel.reduce_gradients": reduced} if fsdp else {}
     if policy := given.get("fsdp_auto_wrap_policy"):
         least = given.get("fsdp_min_num_params", 100_000_000) if policy == "SIZE_BASED_WRAP" else 0
         settings["parallel.unit_min_params"] = least
@@ -307,17 +220,17 @@ def decide_sharding(given: Values, settings: Values) -> Iterator[str]:
     version, machines = given["fsdp_version"], given["num_machines"]
     key, other = (STRATEGY, RESHARD) if version == "1" else (RESHARD, STRATEGY)
     if key in given and other in given:
-        yield TWICE.format(key, _text(given[key]), other, _text(given[other]), version)
+        yield NOTES["twice"].format(key, _text(given[key]), other, _text(given[other]), version)
     key = key if key in given else other
     name = given.get(key)
     if version == "2" and isinstance(name, bool):
-        settings["parallel.reshard_after_forward"] = name
-    if name is None or (version == "2" and isinstance(name, bool)):
+        settings["parallel.reshard_after_forward"], name = name, None
+    if name is None:
         return
     if isinstance(name, bool):
         name = "FULL_SHARD" if name else "SHARD_GRAD_OP"
     if version == "2" or (key == RESHARD and name != "FULL_SHARD"):
-        yield OTHER_VERSION[version].format(name)
+        yield NOTES[f"other_key_{version}"].format(name)
     degrees_given = any(key.startswith("parallelism_config_") for key in given)
     spread = name.startswith("HYBRID") and machines > 1 and not degrees_given
     if spread:

@@ -114,18 +114,18 @@ def started(
 
 def _reason(log: Path) -> str:
     """Return the first error in a log with the lines indented below it, or else the last lines."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    reason = named_error(lines) or lines[-REASON_LINES:]
+    reason = _find_error(log.read_text(encoding="utf-8", errors="replace"), REASON_LINES)
     return "\n".join(f"  {line}" for line in reason) or "  The command printed nothing."
 
 
-def named_error(lines: Sequence[str]) -> list[str]:
-    """Return the first error in the lines of an output with the lines indented below it; [] if none."""
+def _find_error(output: str, last: int) -> list[str]:
+    """Return the first error in an output with the lines indented below it, or else the `last` lines."""
+    lines = [line for line in output.splitlines() if line.strip()]
     for i, line in enumerate(lines):
         if match := _ERROR.match(line):
             more = itertools.takewhile(_IN_ERROR.match, lines[i + 1 : i + REASON_LINES])
             return [match[1], *more]
-    return []
+    return lines[-last:]
 
 
 def named_device(output: str) -> str:
@@ -139,9 +139,7 @@ def find_reason(output: str, letters: int) -> str:
 
     The result is one line of at most `letters` characters.
     """
-    lines = [line for line in output.splitlines() if line.strip()]
-    reason = named_error(lines) or lines[-1:]
-    return one_line(" ".join(map(str.strip, reason)), letters)
+    return one_line(" ".join(map(str.strip, _find_error(output, 1))), letters)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -216,6 +216,22 @@ class Figures:
     mfu: float | None
     predicted: Mapping[str, float]
 
+    def value(self, name: str) -> float | None:
+        """Return a figure by its name; of a rate, the median."""
+        value: float | Rate | None = getattr(self, name)
+        return value.median if isinstance(value, Rate) else value
+
+
+FIGURES = {  # name -> label and format
+    "step": ("last step", ",.0f"),
+    "loss": ("loss", ".4f"),
+    "eval_loss": ("eval loss", ".4f"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "step_time_s": ("step time (s)", ".4g"),
+    "peak_memory_gib": ("peak memory (GiB)", ",.2f"),
+    "mfu": ("MFU", ".1%"),
+}
+
 
 def format_number(value: float | None, form: str) -> str:
     """Format a number; "" for None, "not finite" for NaN and infinity."""

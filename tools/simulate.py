@@ -29,6 +29,7 @@ from meshwright.tools.cli import (
     config_arguments,
     format_table,
     natural,
+    new_parser,
     positive,
     run_tool,
 )
@@ -43,6 +44,16 @@ from meshwright.train.training import Training, fill_training, shard_model
 
 PROG = "tools.simulate"
 FIRST = 24  # collectives shown without --all
+DESCRIPTION = """examples:
+  python -m tools.simulate --config llama_8b.yaml --world-size 64
+  python -m tools.simulate --config llama_8b.yaml --world-size 64 --parallel.tp=8 --json
+
+Run one optimizer step of one rank with the real code on a fake process group
+and fake tensors, and print its collectives and its memory by kind. Needs no
+GPU and starts no processes. Config keys override the file. Nothing is compiled
+in a simulation: activations are those of eager operations, everything else is
+as in a compiled run.
+"""
 NO_BUDGET = (
     "activation_checkpoint=budget needs the compiler, but a simulation is eager: activations are those of "
     "activation_checkpoint=none."
@@ -65,17 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options; config keys are parsed separately."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROG}",
-        usage=f"python -m {PROG} --config X --world-size N [--rank R] [--all] [--json] "
-        "[--section.key=value ...]",
-        description="Run one optimizer step of one rank with the real code on a fake process group and fake "
-        "tensors, and print its collectives and its memory by kind. Needs no GPU and starts no processes.",
-        epilog="Every config key is accepted too, as --section.key=value, and overrides the file. Nothing is "
-        "compiled in a simulation: activations are those of eager operations, everything else is as in a "
-        "compiled run.",
-        allow_abbrev=False,
-    )
+    parser = new_parser("simulate", "--config X --world-size N [--section.key=value ...]", DESCRIPTION)
     add_config_option(parser)
     parser.add_argument(
         "--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU"

@@ -8,10 +8,9 @@ from msgspec import Meta
 
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.structure import Amount, Count, Natural, Positive, check_types
+from meshwright.parallel.structure import Amount, Count, Natural, Positive, Share, convert_fields
 
 Period = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps between events; 0 is never
-Share = Annotated[float, Meta(ge=0, le=1)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
 Timeout = Annotated[float, Meta(ge=0, le=1e6)]  # seconds or hours; 0 is none
 
@@ -418,7 +417,7 @@ class Config:
         )
 
     def __post_init__(self) -> None:
-        check_types(self, "")
+        convert_fields(self, "")
         if self.data.factory and self.train.epochs:
             raise ValueError(
                 "train.epochs needs to know how many sequences there are, which data.factory does not say: "

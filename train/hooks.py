@@ -143,6 +143,13 @@ class Hooks(Hook):
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
+        self._yours: list[Hook] = []
+
+    def make(self, classes: Iterable[Callable[[Any], Hook]], run: Any) -> Sequence[Hook]:
+        """Return hooks of these classes. If a later one fails, those before it are closed too."""
+        for hook_class in classes:
+            self._yours.append(hook_class(run))
+        return self._yours
 
     def extend(self, hooks: Iterable[Hook], request_stop: Callable[[str], None]) -> None:
         """Append hooks, and give each `request_stop`."""
@@ -190,7 +197,7 @@ class Hooks(Hook):
     def close(self) -> None:
         """Close all, also if one raises an error."""
         with ExitStack() as closing:
-            for hook in self._hooks:
+            for hook in dict.fromkeys([*self._yours, *self._hooks]):
                 closing.callback(hook.close)
 
 

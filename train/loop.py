@@ -17,7 +17,7 @@ def train_loop(run: Run, hooks: Hooks, stop: GracefulShutdown) -> TrainPosition:
     Raises DataError, and what hooks raise: SaveError, NonFiniteError, PeerLostError, RecompileError.
     """
     config, data, training, position = run.config, run.data, run.training, run.data.start
-    with closing(data.load_from(position, config.data.prefetch)) as loader, hooks.closed_at_exit():
+    with closing(data.load_from(position, config.data.prefetch)) as loader:
         hooks.start(position)
         while position.step < data.total_steps and not stop.agreed:
             step, first_sample = position.step + 1, position.samples

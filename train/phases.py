@@ -84,8 +84,10 @@ def run(config: Config, ranks: RankInfo) -> bool:
             built = Run(config, planned, training, data, folder, ranks, console)
             files = texts | (files_beside(config, data, start, weights, console) if ranks.is_main else {})
             with explaining_out_of_memory(config.job, plan, device, training.optimizer, folder / "profile"):
-                hooks, metrics, checkpoints = build_hooks(built, hook_classes, supervision, start, files)
-                reached = train_loop(built, hooks, supervision.stop)
+                hooks = Hooks()
+                with hooks.closed_at_exit():
+                    metrics, checkpoints = build_hooks(built, hooks, hook_classes, supervision, start, files)
+                    reached = train_loop(built, hooks, supervision.stop)
 
             stopped = supervision.stop.reason if reached.step < data.total_steps else None
             saved = checkpoints.last or (start.checkpoint if start.step == reached.step else None)
@@ -110,17 +112,17 @@ def import_user_code(config: Config) -> Sequence[Callable[[Run], Hook]]:
 
 def build_hooks(
     run: Run,
+    hooks: Hooks,
     hook_classes: Sequence[Callable[[Run], Hook]],
     supervision: Supervision,
     start: Start,
     files: Mapping[str, str | bytes],
-) -> tuple[Hooks, Metrics, Checkpoints]:
-    """Return what happens beside the steps of a run, in the order in which it happens, and two of these hooks
-    again, which have results at its end. Loads the state of yours, and tries whether the run can save.
+) -> tuple[Metrics, Checkpoints]:
+    """Fill `hooks` with what happens beside the steps of a run, in the order in which it happens, and return
+    two of them, which have results at its end. Loads the state of yours, and tries whether the run can save.
     `files`: that each checkpoint contains."""
     config, training, data, print_ = run.config, run.training, run.data, run.console.print
-    hooks, clock = Hooks(), StepClock(run.planned.device)  # filled below: some report to all
-    yours = [hook_class(run) for hook_class in hook_classes]
+    clock, yours = StepClock(run.planned.device), hooks.make(hook_classes, run)
     state = partial(state_of, yours)
     run.console.print_lines(load_states(start, state()))
     repeated = training.sharded, data.order, data.batch, training.loss_of
@@ -149,7 +151,7 @@ def build_hooks(
         ],
         supervision.stop.request,
     )
-    return hooks, metrics, checkpoints
+    return metrics, checkpoints
 
 
 def describe_end(config: Config, step: int, steps: int, saved: Path | None, stopped: str | None) -> str:

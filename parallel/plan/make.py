@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.parallel.config import TP_MODULES, Auto, ParallelConfig, convert_fields
+from meshwright.parallel.config import TP_MODULES, Auto, ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.float8_rules import make_float8
 from meshwright.parallel.plan.mistakes import Mistake, describe
@@ -25,7 +25,7 @@ from meshwright.parallel.plan.schema import (
 from meshwright.parallel.plan.selective_policy import blocks_of_every, saved_ops
 from meshwright.parallel.plan.strategy import resolve_strategy
 from meshwright.parallel.plan.validate import validate
-from meshwright.parallel.structure import Count, Integer
+from meshwright.parallel.structure import Count, Integer, convert_fields
 
 LOSS_CHUNK_TOKENS = 2048  # large enough for matrix products at full speed
 

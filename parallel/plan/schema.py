@@ -14,9 +14,8 @@ from meshwright.parallel.config import (
     Exchange,
     Recipe,
     ReduceGradients,
-    Share,
 )
-from meshwright.parallel.structure import Count, Integer, Natural
+from meshwright.parallel.structure import Count, Integer, Natural, Share
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

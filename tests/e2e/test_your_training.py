@@ -81,6 +81,16 @@ class Best(Hook):
         self.best = torch.minimum(self.best, torch.tensor(mean_loss(scores)))
     def state(self):
         return {"best": self.best}
+class Late(Hook):
+    def __init__(self, run):
+        raise ValueError("no room")
+class Weighted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+    def forward(self, logits, targets):
+        return self.weight * mean(logits, targets) * targets.numel()
+weighted = Weighted()
 class Two(Hook):
     # fails, and fails to close
     def after_step(self, done):
@@ -189,8 +199,7 @@ def test_hooks_are_told_of_everything_in_order_and_their_state_goes_on(
         ("--train.hooks=[broken:Hook]", "broken.py:2)"),
         ("--data.factory=mine:list_of", "not a builtins.list"),
         ("--optim.schedule=mine:falling", "returned -1 for step 5"),
-        ("--train.hooks=[mine]", "must be MODULE:NAME"),
-        ("--optim.schedule=cosin", "must be constant, linear, cosine, wsd"),
+        ("--train.loss=mine:weighted", "has parameters, which nothing would train"),
     ],
 )
 def test_what_is_not_as_promised_is_one_message_before_anything_is_written(
@@ -235,3 +244,6 @@ def test_a_state_may_be_infinite_and_rebound_and_the_first_error_of_a_run_is_the
     assert failed.returncode == 1
     assert read_status(folder)["reason"] == "RuntimeError: the first"
     assert "not closed: RuntimeError: the second" in failed.stderr
+    failed = run(1, *keys, "--train.steps=7", "--train.hooks=[mine:Calls,mine:Late]", folder=tmp_path)
+    assert "ValueError: no room" in failed.stderr
+    assert (folder / "calls-0").read_text() == "close"

@@ -229,7 +229,7 @@ def test_real_runs_on_two_meshes_are_the_same_training_and_another_seed_is_not(t
     one, two, seed = (read_run(tmp_path / name) for name in ("one", "two", "seed"))
     comparison = compare_runs(one, two)
     assert (comparison.same, comparison.band) == (True, FLOAT32), comparison.verdict
-    assert "mesh: tp 1 -> 2" in comparison.plan
+    assert "mesh.tp: 1 -> 2" in comparison.plan
     assert "parallel.tp: auto -> 2" in comparison.config
     assert compare_runs(one, one).band == BITWISE
     check_facts(compare_runs(one, seed).verdict, "different ... data at step 1")

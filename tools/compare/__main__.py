@@ -18,7 +18,7 @@ from meshwright.tools.compare.comparison import (
 )
 from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.plan.export import check_target, write_atomically
-from meshwright.tools.run_reader import Figures, Rate, format_number, read_run
+from meshwright.tools.run_reader import FIGURES, Figures, format_number, read_run
 from meshwright.train.errors import ConfigError
 
 EXIT_DIFFERENT = 1  # the exit code of the diff command
@@ -79,15 +79,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 SHOWN = 40  # differences listed per config and per plan
-FIGURES = (  # label, name and format
-    ("last step", "step", ",.0f"),
-    ("loss", "loss", ".4f"),
-    ("eval loss", "eval_loss", ".4f"),
-    ("tokens/s", "tokens_per_s", ",.0f"),
-    ("step time, s", "step_time_s", ".4g"),
-    ("peak memory, GiB", "peak_memory_gib", ".2f"),
-    ("MFU", "mfu", ".1%"),
-)
 
 
 def as_text(comparison: RunComparison) -> str:
@@ -131,10 +122,8 @@ def _describe_curve(curve: CurveDifference) -> str:
 
 
 def _side_by_side(a: Figures, b: Figures) -> Iterator[tuple[str, str, str, str]]:
-    for label, name, form in FIGURES:
-        first, second = (
-            value.median if isinstance(value := getattr(figures, name), Rate) else value for figures in (a, b)
-        )
+    for name, (label, form) in FIGURES.items():
+        first, second = a.value(name), b.value(name)
         if first is not None or second is not None:
             ratio = second / first if first and second is not None else math.nan
             shown = f"{ratio:.3f}" if math.isfinite(ratio) else ""

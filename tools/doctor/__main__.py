@@ -4,9 +4,10 @@ import sys
 from collections.abc import Sequence
 
 from meshwright.parallel.yaml_io import to_yaml
-from meshwright.tools.cli import new_parser, run_tool, to_json
+from meshwright.tools.cli import EXIT_INTERRUPTED, new_parser, run_tool, to_json
 from meshwright.tools.doctor.facts import look
 from meshwright.tools.doctor.rules import Finding, judge
+from meshwright.train.distributed.exit import end_process
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
@@ -31,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--json", action="store_true", help="print one JSON document: verdict, findings, facts"
     )
     options = parser.parse_args(arguments)
-    facts = look(user_path(options.run_dir, "--run_dir", ConfigError))
+    try:
+        facts = look(user_path(options.run_dir, "--run_dir", ConfigError))
+    except KeyboardInterrupt:
+        end_process(EXIT_INTERRUPTED)  # at once: Python takes seconds to unload torch
     findings = judge(facts)
     if options.json:
         print(to_json({"verdict": verdict(findings), "findings": findings, "facts": facts}))
@@ -50,6 +54,8 @@ def verdict(findings: Sequence[Finding]) -> str:
         return f"not ready: a run will fail ({kinds.count('fails')} of {len(kinds)} problems)"
     if "slow" in kinds:
         return f"ready, but slow: {next(finding.what for finding in findings if finding.kind == 'slow')}"
+    if findings:
+        return f"ready: nothing known should fail or be slow, but see: {findings[0].what}"
     return "ready: nothing here should fail or be slow"
 
 

@@ -14,8 +14,7 @@ from meshwright.tools.plan.export import write_atomically
 from meshwright.tools.sweep.html_report import make_page
 from meshwright.tools.sweep.results import SweepResults, read_result, read_sweep, to_document
 from meshwright.tools.sweep.runner import OUTPUT, interruptible, make_folder, run_command, run_once
-from meshwright.tools.sweep.runs import SweepRun, make_runs
-from meshwright.tools.sweep.spec import STUDIES, Spec, find_spec, read_spec
+from meshwright.tools.sweep.spec import STUDIES, Spec, SweepRun, find_spec, make_runs, read_spec
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_folder import lock_folder, read_status
 

@@ -2,51 +2,13 @@
 runs from the best to the worst, and charts."""
 
 from collections import Counter
+from pathlib import Path
 
 from meshwright.parallel.planner.timeline_plot import to_svg
 from meshwright.tools.charts import MARKERS, Bar, Curve, draw_bars, draw_curves, style_of
-from meshwright.tools.run_reader import format_number, series, tokens_per_step, training_s
-from meshwright.tools.sweep.results import BEST, SweepResults, rate_text
+from meshwright.tools.run_reader import FIGURES, format_number, series, tokens_per_step, training_s
+from meshwright.tools.sweep.results import SweepResults, rate_text
 
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ sweep.name }}: {{ sweep.runs | length }} runs</title><style>
-:root { color-scheme: light; }
-body { margin: 1rem 3vw; font: 15px/1.45 sans-serif; overflow-wrap: anywhere; } .table { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 0.4rem 0.5rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ccc; }
-tbody th { position: sticky; left: 0; background: white; min-width: 8rem; overflow-wrap: anywhere; }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
-figure { margin: 0; } svg { width: 100%; height: auto; max-width: 640px; } td { white-space: nowrap; }
-li { white-space: pre-line; }
-.failed, .refused { color: #a63a00; } .finished { color: #00664b; }
-{% for sign, color in signs %}
-.run{{ loop.index }}::before { content: "{{ sign }}\\a0"; color: {{ color }}; }
-{% endfor %}
-</style></head><body><h1>{{ sweep.name }}</h1>
-<p><b>{{ sweep.verdict }}</b></p>
-<p>{{ sweep.runs | length }} runs of {{ sweep.spec.config }}, by {{ best }}: {{ counts }}. Varied keys:
-{{ sweep.runs[0].varied | join(", ") or "none" }}. Devices: {{ devices or "not known yet" }}.</p>
-<div class="table" role="region" aria-label="Table of runs" tabindex="0"><table>
-<thead><tr><th scope="col">run</th>{% for key in head %}
-<th scope="col">{{ key | e | replace(".", ".<wbr>" | safe) | replace("_", "_<wbr>" | safe) }}</th>
-{% endfor %}</tr></thead><tbody>
-{% for row in sweep.runs %}
-<tr><th scope="row" class="run{{ loop.index }}">{{ row.run.name }}</th>
-{% for key in head %}
-<td class="{{ row.state if key == "state" }}">{{ cells[row.run.name][key] }}</td>
-{% endfor %}</tr>
-{% endfor %}</tbody></table></div>
-<ul>{% for row in sweep.runs if row.reason %}
-<li><b>{{ row.run.name }}</b> <span class="{{ row.state }}">{{ row.state }}</span>: {{ row.reason }}</li>
-{% endfor %}</ul>
-<p>Rates and times: median after warm-up, ± half the interquartile range within the run; runs of the same
-variant may differ by more. Loss against time counts step times only, without startup, evaluation and
-checkpoints. A cross marks a loss that was not finite.</p>
-<div class="charts">{% for title, svg in charts %}
-<figure role="img" aria-label="{{ title }}">{{ svg | safe }}</figure>
-{% endfor %}</div></body></html>
-"""
 SIGNS = dict(zip(MARKERS, "●■▲◆★", strict=True))
 
 
@@ -55,16 +17,20 @@ def make_page(sweep: SweepResults) -> str:
     from jinja2 import Environment
 
     cells = {row.run.name: {**row.varied, "state": row.state, **row.texts()} for row in sweep.runs}
-    page = Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
-    return page.render(
-        sweep=sweep,
-        best=BEST[sweep.spec.best][1],
-        counts=", ".join(f"{n} {state}" for state, n in Counter(row.state for row in sweep.runs).items()),
-        devices=", ".join(dict.fromkeys(row.device for row in sweep.runs if row.device)),
-        head=[name for name in next(iter(cells.values())) if any(row[name] for row in cells.values())],
-        cells=cells,
-        signs=[(SIGNS[style.marker], style.color) for style in map(style_of, range(len(sweep.runs)))],
-        charts=draw_charts(sweep),
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return (
+        Environment(autoescape=True, trim_blocks=True)
+        .from_string(template)
+        .render(
+            sweep=sweep,
+            best=FIGURES[sweep.spec.best][0],
+            counts=", ".join(f"{n} {state}" for state, n in Counter(row.state for row in sweep.runs).items()),
+            devices=", ".join(dict.fromkeys(row.device for row in sweep.runs if row.device)),
+            head=[name for name in next(iter(cells.values())) if any(row[name] for row in cells.values())],
+            cells=cells,
+            signs=[(SIGNS[style.marker], style.color) for style in map(style_of, range(len(sweep.runs)))],
+            charts=draw_charts(sweep),
+        )
     )
 
 

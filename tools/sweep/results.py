@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.tools.processes import named_device
 from meshwright.tools.run_reader import (
+    FIGURES,
     Figures,
     Rate,
     RunFolder,
@@ -17,18 +18,16 @@ from meshwright.tools.run_reader import (
     value_text,
 )
 from meshwright.tools.sweep.runner import OUTPUT
-from meshwright.tools.sweep.runs import SweepRun
-from meshwright.tools.sweep.spec import Spec
+from meshwright.tools.sweep.spec import Spec, SweepRun
 
 NO_FIGURES = Figures(0, None, None, None, None, None, None, {})
 LUCK = 0.1  # the highest probability of a winner by chance
-# of spec.best: -1 if more is better, the name of the figure, and its format
-BEST = {
-    "tokens_per_s": (-1, "tokens/s", ",.0f"),
-    "loss": (1, "loss", ".4f"),
-    "eval_loss": (1, "eval loss", ".4f"),
-    "peak_memory_gib": (1, "peak memory (GiB)", ",.2f"),
-}
+DIRECTIONS = {
+    "tokens_per_s": -1,
+    "loss": 1,
+    "eval_loss": 1,
+    "peak_memory_gib": 1,
+}  # of spec.best: -1, more is better
 
 
 @dataclass(frozen=True)
@@ -51,22 +50,17 @@ class RunResult:
 
     def value(self, best: str) -> float | None:
         """Return the figure that decides; None if the run has not finished, or diverged."""
-        value = getattr(self.figures, best)
-        value = value.median if isinstance(value, Rate) else value
+        value = self.figures.value(best)
         diverged = not all(math.isfinite(each) for each in (self.figures.loss, value) if each is not None)
         return None if self.state != "finished" or diverged else value
 
     def texts(self) -> dict[str, str]:
         """Return the figures as texts by their titles; "" if there is none."""
-        figures, train = self.figures, self.run.config.train
-        return {
-            "step": f"{figures.step}" + ("" if train.epochs else f"/{train.steps}"),
-            "loss": format_number(figures.loss, ".4f"),
-            "eval loss": format_number(figures.eval_loss, ".4f"),
-            "tokens/s": rate_text(figures.tokens_per_s, ",.0f"),
-            "step time (s)": rate_text(figures.step_time_s, ".3f"),
-            "peak memory (GiB)": format_number(figures.peak_memory_gib, ",.2f"),
-        }
+        train, texts = self.run.config.train, dict[str, str]()
+        for name in ("loss", "eval_loss", "tokens_per_s", "step_time_s", "peak_memory_gib"):
+            (label, form), value = FIGURES[name], getattr(self.figures, name)
+            texts[label] = rate_text(value, form) if isinstance(value, Rate) else format_number(value, form)
+        return {"step": f"{self.figures.step}" + ("" if train.epochs else f"/{train.steps}"), **texts}
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ def read_sweep(name: str, spec: Spec, runs: Sequence[SweepRun]) -> SweepResults:
     own = dict.fromkeys(key for run in runs for key in ("processes", *run.own))
     keys = [key for key in own if len({text(run, key) for run in runs}) > 1]
     results = [read_result(run, {key: text(run, key) for key in keys}) for run in runs]
-    sign, *_ = BEST[spec.best]
+    sign = DIRECTIONS[spec.best]
     results.sort(key=lambda each: math.inf if (value := each.value(spec.best)) is None else sign * value)
     return SweepResults(name, spec, tuple(results), *find_winner(results, spec.best))
 
@@ -127,7 +121,7 @@ def find_winner(results: Sequence[RunResult], best: str) -> tuple[str | None, st
     happen by chance: with equal variants, every order of all n runs is equally likely, and in one of "n over
     k" orders a variant's k runs are the first k.
     """
-    sign, label, form = BEST[best]
+    sign, (label, form) = DIRECTIONS[best], FIGURES[best]
     groups = dict[str, list[float]]()
     for each in results:
         value = each.value(best)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.tools.plan.export import write_atomically
 from meshwright.tools.processes import end, find_reason, own_environment, python_command, started
-from meshwright.tools.sweep.runs import SweepRun
+from meshwright.tools.sweep.spec import SweepRun
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_folder import Status, lock_folder, read_status, write_status
 

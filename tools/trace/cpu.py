@@ -34,29 +34,23 @@ def cpu_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[Profiled
     transfers = sorted(_transfers(store, places, mesh), key=lambda transfer: transfer.start_ns)
     runs, needs = list(_unit_runs(store.labels, places)), list(_needs(store.labels, places))
     launching = union(spans_of(store.launches))
-    return [
-        _with_host(
-            ProfiledStep(
-                number,
-                store.rank,
-                start_ns,
-                end_ns,
-                _within(works, start_ns, end_ns),
-                _within(transfers, start_ns, end_ns),
-                _within(runs, start_ns, end_ns),
-                [need for need in needs if start_ns <= need.needed_ns < end_ns],
-                launching=clip(launching, start_ns, end_ns),
-            )
+    steps = []
+    for number, start_ns, end_ns in store.steps:
+        step = ProfiledStep(
+            number,
+            store.rank,
+            start_ns,
+            end_ns,
+            _within(works, start_ns, end_ns),
+            _within(transfers, start_ns, end_ns),
+            _within(runs, start_ns, end_ns),
+            [need for need in needs if start_ns <= need.needed_ns < end_ns],
+            launching=clip(launching, start_ns, end_ns),
         )
-        for number, start_ns, end_ns in store.steps
-    ]
-
-
-def _with_host(step: ProfiledStep) -> ProfiledStep:
-    """Set the host-bound time. On a CPU the host is the device: time without compute, communication or a
-    launched collective is Python between operators."""
-    queued = union(spans_of(step.transfers, "issued_ns", "start_ns"))
-    return replace(step, host=subtract(step.quiet, queued))
+        # the host is the device: without compute or a launched collective Python runs between operators
+        queued = union(spans_of(step.transfers, "issued_ns", "start_ns"))
+        steps.append(replace(step, host=subtract(step.quiet, queued)))
+    return steps
 
 
 def _within(items: Sequence[Timed], start_ns: int, end_ns: int) -> list[Timed]:

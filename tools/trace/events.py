@@ -97,12 +97,6 @@ def is_wait(name: str) -> bool:
 
 
 @cache
-def launched_collective(name: str) -> str | None:
-    """Return the collective that a CPU operator of c10d launches; None if it launches none."""
-    return find_collective(name[6:]) if name.startswith("c10d::") else None
-
-
-@cache
 def find_collective(name: str) -> str | None:
     """Return the collective that a name contains; None if it contains none."""
     plain = name.lower().replace("_", "")
@@ -261,7 +255,7 @@ def _add_operator(store: TraceEvents, event: dict[str, Any], name: str) -> None:
     # a file lists parents before their children
     elif counts_as_compute(name) and not store.operators[thread].covers(*span):
         store.operators[thread].add(*span)
-    if collective := launched_collective(name):
+    if name.startswith("c10d::") and (collective := find_collective(name[6:])):
         store.launches.append(Launch(thread, collective, *span))
 
 

@@ -6,7 +6,8 @@ and attention have their own rows. Events are read in the order in which the pro
 by start, callers before callees.
 
 torch's `key_averages` cannot replace this table: it has no dtypes, no bytes and no operations of attention,
-and costs the profiled run 0.1 ms per event.
+counts waits for collectives and autograd's wrappers as operators, and costs the profiled run 0.04 to 0.1 ms
+per event.
 """
 
 import math

@@ -15,24 +15,8 @@ import torch
 
 from meshwright.parallel.planner.hardware import Hardware
 
-# "Input type" of an operator and "dtype" of an NCCL kernel, in lower case and without "c10::" and " int" ->
-# name as in configs/hardware, bytes per element
-_DTYPES = {
-    "float": ("float32", 4),
-    "bfloat16": ("bfloat16", 2),
-    "half": ("float16", 2),
-    "double": ("float64", 8),
-    "float8_e4m3fn": ("float8", 1),
-    "float8_e5m2": ("float8", 1),
-    "bool": ("bool", 1),
-    "unsigned char": ("uint8", 1),
-    "byte": ("uint8", 1),
-    "signed char": ("int8", 1),
-    "char": ("int8", 1),
-    "short": ("int16", 2),
-    "int": ("int32", 4),
-    "long": ("int64", 8),
-}
+# C's names of types in "Input type" of an operator and "dtype" of an NCCL kernel, where torch has another
+_C_TYPES = {"unsigned char": "uint8", "byte": "uint8", "signed char": "int8", "char": "int8"}
 _RULES = {
     "product": re.compile(r"aten::_scaled_mm|aten::(b?mm|(addmm|baddbmm)_?)"),
     "attention": re.compile(
@@ -79,7 +63,11 @@ class _Tensor(NamedTuple):
 @cache
 def dtype_of(kind: str) -> tuple[str, int] | None:
     """Return the dtype's name as in configs/hardware and the bytes per element; None for an unknown dtype."""
-    return _DTYPES.get(kind.removeprefix("c10::").removesuffix(" int").lower())
+    name = kind.removeprefix("c10::").removesuffix(" int").lower()
+    dtype = getattr(torch, _C_TYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        return None
+    return str(dtype).removeprefix("torch.").partition("_")[0], dtype.itemsize  # float8_e4m3fn is float8
 
 
 def work_of(event: Mapping[str, Any]) -> OperatorWork | None:

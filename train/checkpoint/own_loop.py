@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.parallel.structure import check_types
+from meshwright.parallel.structure import convert_fields
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.reader import load_checkpoint
 from meshwright.train.checkpoint.resume import find_checkpoint, put_damaged_aside
@@ -47,7 +47,7 @@ def save(
     """
     sharded.settle()
     config = CheckpointConfig(asynchronous=False, keep=keep)
-    check_types(config, "mw.save")
+    convert_fields(config, "mw.save")
     texts = {"plan.yaml": plan_to_yaml(sharded.plan), EXTRA: json.dumps(dict(extra or {}))}
     texts[OPTIMIZER] = json.dumps(groups_of(sharded.model, optimizer), default=Tensor.tolist)
     saver = CheckpointSaver(config, Path(folder), sharded.model, optimizer, sharded.mesh, texts)

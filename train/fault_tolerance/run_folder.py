@@ -17,10 +17,10 @@ from meshwright.parallel.structure import Count, Natural
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0, on_all_ranks
-from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.distributed.ranks import RankInfo, start_ticks
 from meshwright.train.errors import CheckpointError, ConfigError, CrashLoopError, LockError, OutOfMemory
 from meshwright.train.fault_tolerance.peers import LostPeer, as_peer_lost_error, explain_loss
-from meshwright.train.files import make_lock, read_note, replacing, write_atomically
+from meshwright.train.files import NO_LOCKS, make_lock, read_note, replacing, write_atomically
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -32,11 +32,13 @@ NOTE = ".lock.json"  # next to .lock, which filelock truncates on acquire (3.31 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock. since: the date as text."""
+    """The process that holds a lock. since: the date as text; started: clock ticks from the machine's boot to
+    the process's start, 0 where the system does not provide it (not on Linux)."""
 
     host: str
     pid: Count
     since: str
+    started: int
     launch: str = ""  # RankInfo.launch
 
     def __str__(self) -> str:
@@ -68,9 +70,8 @@ def lock_folder(folder: Path, wait_s: float = 0.0, launch: str = "") -> Lock:
     """Take the folder's lock, in the one process of a run that writes into it. Raises LockError if it is
     taken.
 
-    wait_s: how long to wait for it; launch: RankInfo.launch, for the note. On a file system without locks a
-    second run is not detected, which the lock's warning says; and silently not on another machine if each
-    keeps the locks of a network file system local (NFS with local_lock or nolock).
+    wait_s: how long to wait for it; launch: RankInfo.launch, for the note. If each machine keeps the locks of
+    a network file system local (NFS with local_lock or nolock), two runs on two machines are not detected.
     """
     from filelock import Timeout
 
@@ -85,10 +86,28 @@ def lock_folder(folder: Path, wait_s: float = 0.0, launch: str = "") -> Lock:
     except Timeout:
         raise LockError(_taken_message(folder, _read_holder(folder))) from None
     except OSError as error:
-        return Lock(folder, None, f"{path} cannot be opened or locked ({error.strerror}): {unprotected}")
+        if error.errno not in NO_LOCKS:
+            return Lock(folder, None, f"{path} cannot be opened ({error.strerror}): {unprotected}")
+        previous = _wait_for_dead_holder(folder, time.monotonic() + wait_s)
     _write_holder(folder, launch)
     stale = f"stale lock: the previous run ({previous}) was killed or its host went down; continuing"
     return Lock(folder, lock, stale if previous else "")
+
+
+def _wait_for_dead_holder(folder: Path, deadline_s: float) -> Holder | None:
+    """On a file system without locks: return the previous holder once it is known to be dead, None without
+    one. Raises LockError."""
+    while (holder := _read_holder(folder)) and not _is_dead(holder):
+        if time.monotonic() >= deadline_s:
+            taken = _taken_message(folder, holder)
+            if holder.host != socket.gethostname():
+                taken += (
+                    ". This file system has no locks, so this host cannot check whether that run is still "
+                    f"alive: if it is not, remove {folder / NOTE}"
+                )
+            raise LockError(taken)
+        time.sleep(0.2)
+    return holder
 
 
 def _taken_message(folder: Path, holder: Holder | None) -> str:
@@ -104,10 +123,24 @@ def _read_holder(folder: Path) -> Holder | None:
 def _write_holder(folder: Path, launch: str) -> None:
     """Write the note with this process as holder. If the disk is full, the lock is held without a note."""
     pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z")
-    holder = Holder(socket.gethostname(), pid, since, launch)
+    holder = Holder(socket.gethostname(), pid, since, start_ticks(pid), launch)
     with contextlib.suppress(OSError):
         (folder / NOTE).unlink(missing_ok=True)
         write_atomically(folder / NOTE, json.dumps(asdict(holder)).encode())
+
+
+def _is_dead(holder: Holder) -> bool:
+    """Return whether a process of this host has exited, or its number belongs to another process by now.
+    False for other hosts, where it is unknown."""
+    if holder.host != socket.gethostname():
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except PermissionError:
+        pass  # alive, and another user's
+    except (OSError, OverflowError):
+        return True
+    return bool(holder.started) and start_ticks(holder.pid) not in (0, holder.started)
 
 
 def make_run_folder(run_dir: str) -> Path:

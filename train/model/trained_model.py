@@ -287,6 +287,10 @@ def find_loss(name: str, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function that `train.loss` names. Raises ConfigError if it is not a sum over the targets
     that count, which the rest of training relies on."""
     function: Callable[[Tensor, Tensor], Tensor] = find("train.loss", name)
+    if isinstance(function, nn.Module) and [*function.parameters()]:
+        raise ConfigError(
+            f"train.loss={name} has parameters, which nothing would train: put them in the model"
+        )
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 4, vocab_size, generator=generator, requires_grad=True)
     targets = torch.randint(vocab_size, (2, 4), generator=generator)

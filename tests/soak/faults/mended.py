@@ -44,8 +44,8 @@ MENDED = (
     Fault(
         "infinite-bound",
         "infinity passes as a number of the config",
-        "(low <= value <= min(high, sys.float_info.max))",
-        "(low <= value <= high)",
+        "Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]",
+        "Amount = Annotated[float, msgspec.Meta(ge=0)]",
     ),
     Fault(
         "impossible-cache-folder",

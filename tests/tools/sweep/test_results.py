@@ -10,8 +10,7 @@ from meshwright.tools.charts import COLORS, Curve, Style, draw_curves
 from meshwright.tools.run_reader import figures_of, read_run, training_s
 from meshwright.tools.sweep.__main__ import main
 from meshwright.tools.sweep.results import read_sweep
-from meshwright.tools.sweep.runs import make_runs
-from meshwright.tools.sweep.spec import read_spec
+from meshwright.tools.sweep.spec import make_runs, read_spec
 from tests.support.pictures import assert_readable, lines_of
 from tests.support.sweeps import Page, row, write_run, write_spec
 from tests.support.tables import try_each

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from meshwright.tools.sweep.__main__ import main, read_overrides
-from meshwright.tools.sweep.runs import SweepRun, make_runs
-from meshwright.tools.sweep.spec import STUDIES, find_spec, read_spec
+from meshwright.tools.sweep.spec import STUDIES, SweepRun, find_spec, make_runs, read_spec
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
 from tests.support.sweeps import write_run, write_spec

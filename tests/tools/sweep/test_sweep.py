@@ -13,8 +13,7 @@ import yaml
 from meshwright.tools import processes
 from meshwright.tools.sweep import runner
 from meshwright.tools.sweep.__main__ import main
-from meshwright.tools.sweep.runs import make_runs
-from meshwright.tools.sweep.spec import read_spec
+from meshwright.tools.sweep.spec import make_runs, read_spec
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.errors import LockError
 from meshwright.train.fault_tolerance.run_folder import lock_folder

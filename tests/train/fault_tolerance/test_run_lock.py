@@ -5,13 +5,16 @@ import errno
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -163,7 +166,7 @@ def test_another_host_and_the_same_torchrun_are_waited_for(start: Start, folder:
         ):
             holder = start()
             holder.result()
-            write_lock(folder, host=host, pid=1, since="now", launch=theirs)
+            write_lock(folder, host=host, pid=1, since="now", started=0, launch=theirs)
             assert waits_for(holder, folder, ours) == waits, (host, theirs, ours)
             holder.kill()
     finally:
@@ -253,21 +256,47 @@ def forbid_flock() -> None:
         pytest.skip("this kernel or container allows no seccomp filters")
 
 
-def take_without_flock(folder: Path) -> str:
+def take_without_flock(folder: Path, notes: list[dict[str, Any]]) -> list[str]:
+    """The results of taking the lock with each of these notes in the folder; {} leaves the note of before."""
     forbid_flock()
-    lock = lock_folder(folder)
-    lock.release()
-    return lock.warning
+    results = []
+    for note in notes:
+        if note:
+            write_lock(folder, **{"host": HOST, "since": "2026-01-01", "started": 0, **note})
+        try:
+            lock = lock_folder(folder)
+            results.append(f"have {lock.warning}")
+            if note:
+                lock.release()
+        except LockError as error:
+            results.append(f"LockError {error}")
+    return results
 
 
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux", reason="seccomp is Linux's"
 )
-def test_a_file_system_without_locks_is_said_to_be_unprotected(folder: Path) -> None:
-    (warning,) = run_ranks(1, take_without_flock, folder)
-    assert "cannot be opened or locked" in warning
-    assert os.strerror(errno.ENOLCK) in warning
-    assert "a second run in this folder will not be refused" in warning
+def test_without_locks_the_host_and_the_process_decide(folder: Path) -> None:
+    """On a file system without locks: a living process holds it, a dead or clean one does not, nor another
+    one with the same number; one of another host may."""
+    dead = subprocess.Popen("true")
+    dead.wait()
+    notes = [
+        {"pid": dead.pid},
+        {"pid": os.getpid(), "started": 1},
+        {},
+        {},
+        {"pid": 7, "host": "elsewhere\n\x1b[2J"},
+    ]
+    (results,) = run_ranks(1, take_without_flock, folder, notes)
+    of_dead, of_same_number, released, alive, of_another_host = results
+    assert f"stale lock: the previous run (process {dead.pid} on host {HOST}" in of_dead
+    assert "stale lock" in of_same_number
+    assert released == "have "
+    assert re.search(rf"in use by process \d+ on host {HOST}", alive)
+    assert "in use by process 7 on host elsewhere" in of_another_host
+    assert f"remove {folder}/{NOTE}" in of_another_host
+    assert "\x1b" not in of_another_host
 
 
 def make_own(folders: list[str]) -> str:
