@@ -93,10 +93,7 @@ TOOLS = """
 train.main --config llama_405b --run.dir={own} -> GiB per process ... It needs ... params ... Fits
 tools.plan -> --gpus ... -h
 tools.plan --config llama_8b --gpus 0 -> --gpus ... 0 ... at least 1
-tools.plan --config llama_8b --gpus 8 --gpu h100 -> --gpu=h100 ... h100-sxm ... a100-80gb
-tools.plan --config llama_8b --gpus 8 --timeline {own}.svg -> --timeline ... --gpu ... h100-sxm
 tools.plan --config llama_debug --gpus 1 --save {tmp}/plan.yaml -> --save={tmp}/plan.yaml
-tools.plan --config llama_8b --gpu h200 --sweep gpus=many -> --sweep ... gpus=many ... gpus=8..4096
 tools.plan diff {tmp}/plan.yaml {tmp}/nowhere -> {tmp}/nowhere ... No such file
 tools.simulate --config llama_debug -> --world-size
 tools.simulate --config llama_debug --world-size 4 --rank 4 -> --rank=4 ... --world-size=4

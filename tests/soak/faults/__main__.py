@@ -33,10 +33,6 @@ TEST_S = 120.0  # a test that takes longer hangs
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the requested command; return 0 if every fault was caught."""
     options = make_parser().parse_args(arguments)
-    if options.command == "check":
-        for name, place in find_places(ROOT, FAULTS).items():
-            print(f"{name}: {place.path}:{place.line}")
-        return 0
     if options.command == "show":
         print(to_table(read_record(options.record)))
         return 0
@@ -57,7 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
         "again, it resumes with the faults that its record lacks.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check", help="check that every snippet occurs exactly once in the product")
     show = commands.add_parser("show", help="print a record as a table")
     run = commands.add_parser("run", help="put in one fault after the other, and run the tests about it")
     for command in (show, run):
