@@ -221,7 +221,7 @@ class TrainConfig:
     steps: Count = 1000
     epochs: Amount = 0.0
     seq_len: Count = 1024
-    micro_batch_size: int | Literal["auto"] = "auto"
+    micro_batch_size: Count | Literal["auto"] = "auto"
     global_batch_size: int = -1
     grad_clip: Amount = 1.0
     z_loss: Amount = 0.0
@@ -374,7 +374,7 @@ class TrainingJob:
     model: ModelConfig
     parallel: ParallelConfig
     seq_len: int
-    micro_batch_size: int | str
+    micro_batch_size: Count | Literal["auto"]
     global_batch_size: int
     freeze: tuple[str, ...]
     document_mask: bool

@@ -98,7 +98,7 @@ def make_shape(
 ) -> RunShape:
     """Return the sizes that the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
     sizes = job.seq_len, job.micro_batch_size, job.global_batch_size
-    return RunShape(world_size, gpus_per_node, *sizes, attention, param_dtype, dynamic=False)  # type: ignore[arg-type]
+    return RunShape(world_size, gpus_per_node, *sizes, attention, param_dtype, dynamic=False)
 
 
 def best_attention(job: TrainingJob, hardware: "Hardware | None") -> str:
