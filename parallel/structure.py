@@ -183,7 +183,7 @@ def _describe_bounded(kind: Any, meta: msgspec.Meta) -> str:
     if meta.pattern:
         rules.append(f"matching {meta.pattern}")
     name = "a finite number" if meta.le == sys.float_info.max else describe_type(kind)
-    name += " that is not empty" if meta.min_length else ""
+    name = "a list that is not empty" if meta.min_length else name
     return " ".join([name, " and ".join(rules)]).strip()
 
 

@@ -253,8 +253,9 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
     output = "" if unit.output_dtype == "same" else f" -> {unit.output_dtype}"
     prefetch = f"{_format_prefetch(unit.forward_prefetch)}/{_format_prefetch(unit.backward_prefetch)}"
+    modules = name.split("+")
     return [
-        name,
+        "+...+".join([modules[0], modules[-1]]) if modules[2:] else name,
         unit.param_dtype + output,
         unit.reduce_dtype + (" once" if unit.reduce_gradients == "last_micro_batch" else ""),
         str(unit.reshard_after_forward).lower() + ("" if unit.reshard_after_backward else "/false"),

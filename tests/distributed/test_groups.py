@@ -172,7 +172,7 @@ def test_a_rank_creates_the_groups_of_its_own_axes_only(
 def timeouts_in_training(arguments: list[str]) -> dict[str, timedelta]:
     """Run train.main and return the timeout of every group at the last step."""
     seen: dict[str, timedelta] = {}
-    reached = meshwright.train.main.train_loop
+    reached = meshwright.train.phases.train_loop
 
     def look(*of_loop: Any) -> Any:
         position = reached(*of_loop)
@@ -181,7 +181,7 @@ def timeouts_in_training(arguments: list[str]) -> dict[str, timedelta]:
             seen[f"{number} {group.group_desc}"] = backend.options._timeout
         return position
 
-    meshwright.train.main.train_loop = look
+    meshwright.train.phases.train_loop = look
     ranks = RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), True)
     meshwright.train.phases.run(parse_config(arguments), ranks)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

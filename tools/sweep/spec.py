@@ -17,7 +17,7 @@ from meshwright.parallel.yaml_io import load_mapping
 from meshwright.tools.run_reader import changed_keys, describe_changes, read_run, value_text
 from meshwright.train.config import Config
 from meshwright.train.config_keys import has_value, is_config_key, key_hint, leaves
-from meshwright.train.config_parser import parse_config
+from meshwright.train.config_parser import COMMAND_LINE, parse_config
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.files import user_path
 
@@ -181,7 +181,8 @@ def make_runs(path: Path, spec: Spec) -> list[SweepRun]:
         try:
             runs.append(_make_run(spec, name, variant, own))
         except (ConfigError, DataError) as error:
-            mistakes.setdefault(str(error), []).append(name)
+            message = str(error).removeprefix(f"{COMMAND_LINE}:").strip()  # the keys are those of the spec
+            mistakes.setdefault(message, []).append(name)
     if mistakes:
         lines = [
             f"  {'all runs' if len(names) == count > 1 else first_of(names)}: {error}"

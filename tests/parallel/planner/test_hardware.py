@@ -70,7 +70,7 @@ def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
     [
         ("memory_gb_s:", "memory_gbs:", "unknown key memory_gbs. Did you mean memory_gb_s?"),
         ("slowdown: 0.16", "", "slowdown is missing"),
-        ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s=0 must be a number > 0"),
+        ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s=0 must be a finite number greater than 0"),
         ("  gb_s: 450.0", "  gbs: 450.0", "node.gb_s is missing"),
         ("all_reduce: 0.8", "broadcast: 0.8", "unknown key node.efficiency.broadcast"),
         (CURVE, "[[100, 0.5], [1, 0.8]]", "matmul.float32: sizes must be in ascending order: [100.0, 1.0]"),
