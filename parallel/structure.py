@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import numbers
+import os
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,22 +88,31 @@ def convert_fields(section: Any, name: str) -> None:
     """Convert the fields of a new dataclass, and of those in it, to their types, such as lists to tuples.
     Raises PlanError with a line for each value of another type. `name`: of the dataclass, which the keys
     begin with."""
-    mistakes: list[str] = []
-    for item in dataclasses.fields(section):
-        value, key = getattr(section, item.name), _join(name, item.name)
+    kind: Any = type(section)
+    own, kinds = {}, _fields(kind)
+    for key in kinds:
+        value = getattr(section, key)
         if dataclasses.is_dataclass(value):
-            convert_fields(value, key)
+            convert_fields(value, _join(name, key))
         else:
-            object.__setattr__(section, item.name, convert(item.type, value, key, mistakes))
-    if mistakes:
-        raise PlanError("\n".join(mistakes))
+            own[key] = value
+    try:  # all at once, because planning makes thousands
+        converted = msgspec.structs.asdict(msgspec.convert(own, _record(kind, *own)))
+    except ValueError:
+        mistakes: list[str] = []
+        converted = {
+            key: convert(kinds[key], value, _join(name, key), mistakes) for key, value in own.items()
+        }
+        if mistakes:
+            raise PlanError("\n".join(mistakes)) from None
+    vars(section).update(converted)
 
 
 def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bool = True) -> Any:
     """Convert the value to the target type; dataclasses, lists and mappings by element, so that every mistake
     has its place: `mistakes` gets a line for each, and the result is then of no use.
 
-    A scalar as it is written (`parallel.yaml_io.Written`) is text where the target is, otherwise what YAML
+    A scalar as it is written (`Written`) is text where the target is, otherwise what YAML
     makes of it. Not `strict`: text may be a number, as the keys of YAML and JSON are.
     """
     kind, inner = get_origin(target), get_args(target)
@@ -115,7 +126,8 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
             if key in fields
         }
         return None if mistakes else target(**parts)
-    if kind is tuple and isinstance(value, list) and len(inner) == (2 if inner[1:] == (...,) else len(value)):
+    is_list, endless = isinstance(value, list | tuple), inner[1:] == (...,)
+    if kind is tuple and is_list and (endless or len(inner) == len(value)):
         return tuple(convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
     if kind in (dict, Mapping) and isinstance(value, dict):
         return {
@@ -128,16 +140,29 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
     if isinstance(value, Written):
         if is_text(target) and not (plain is None and accepts_null(target)):
             plain = str(value)
-        strict = not isinstance(plain, str)  # "3e-4" in quotes is a number too
+        elif isinstance(plain, str) and target is not Any:
+            plain = _unquoted(plain)
+    elif isinstance(plain, numbers.Real) and not isinstance(plain, int | float):  # such as numpy's
+        plain = int(plain) if isinstance(plain, numbers.Integral) else float(plain)
+    elif isinstance(plain, os.PathLike) and is_text(target):
+        plain = os.fspath(plain)
     try:
         return msgspec.convert(plain, target, strict=strict)
     except ValueError as error:  # from msgspec, or for text with an unpaired surrogate
         shown = one_line(value if isinstance(value, Written) else repr(value_of(value)), 80)
         rule = f" must be {describe_type(target)}"
-        if isinstance(error, UnicodeError) or (type(value) is int and not -(2**63) <= value < 2**63):
+        if isinstance(error, UnicodeError) or (type(plain) is int and not -(2**63) <= plain < 2**63):
             rule = f": {error}"
         mistakes.append(f"{f'{place}={shown}' if place else shown}{rule}")
         return None
+
+
+def _unquoted(text: str) -> Any:
+    """Return the number, or true, false or null, that a text is: many programs write 3e-4 in quotes."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
 
 
 def members(target: Any) -> tuple[Any, ...]:
@@ -163,9 +188,9 @@ def describe_type(target: Any) -> str:
     """Return the rule for a value of the type, such as `auto or an integer of at least 1`."""
     kind, inner = get_origin(target), get_args(target)
     if len(members(target)) > 1:
-        return " or ".join(map(describe_type, inner))
+        return _or_list([describe_type(each) for each in inner])
     if kind is Literal:
-        return " or ".join(filter(None, (", ".join(map(str, inner[:-1])), str(inner[-1]))))
+        return _or_list(list(map(str, inner)))
     if kind is Annotated:
         return _describe_bounded(inner[0], inner[1])
     if kind is tuple and inner[1:] == (...,):
@@ -173,6 +198,10 @@ def describe_type(target: Any) -> str:
     if kind is tuple:
         return f"a list of {len(inner)} values"
     return _NAMES.get(target, "a mapping of keys to values")
+
+
+def _or_list(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _describe_bounded(kind: Any, meta: msgspec.Meta) -> str:
@@ -185,6 +214,12 @@ def _describe_bounded(kind: Any, meta: msgspec.Meta) -> str:
     name = "a finite number" if meta.le == sys.float_info.max else describe_type(kind)
     name = "a list that is not empty" if meta.min_length else name
     return " ".join([name, " and ".join(rules)]).strip()
+
+
+@cache
+def _record(cls: type, *names: str) -> type:
+    """A struct with these fields of a dataclass, which msgspec converts in one call."""
+    return msgspec.defstruct(cls.__name__, [(name, _fields(cls)[name]) for name in names])
 
 
 @cache

@@ -1,5 +1,5 @@
-"""The configuration: one frozen dataclass per section, whose types have the bounds of its numbers. No
-other code."""
+"""The configuration: one frozen dataclass per section, whose types have the bounds of its numbers, and
+the rules between keys."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from meshwright.parallel.structure import Amount, Count, Natural, Positive, Shar
 
 Period = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps between events; 0 is never
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
-Timeout = Annotated[float, Meta(ge=0, le=1e6)]  # seconds or hours; 0 is none
+Limit = Annotated[float, Meta(ge=0, le=1e6)]  # seconds or hours; 0 is none
 
 
 def check_name(key: str, name: str) -> None:
@@ -149,12 +149,12 @@ class TimeoutConfig:
         checkpoint_s: saving one checkpoint
     """
 
-    setup_s: Timeout = 1800.0
-    data_s: Timeout = 0.0
-    first_step_s: Timeout = 3600.0
-    step_s: Timeout = 600.0
-    evaluation_s: Timeout = 3600.0
-    checkpoint_s: Timeout = 3600.0
+    setup_s: Limit = 1800.0
+    data_s: Limit = 0.0
+    first_step_s: Limit = 3600.0
+    step_s: Limit = 600.0
+    evaluation_s: Limit = 3600.0
+    checkpoint_s: Limit = 3600.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Meta(ge=0, le=4096)] = 0
     expandable_segments: bool = True
-    max_hours: Timeout = 0.0
+    max_hours: Limit = 0.0
     grace_s: Annotated[float, Meta(ge=1, le=1e6)] = 120.0
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 

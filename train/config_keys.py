@@ -54,11 +54,13 @@ def is_config_key(key: str) -> bool:
 
 def has_value(key: str) -> bool:
     """Return whether `key` is a dotted key of the config, or an argument of the model's factory."""
-    return key in known_keys() or key.startswith(f"{ARGS}.")
+    return key in known_keys() or (key.startswith(f"{ARGS}.") and key.removeprefix(f"{ARGS}.").isidentifier())
 
 
 def key_hint(key: str) -> str:
     """Return a hint for an unknown key: the nearest valid key, or the command that lists all keys."""
+    if key.startswith(f"{ARGS}."):
+        return f"An argument of the function is {ARGS}.NAME, whose value may be a mapping."
     known = known_keys()
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
@@ -114,7 +116,7 @@ def help_text(asked: str, configs: Iterable[str]) -> str:
     """Return the text of -h: the page, with the names of `configs`, or the keys that begin with `asked`
     ("all": all of them). Raises ConfigError."""
     asked = asked.removeprefix("--")
-    if not asked or "=" in asked or asked == "config":
+    if not asked or "=" in asked or asked in ("config", "print_config", "help", "-h"):
         sections = [f"{item.name:10} {_about(item.type)}" for item in dataclasses.fields(Config)]
         lines = [_fill(line, "  ", " " * 13) for line in sections]
         return "\n".join([PAGE, *lines, "", _fill(f"configs: {', '.join(configs)}"), ""])

@@ -127,6 +127,8 @@ def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             raise ConfigError(f"unrecognized argument {argument}: keys are set with --section.key=value")
+        if not equals and not is_config_key(key) and key != "config":
+            raise ConfigError(f"{COMMAND_LINE}: unknown key {one_line(key, 80)}. {key_hint(key)}")
         if not equals and ((text := next(rest, "--")).startswith("--")):
             raise ConfigError(f"--{key}: expected one argument, as in --{key}=VALUE")
         yield key, text
@@ -180,7 +182,7 @@ def _read(key: str, written: Any, mistakes: list[str]) -> Any:
     if (null and not (written and accepts_null(declared))) or (written == "" and is_text(declared)):
         none = ", null for none" if accepts_null(declared) else ""
         mistakes.append(f"{key} has no value: set one{none}, or remove the key to use its default")
-    elif written == {}:
+    elif sections_in(declared) and written == {}:
         return {}
     elif sections_in(declared) and not null:
         rule = f"needs a mapping of keys to values, or --{key}.NAME=value"

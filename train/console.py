@@ -22,12 +22,12 @@ class Console:
     rank 0."""
 
     def __init__(self, is_main: bool) -> None:
-        self.is_main = is_main
+        self.prints = is_main
         self.bar: Progress | None = None
 
     def print(self, text: str) -> None:
         """Print one or more lines."""
-        if not self.is_main:
+        if not self.prints:
             return
         try:
             if self.bar is not None:
@@ -36,7 +36,7 @@ class Console:
             else:
                 print(text, flush=True)
         except OSError:  # the terminal or the pipe's reader has exited: training continues without output
-            self.is_main = False
+            self.prints = False
             self.close()
             # Python's flush at exit would fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,7 +63,7 @@ class Screen(Hook):
         self._memory, self._peak = "tensors" if device == "cuda" else "process", ""
 
     def start(self, position: "TrainPosition") -> None:
-        if self._console.is_main and sys.stdout.isatty():
+        if self._console.prints and sys.stdout.isatty():
             columns = (
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 BarColumn(bar_width=16),

@@ -1,5 +1,5 @@
 """What happens beside the steps of a run: hooks, each a class in the module of its topic, such as
-checkpoint/hook.py. `train.main.build_hooks` states their order."""
+checkpoint/hook.py. `train.phases.build_hooks` states their order."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -197,7 +197,8 @@ class Hooks(Hook):
     def close(self) -> None:
         """Close all, also if one raises an error."""
         with ExitStack() as closing:
-            for hook in dict.fromkeys([*self._yours, *self._hooks]):
+            appended = {id(hook) for hook in self._hooks}
+            for hook in [*self._hooks, *(hook for hook in self._yours if id(hook) not in appended)]:
                 closing.callback(hook.close)
 
 

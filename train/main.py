@@ -1,5 +1,6 @@
 """`torchrun -m train.main --config llama_debug.yaml`: the command line of a run, and its end."""
 
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except EXPLAINED_ERRORS as error:
         print_error(f"{type(error).__name__}: {error}")
         exit_process(ranks, EXIT_FAILED, error)
-    except KeyboardInterrupt as error:
-        exit_process(ranks, EXIT_STOPPED, error)
+    except KeyboardInterrupt as error:  # before the run handles signals: nothing was saved
+        exit_process(ranks, 128 + signal.SIGINT, error)
     except Exception as error:
         from meshwright.train.fault_tolerance.peers import as_peer_lost_error  # late, as above
 

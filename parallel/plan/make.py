@@ -55,7 +55,7 @@ class RunShape:
     dynamic: bool | None = None
 
     def __post_init__(self) -> None:
-        convert_fields(self, "train")
+        convert_fields(self, "")
 
 
 def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:

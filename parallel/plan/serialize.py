@@ -171,10 +171,10 @@ def _read_names(entries: list[Any], key: str, mistakes: list[str]) -> list[Any]:
             names.append(entry)
             continue
         before, low, high, after = match[1], int(match[2]), int(match[3]), match[4]
-        if not 0 <= high - low < MAX_RANGE:
-            mistakes.append(f"{key}: {entry} must be a range of 1 to {MAX_RANGE} units, low to high")
-        else:
-            names += [f"{before}{i}{after}" for i in range(low, high + 1)]
+        if not 0 <= high - low < MAX_RANGE - len(names):
+            mistakes.append(f"{key}: {entry} must be a range, low to high; {MAX_RANGE} units are the limit")
+            return []
+        names += [f"{before}{i}{after}" for i in range(low, high + 1)]
     return names
 
 

@@ -1,6 +1,6 @@
 """The last module that the fork server imports: it does once what every run would repeat.
 
-It builds the parser of train.main and reads the hardware files. The half a million objects that exist then
+It reads a config and the hardware files. The half a million objects that exist then
 are hidden from Python's garbage collector, which would visit all of them in every fork.
 """
 

@@ -38,7 +38,9 @@ def test_an_interrupted_command_ends_with_all_its_descendants(
     assert not find_running(left)
 
 
-@pytest.mark.parametrize(("module", "code"), [("tools.trace", -signal.SIGINT), ("meshwright.train.main", 75)])
+@pytest.mark.parametrize(
+    ("module", "code"), [("tools.trace", -signal.SIGINT), ("meshwright.train.main", 130)]
+)
 def test_ctrl_c_while_torch_is_imported_prints_nothing(tmp_path: Path, module: str, code: int) -> None:
     (tmp_path / "torch.py").write_text("print('importing', flush=True); import time; time.sleep(1000)")
     env, pipe = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}, subprocess.PIPE

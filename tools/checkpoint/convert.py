@@ -55,7 +55,7 @@ from meshwright.train.checkpoint.manifest import (
     read_origin,
 )
 from meshwright.train.checkpoint.reader import open_checkpoint
-from meshwright.train.checkpoint.shards import TensorShard, dtype_name, write_shard_file
+from meshwright.train.checkpoint.shards import TensorShard, code_versions, dtype_name, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
 from meshwright.train.data.corpus import find_tokenizer_file
@@ -105,7 +105,7 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
         head = HEAD.format(folder=folder.path)
         (partial / "config.yaml").write_text(head + config, encoding="utf-8")
         files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
-        manifest = CheckpointManifest(TrainPosition(), files, described, mesh=dict(layout.mesh))
+        manifest = CheckpointManifest(TrainPosition(), files, described, dict(layout.mesh), code_versions())
         write_synced(partial / MANIFEST, manifest_to_text(manifest))
     return out
 

@@ -64,9 +64,10 @@ class Checkpoints(Hook):
         return self._committed
 
     def before_optimizer(self, step: int) -> None:
-        self._poll(step - 1)  # before the ranks agree on a stop: a save that has failed asks for one
+        self._poll(self._step)  # before the ranks agree on a stop: a save that has failed asks for one
 
     def after_step(self, done: StepDone) -> None:
+        self._step = done.step
         if ends := done.last or self._stop.agreed:
             self._nonfinite.finish()
         self.save_if_due(done.position, ends)

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,9 +116,7 @@ class CheckpointManifest:
     files: Mapping[FileName, SavedFile]
     tensors: Mapping[str, SavedTensor]
     mesh: Annotated[Mapping[str, Count], msgspec.Meta(max_length=MOST_AXES)]
-    code: Mapping[str, str] = field(
-        default_factory=lambda: {"meshwright": __version__, "torch": version("torch")}
-    )
+    code: Mapping[str, str] = field(default_factory=lambda: {"meshwright": __version__})
 
 
 def rank_file(rank: int) -> str:

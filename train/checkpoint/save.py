@@ -41,6 +41,7 @@ from meshwright.train.checkpoint.manifest import (
 )
 from meshwright.train.checkpoint.shards import (
     TensorShard,
+    code_versions,
     degrees,
     describe_tensor,
     local_shards,
@@ -100,9 +101,9 @@ class CheckpointSaver:
         group_timeout: timedelta | None = None,
         hooks: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """`host_bytes` returns this rank's share of the free host memory; `group_timeout`: of the collectives
-        of a save; None: torch's default; `hooks`: returns the state of hooks (`hooks.state_of`), always of
-        the same names, shapes and dtypes."""
+        """`host_bytes` returns this rank's share of the free host memory, by default all of it;
+        `group_timeout`: of the collectives of a save; None: torch's default; `hooks`: returns the state of
+        hooks (`hooks.state_of`), always of the same names, shapes and dtypes."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
         self._texts_bytes = _MANIFEST_BYTES + sum(map(len, texts.values()))
         self._host_bytes = host_bytes
@@ -318,7 +319,9 @@ class CheckpointSaver:
                 files[name] = hash_file(folder / name)
         except OSError as error:
             raise SaveError(f"{self._named(job)} cannot be written ({error.strerror})") from None
-        manifest = CheckpointManifest(job.position, files, tensors, mesh=dict(degrees(self._mesh)))
+        manifest = CheckpointManifest(
+            job.position, files, tensors, dict(degrees(self._mesh)), code_versions()
+        )
         path = commit(folder, manifest)
         delete_others(self._folder, self._config.keep, self._config.keep_every)
         return path

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright import __version__
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, part_of, whole
@@ -74,6 +75,11 @@ def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Map
         for key, value in state.items():
             if isinstance(value, int | float):
                 state[key] = type(value)(tensors[f"optim.{names[parameter]}.{key}"].item())
+
+
+def code_versions() -> dict[str, str]:
+    """Return the versions that a manifest has."""
+    return {"meshwright": __version__, "torch": str(torch.__version__)}
 
 
 def describe_tensor(tensor: torch.Tensor) -> SavedTensor:

@@ -73,7 +73,7 @@ backward_prefetch: -3 -> parallel.backward_prefetch=-3 ... at least 0
 # dtypes and kernels
 param_dtype: float16 -> parallel.param_dtype='float16' ... auto, float32 or bfloat16
 # values of another type, which a config made in Python can have
-reshard_after_forward: 'false' -> parallel.reshard_after_forward='false' must be auto or true or false or an
+reshard_after_forward: 'false' -> parallel.reshard_after_forward='false' must be auto, true or false or an
 tp_modules: head, cpu_offload: 1 -> parallel.tp_modules='head' ... a list & parallel.cpu_offload=1 ... true or
 activation_budget: .nan -> parallel.activation_budget=nan ... at least 0 and at most 1
 storage_dtype: bfloat16 -> parallel.storage_dtype=bfloat16 ... param_dtype=bfloat16
@@ -113,7 +113,7 @@ activation_checkpoint: selective, selective_policy: 'aten.mm,aten.no' -> aten.no
 activation_checkpoint: selective, selective_policy: aten.mm/0 -> parallel.selective_policy ... aten.mm/0
 activation_checkpoint: selective, selective_policy: ' , ' -> parallel.selective_policy ... keeps nothing
 # batch
-micro: 0 -> train.micro_batch_size=0 ... at least 1
+micro: 0 -> micro_batch_size=0 ... at least 1
 micro: 4, global_batch: 40 -> train.global_batch_size=40 ... 4 x 8 ... nearest is 32 ... -1
 global_batch: 0 -> train.global_batch_size=0 ... nearest is 8
 micro: auto, global_batch: 4 -> train.global_batch_size=4 ... 1 x 8 ... nearest is 8
