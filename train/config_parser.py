@@ -40,6 +40,10 @@ def find_config(name: str) -> Path:
     for path in (Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml"):
         if path.is_file():
             return path
+    if Path(name).exists():
+        raise ConfigError(
+            f"--config {name}: not a regular file: use a YAML file, or a name in {CONFIG_FOLDER}"
+        )
     known = [path.name for path in list_configs()]
     near = difflib.get_close_matches(Path(name).name, known, n=1, cutoff=0.4)
     hint = f"Did you mean {near[0]}?" if near else f"Available: {', '.join(known)}."

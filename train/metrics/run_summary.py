@@ -179,7 +179,9 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
         console.print_lines(
             f"advice: {line}" for line in (*advise(plan, ranks.local_world_size), *unused_keys(job.parallel))
         )
-    console.print(f"run: {run_dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
+    written = {"tb/": config.metrics.tensorboard, "checkpoints/": config.checkpoint.every}
+    names = ["config.yaml", "plan.yaml", "metrics.jsonl", *(name for name, given in written.items() if given)]
+    console.print(f"run: {run_dir} ({', '.join(names)})")
     steps = f"every {every} steps, at a stop and at the end" if every > 0 else "at a stop and at the end"
     console.print(f"saves: {steps if every else 'none, because checkpoint.every is 0: no weights are kept'}")
     reasons = planned.prediction.reasons if planned.prediction else ()
