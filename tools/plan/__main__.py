@@ -172,6 +172,8 @@ def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
                     f"{_option(name)}: not available with --{option}, {reason}: remove the option"
                 )
     plan, kinds = job.parallel.plan, ", ".join(load_hardware())
+    if options.gpu == "":
+        raise ConfigError(f"--gpu has no value: use one of {kinds}, here, or omit it")
     from_file = plan not in ("auto", "manual")
     for name in NEED_GPU:
         if getattr(options, name) and not options.gpu:
