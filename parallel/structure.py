@@ -112,8 +112,8 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
     """Convert the value to the target type; dataclasses, lists and mappings by element, so that every mistake
     has its place: `mistakes` gets a line for each, and the result is then of no use.
 
-    A scalar as it is written (`Written`) is text where the target is, otherwise what YAML
-    makes of it. Not `strict`: text may be a number, as the keys of YAML and JSON are.
+    A scalar as it is written (`Written`) is text where the target is, otherwise what YAML makes of it. Not
+    `strict`: text may be a number, as the keys of YAML and JSON are.
     """
     kind, inner = get_origin(target), get_args(target)
     if isinstance(target, type) and dataclasses.is_dataclass(target) and isinstance(value, dict):
@@ -128,7 +128,8 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
         return None if mistakes else target(**parts)
     is_list, endless = isinstance(value, list | tuple), inner[1:] == (...,)
     if kind is tuple and is_list and (endless or len(inner) == len(value)):
-        return tuple(convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
+        each = inner[:1] * len(value) if endless else inner
+        return tuple(convert(each[i], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
     if kind in (dict, Mapping) and isinstance(value, dict):
         return {
             convert(inner[0], key, f"{place}: key", mistakes, strict=False): convert(

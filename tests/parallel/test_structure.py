@@ -29,6 +29,7 @@ class Outer:
     shares: Mapping[str, Positive]
     anything: Mapping[str, Any]
     left: Natural
+    pair: tuple[str, int]
 
 
 DATA: dict[str, Any] = {
@@ -43,6 +44,7 @@ DATA: dict[str, Any] = {
     "shares": {"x": 1},
     "anything": {"k": [None, {"z": 1}]},
     "left": 2**63 - 1,
+    "pair": ["a", 1],
 }
 
 
@@ -55,6 +57,7 @@ def test_values_become_what_is_declared() -> None:
         "inner": Inner(1, 1.0),
         "parts": (Inner(2, 0.25), Inner(3)),
         "shares": {"x": 1.0},
+        "pair": ("a", 1),
     }
     assert repr(made) == repr(Outer(**expected))
 
@@ -79,6 +82,7 @@ def test_values_become_what_is_declared() -> None:
         ("shares", {2: 1}, "shares: key=2 must be a string"),
         ("rate", "\ud800", r"rate='\ud800': 'utf-8' codec can't encode character '\ud800'"),
         ("left", 2**63, f"left={2**63}: Expected `int` <= {2**63 - 1}"),
+        ("pair", ["a", "b"], "pair[1]='b' must be an integer"),
         ("left", -1, "left=-1 must be an integer of at least 0"),
     ],
 )
