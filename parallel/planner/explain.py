@@ -8,7 +8,8 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import regathered
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.hardware import Machines
-from meshwright.parallel.planner.search import CHOICES, EQUAL, Candidate, Choices, SearchResult
+from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult
+from meshwright.parallel.planner.search_space import CHOICES, Choices
 from meshwright.parallel.planner.timeline import OFFLOAD
 
 MOST_COMPARED = 3  # alternatives listed per key

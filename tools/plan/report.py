@@ -15,7 +15,8 @@ from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
-from meshwright.parallel.planner.search import Candidate, Choices, SearchResult
+from meshwright.parallel.planner.search import Candidate, SearchResult
+from meshwright.parallel.planner.search_space import Choices
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import memory_table

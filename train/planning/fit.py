@@ -15,7 +15,7 @@ from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.hardware import Hardware, HostMemory, Machines, find_hardware
-from meshwright.parallel.planner.search import LEAST_MEMORY
+from meshwright.parallel.planner.search_space import LEAST_MEMORY
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config

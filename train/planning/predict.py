@@ -17,7 +17,8 @@ from meshwright.parallel.planner.hardware import (
     reserved_bytes,
 )
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
-from meshwright.parallel.planner.search import SearchResult, check_legal, least_memory, search
+from meshwright.parallel.planner.search import SearchResult, check_legal, search
+from meshwright.parallel.planner.search_space import least_memory
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
