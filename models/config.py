@@ -1,7 +1,7 @@
 """The shape of a Llama, as a config, a checkpoint and the planner have it. Imports no torch."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 ROPE_KINDS = ("llama3", "linear")
 OTHER_KINDS = "yarn: transformers' own, --model.factory=meshwright.models.from_transformers:causal_lm"
@@ -80,6 +80,7 @@ class LlamaConfig:
     # a Llama is built as every model is, by a factory
     factory: ClassVar[str] = "meshwright.models.llama:Llama"
     blocks: ClassVar[None] = None
+    init: ClassVar[Literal["auto"]] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):

@@ -106,7 +106,7 @@ def build(factory: str, arguments: Sequence[str]) -> tuple[nn.Module, Example, L
     such function, and if it returns something else."""
     if unknown := [each for each in arguments if not each.startswith(PREFIX)]:
         raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
-    made = call_factory(parse_config([f"--model.factory={factory}", *arguments]).model, device=None)
+    made = call_factory(parse_config([f"--model.factory={factory}", *arguments]).model, values=True)
     if made.example is None:
         raise ConfigError(f"model.factory={factory} must return a model and an example of its arguments")
     return made.module, made.example, made.loss

@@ -246,7 +246,7 @@ def score_model(
     timeout = group_timeout(config.run)
     mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
     source, sharded = model_of(config.model), shard_model(config.job, plan, mesh, timeout)
-    source.initialise(sharded, config.run.seed)
+    source.initialise(sharded, config.run.seed, loaded=True)
     model = sharded.model
     load_weights(target.weights, model)
     shape = make_batch_shape(plan, mesh)

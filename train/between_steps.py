@@ -5,9 +5,9 @@ import gc
 from collections.abc import Callable
 
 from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
+from meshwright.parallel.machine_memory import return_free_memory
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.hooks import Hook, StepDone
-from meshwright.train.memory import return_free_memory
 
 
 class Recompiles(Hook):

@@ -328,11 +328,15 @@ class FactoryConfig:
         args: keyword arguments of the function
         blocks: the modules that become units and are compiled one by one: a pattern of names, or a number of
             parameters (docs/your-model.md); null: found
+        init: initial values. constructor: those of the function, called with run.seed as torch's seed, in one
+            process of a node at a time. modules: by the modules' own initialisers, unit by unit, compared
+            with the function's. auto: what the model publishes, or else constructor below 4 GiB of parameters
     """
 
     factory: str
     args: dict[str, Any] = field(default_factory=dict)
     blocks: str | None = None
+    init: Literal["auto", "constructor", "modules"] = "auto"
 
     def __hash__(self) -> int:
         return hash(repr(self))

@@ -79,7 +79,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
 
-            training = build_training(config, plan, mesh, timeout)
+            loaded = weights is not None or start.checkpoint is not None
+            training = build_training(config, plan, mesh, timeout, loaded)
             restore(training, start, weights, config, data, console)
             built = Run(config, planned, training, data, folder, ranks, console)
             files = texts | (files_beside(config, data, start, weights, console) if ranks.is_main else {})

@@ -1,8 +1,10 @@
-"""Gives a sharded model its values: by its modules' own initialisers, or from tensors."""
+"""Gives a sharded model its values: as its constructor makes them, by its modules' own initialisers, or from
+tensors."""
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,46 +13,131 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import copy_shard, free_gathered
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.model.constructor import (
+    Build,
+    construct_without,
+    constructed_spreads,
+    copy_attributes,
+    copy_constructed,
+    spread,
+    tensors_by_name,
+)
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.sharded_model import ShardedModel
 
+Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
-UNWRITTEN = -(2**31) + 7  # in integer buffers, as NaN in others
+LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
-    "pass initialise=..., a function of a module; or use load_weights with the values of a model that was "
-    "built on a device"
+    "use model.init=constructor of train.main, or materialize(..., build=FUNCTION) with a function that "
+    "builds the model; or load_weights"
 )
 
 
 @torch.no_grad()
-def materialize(sharded: ShardedModel, seed: int, initialise: Initialiser | None = None) -> None:
-    """Allocate the model's tensors, and initialise them to the same values on every mesh.
+def materialize(
+    sharded: ShardedModel,
+    seed: int,
+    initialise: Initialiser | None = None,
+    *,
+    build: Build | None = None,
+    init: Init = "auto",
+) -> None:
+    """Allocate the model's tensors, and initialise them to the same values on every mesh. What has values
+    already although the model has none, as buffers of a model whose parameters alone are on the meta device,
+    keeps them.
 
-    Each module's own initialiser runs on whole tensors, of one FSDP unit's module at a time, seeded by (seed,
-    name of the module): `initialise`, the model's `_init_weights` (transformers), or the module's
-    `reset_parameters`. Each rank keeps its shard. Values depend on the type of the device.
+    Args:
+        build: returns the model as it was before `apply_plan`, on the CPU
+        init: "constructor": what `build` returns after `torch.manual_seed(seed)`, bitwise. One process of a
+            node at a time holds it in host memory. "modules": the modules' own initialisers, on whole tensors
+            of one FSDP unit's module at a time, seeded by (seed, name of the module): `initialise`, or
+            `reset_parameters` and then the model's `_init_weights` (transformers). With `build`, their mean
+            and spread in one module of each kind must be those of the constructor. Values depend on the type
+            of the device. "auto": constructor with `build` and below 4 GiB of parameters, else modules
 
-    Raises PlanError that names a parameter or buffer that no initialiser wrote.
+    Raises PlanError that names a parameter or buffer that no initialiser wrote, or that has another spread.
     """
-    model, device = allocate(sharded), torch.device(_device_type(sharded))
-    initialise = initialise or getattr(model, "_init_weights", None) or _reset
+    size = sum(parameter.numel() * parameter.element_size() for parameter in sharded.model.parameters())
+    if init == "auto":
+        small = build is not None and initialise is None and size < LARGEST_BUILT
+        init = "constructor" if small else "modules"
+    empty = _empty_buffers(sharded.model)
+    model = allocate(sharded)
+    if init == "constructor":
+        if build is None:
+            raise PlanError(
+                "materialize: init='constructor' needs build=..., a function that builds the model"
+            )
+        copy_constructed(build, seed, size, lambda built: _copy_model(built, model))
+    else:
+        expected = constructed_spreads(build, seed, sharded.plan) if build else {}
+        if build and empty:
+            _fill_buffers(sharded, empty, build)
+            empty = set()
+        for name, whole in _initialised(sharded, seed, initialise, empty):
+            if name in expected and (found := spread(whole)).differs(expected[name]):
+                raise PlanError(
+                    f"{name}: its initialiser gives a mean of {found.mean:.3g} and a standard deviation of "
+                    f"{found.std:.3g}, but the model's constructor {expected[name].mean:.3g} and "
+                    f"{expected[name].std:.3g}: {WAYS_OUT}"
+                )
+
+
+def _copy_model(built: nn.Module, model: nn.Module) -> None:
+    """Copy this rank's shards of a built model."""
+    values, copied = tensors_by_name(built), set[int]()
+    for name, own in tensors_by_name(model).items():
+        if id(own) not in copied:
+            copy_shard(own, values[name].to(own.device))
+            copied.add(id(own))
+    copy_attributes(built, model)
+
+
+def _initialised(
+    sharded: ShardedModel,
+    seed: int,
+    initialise: Initialiser | None,
+    empty: Set[str],
+    only: Set[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Run the modules' initialisers, and yield each parameter as a whole, of which this rank has kept its
+    shard. `empty`: buffers that they must write; others have values. `only`: the modules; None: all."""
+    model, device = sharded.model, torch.device(_device_type(sharded))
+    passes = [initialise] if initialise else [_reset, _of_model(model)]
     done: set[str] = set()
     for root in (*sharded.plan.modules, ""):
         modules = {
             name: module
             for name, module in model.get_submodule(root).named_modules(prefix=root)
-            if name not in done
+            if name not in done and (only is None or name in only)
         }
-        whole = {name: _whole_tensors(module, device) for name, module in modules.items()}
+        whole = {name: _WholeTensors(name, module, device, empty) for name, module in modules.items()}
         with ExitStack() as stack, torch.random.fork_rng(_gpus(device)):
-            for name, module in modules.items():
-                stack.enter_context(_replaced(module, whole[name]))
-            for name, module in reversed(modules.items()):  # children first, as their constructors run
-                torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-                initialise(module)
-        for name, module in modules.items():
-            _keep_shards(module, name, whole[name])
+            for tensors in whole.values():
+                stack.enter_context(tensors.in_place())
+            for initialiser in passes:
+                for name, module in reversed(modules.items()):  # children first, as their constructors run
+                    torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+                    _run_alone(initialiser, module, name)
+        for tensors in whole.values():
+            yield from tensors.keep_shards()
         done.update(modules)
+
+
+def _run_alone(initialiser: Initialiser, module: nn.Module, name: str) -> None:
+    try:
+        initialiser(module)
+    except RuntimeError as error:  # it writes what another unit has
+        kind = _kind(module)
+        raise PlanError(
+            f"{name or kind}: the initialiser of {kind} does not run alone: {error}: {WAYS_OUT}"
+        ) from error
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _reset(module: nn.Module) -> None:
@@ -59,70 +146,96 @@ def _reset(module: nn.Module) -> None:
         reset()
 
 
+def _of_model(model: nn.Module) -> Initialiser:
+    """Return what calls `_init_weights` of the innermost model around a module, as transformers' do."""
+    initialisers: dict[nn.Module, Initialiser] = {}
+    for around in model.modules():  # the outer ones first
+        if callable(own := getattr(around, "_init_weights", None)):
+            initialisers |= dict.fromkeys(around.modules(), own)
+    return lambda module: initialisers[module](module) if module in initialisers else None
+
+
 def load_weights(
-    sharded: ShardedModel, tensors: Mapping[str, Tensor] | None, *, from_rank0: bool = False
+    sharded: ShardedModel,
+    tensors: Mapping[str, Tensor] | None,
+    *,
+    from_rank0: bool = False,
+    build: Build | None = None,
 ) -> None:
-    """Allocate the model's tensors, and copy full tensors into them: parameters and buffers by name, on any
-    device, such as `dict(model.named_parameters()) | dict(model.named_buffers())` of a model that was built.
+    """Allocate the model's tensors, and copy full tensors into them, on any device: `model.state_dict()` of a
+    model that was built, or its parameters and buffers by name. Buffers that are not among them, as rotary
+    tables, keep the values that they have, or get those of the constructor (`build`), or those that the
+    modules' initialisers write.
 
     `from_rank0`: only rank 0 has tensors (None on the others), which it sends one by one. Raises PlanError
     for missing, unknown and wrongly shaped tensors.
     """
-    model = allocate(sharded)
-    wanted = _tensors_by_name(model)
-    missing = _missing(wanted, tensors) if tensors is not None else ""
+    given = [_given(tensors_by_name(sharded.model), tensors) if tensors is not None else ("", {})]
     if from_rank0:
-        problem = [missing]
-        dist.broadcast_object_list(problem, src=0)
-        (missing,) = problem
-    if missing:
-        raise PlanError(missing)
+        dist.broadcast_object_list(given, src=0)
+    ((problem, stored),) = given
+    if problem:
+        raise PlanError(problem)
+    empty = _empty_buffers(sharded.model)
+    model = allocate(sharded)
     with torch.no_grad():
-        for name, own in wanted.items():
-            value = tensors[_stored_name(wanted, tensors, name)] if tensors is not None else own
-            if from_rank0:
-                whole = torch.empty(own.shape, dtype=own.dtype, device=_device_type(sharded))
-                value = whole.copy_(value) if tensors is not None else whole
-                dist.broadcast(value, src=0)
-            copy_shard(own, value.to(own.device, own.dtype))
+        if lacking := empty - stored.keys():
+            _fill_buffers(sharded, lacking, build)
+        for name, own in tensors_by_name(model).items():
+            if name in stored:
+                value = tensors[stored[name]] if tensors is not None else own
+                if from_rank0:
+                    whole = torch.empty(own.shape, dtype=own.dtype, device=_device_type(sharded))
+                    value = whole.copy_(value) if tensors is not None else whole
+                    dist.broadcast(value, src=0)
+                copy_shard(own, value.to(own.device, own.dtype))
 
 
-def _missing(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
-    """Return what is wrong with the tensors; "" for nothing."""
-    unknown = [name for name in tensors if name not in wanted]
-    missing = [name for name in wanted if _stored_name(wanted, tensors, name) not in tensors]
-    shapes = [
-        f"{name} has the shape {tuple(tensors[name].shape)}, but the model's is {tuple(own.shape)}"
-        for name, own in wanted.items()
-        if name in tensors and tensors[name].shape != own.shape
-    ]
-    if unknown:
-        return f"load_weights: the model has no {unknown[0]}.{nearest(unknown[0], wanted)}"
-    if missing:
-        return f"load_weights: there is no value for {missing[0]}.{nearest(missing[0], tensors)}"
-    return f"load_weights: {shapes[0]}" if shapes else ""
+def _given(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
+    """Return what is wrong with given tensors, "" for nothing; and under which name each is given, of tied
+    ones under any."""
+    by_tensor = {id(own): name for name, own in wanted.items() if name in tensors}
+    stored = {name: by_tensor[id(own)] for name, own in wanted.items() if id(own) in by_tensor}
+    for name in tensors:
+        if name not in wanted:
+            return f"load_weights: the model has no {name}.{nearest(name, wanted)}", {}
+        if tensors[name].shape != wanted[name].shape:
+            shapes = f"the shape {tuple(tensors[name].shape)}, but the model's is {tuple(wanted[name].shape)}"
+            return f"load_weights: {name} has {shapes}", {}
+    for name, own in wanted.items():
+        if name not in stored and isinstance(own, nn.Parameter):
+            return f"load_weights: there is no value for {name}.{nearest(name, tensors)}", {}
+    return "", stored
 
 
-def _stored_name(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return the name under which a tensor is given: of tied ones any."""
-    same = [other for other, tensor in wanted.items() if tensor is wanted[name] and other in tensors]
-    return name if name in tensors or not same else same[0]
+def _empty_buffers(model: nn.Module) -> set[str]:
+    return {name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
 
 
-def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+def _fill_buffers(sharded: ShardedModel, names: set[str], build: Build | None) -> None:
+    """Give buffers the values of the constructor, or those that the initialisers of their modules write."""
+    if build is None:
+        for _ in _initialised(sharded, 0, None, names, {name.rpartition(".")[0] for name in names}):
+            pass
+        return
+    plain, _ = construct_without(build)
+    values = dict(plain.named_buffers(remove_duplicate=False))
+    for name in names:
+        sharded.model.get_buffer(name).copy_(values[name])
+    copy_attributes(plain, sharded.model)
 
 
 def allocate(sharded: ShardedModel) -> nn.Module:
-    """Allocate this rank's tensors, filled with NaN; shared parameters stay shared. Returns the model."""
+    """Allocate this rank's tensors, filled with NaN; shared parameters stay shared, and buffers that are not
+    on the meta device keep their values. Returns the model."""
     model, plan = sharded.model, sharded.plan
     free_gathered(model)
     shared: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(parameter, []).append(name)
+    kept = {
+        name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta
+    }
     model.to_empty(device="cpu" if plan.cpu_offload else _device_type(sharded))
     allocated = dict(model.named_parameters(remove_duplicate=False))
     for names in shared.values():
@@ -130,13 +243,72 @@ def allocate(sharded: ShardedModel) -> nn.Module:
             parent, _, key = name.rpartition(".")
             setattr(model.get_submodule(parent), key, allocated[names[0]])
     with torch.no_grad():
-        for module in model.modules():
+        for path, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module.named_buffers(recurse=False):
-                setattr(module, key, buffer.to(_device_type(sharded)))
-        for tensor in _tensors_by_name(model).values():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            _fill_unwritten(local)
+                setattr(module, key, kept.get(_join(path, key), buffer).to(_device_type(sharded)))
+        for name, tensor in tensors_by_name(model).items():
+            if name not in kept:
+                _filled(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     return model
+
+
+class _WholeTensors:
+    """Whole tensors in the place of a module's own parameters and buffers, while initialisers run."""
+
+    def __init__(self, name: str, module: nn.Module, device: torch.device, empty: Set[str]) -> None:
+        self.name, self.module = name, module
+        self.own = {
+            **dict(module.named_parameters(recurse=False)),
+            **dict(module.named_buffers(recurse=False)),
+        }
+        self.unwritten = {
+            key for key, own in self.own.items() if isinstance(own, nn.Parameter) or _join(name, key) in empty
+        }
+        self.whole = {
+            key: _filled(torch.empty(own.shape, dtype=own.dtype, device=device))
+            if key in self.unwritten
+            else own.to(device, copy=True)
+            for key, own in self.own.items()
+        }
+        self.versions = {key: whole._version for key, whole in self.whole.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which they are the module's. What an initialiser assigns anew is taken over."""
+        for key, whole in self.whole.items():
+            is_parameter = isinstance(self.own[key], nn.Parameter)
+            setattr(self.module, key, nn.Parameter(whole, requires_grad=False) if is_parameter else whole)
+        try:
+            yield
+            for key, whole in self.whole.items():
+                now = getattr(self.module, key)
+                if now is not None and now.data_ptr() != whole.data_ptr():
+                    whole.copy_(now)
+        finally:
+            for key, own in self.own.items():
+                setattr(self.module, key, own)
+
+    def keep_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Copy this rank's shards into the module, and yield whole parameters by name. Raises PlanError for a
+        tensor that no initialiser wrote, or only in part."""
+        for key, whole in self.whole.items():
+            name, numbers = _join(self.name, key), whole.is_floating_point() or whole.is_complex()
+            written = not bool(whole.isnan().any()) if numbers else whole._version > self.versions[key]
+            if key in self.unwritten and not written:
+                kind = _kind(self.module)
+                raise PlanError(f"{name} has no value: no initialiser of {kind} wrote it: {WAYS_OUT}")
+            copy_shard(self.own[key], whole)
+            if isinstance(self.own[key], nn.Parameter):
+                yield name, whole
+
+
+def _join(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    """Fill a tensor of numbers that can be NaN with NaN: an initialiser that writes a part of it is found."""
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _device_type(sharded: ShardedModel) -> str:
@@ -145,55 +317,3 @@ def _device_type(sharded: ShardedModel) -> str:
 
 def _gpus(device: torch.device) -> list[int]:
     return [torch.cuda.current_device()] if device.type == "cuda" else []
-
-
-def _fill_unwritten(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(float("nan"))
-    return (
-        tensor if tensor.dtype == torch.bool else tensor.fill_(UNWRITTEN % (2 ** (8 * tensor.itemsize - 1)))
-    )
-
-
-def _is_unwritten(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    if tensor.dtype == torch.bool:
-        return True  # it has no third value: only an initialiser of the model's own can be trusted
-    return tensor.numel() > 0 and bool((tensor == UNWRITTEN % (2 ** (8 * tensor.itemsize - 1))).all())
-
-
-def _whole_tensors(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Return whole tensors in place of the module's own parameters and buffers, filled with NaN."""
-    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    return {
-        name: _fill_unwritten(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-        for name, tensor in own.items()
-    }
-
-
-@contextmanager
-def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the module's own tensors in the meantime. What an initialiser assigns anew is taken over."""
-    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    for name, tensor in tensors.items():
-        is_parameter = isinstance(own[name], nn.Parameter)
-        setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
-    try:
-        yield
-        for name, tensor in tensors.items():
-            now = getattr(module, name)
-            if now is not None and now.data_ptr() != tensor.data_ptr():
-                tensor.copy_(now)
-    finally:
-        for name, tensor in own.items():
-            setattr(module, name, tensor)
-
-
-def _keep_shards(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Copy this rank's shards of whole tensors into the module. Raises PlanError for an unwritten one."""
-    for key, whole in tensors.items():
-        if _is_unwritten(whole):
-            kind = type(module).__name__.removeprefix("FSDP")
-            raise PlanError(f"{name}.{key} has no value: no initialiser of {kind} wrote it: {WAYS_OUT}")
-        copy_shard(getattr(module, key), whole)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.train.memory import (
+from meshwright.parallel.machine_memory import (
     free_host_bytes,
     memory_left_bytes,
     memory_limit_bytes,

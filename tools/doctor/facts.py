@@ -20,10 +20,10 @@ from meshwright import __version__
 from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import one_line
+from meshwright.parallel.machine_memory import free_host_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.doctor.trials import run_trial, start_trial
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.memory import free_host_bytes
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tensorboard", "transformers", "torchao")
 # Variables that can affect a run begin with one of these.

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.machine_memory import resident_bytes, return_free_memory
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.operators import attention_flops
 from meshwright.train.config import Config
-from meshwright.train.memory import resident_bytes, return_free_memory
 from meshwright.train.planning.resolve import attention_on_device
 
 # larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex

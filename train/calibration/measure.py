@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.compile.apply import cache_folder
+from meshwright.parallel.machine_memory import memory_limit_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import (
     Hardware,
@@ -44,7 +45,6 @@ from meshwright.train.distributed.agreement import broadcast_from_rank0, gather_
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.files import write_atomically
-from meshwright.train.memory import memory_limit_bytes
 from meshwright.train.model.trained_model import AttentionHeads, TrainedModel, model_of
 from meshwright.train.planning.resolve import dtype_on_device
 

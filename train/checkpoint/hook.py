@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from meshwright.parallel.machine_memory import free_host_bytes
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.distributed.process_group import group_timeout
@@ -12,7 +13,6 @@ from meshwright.train.errors import COMMITS_INTACT, PeerLostError, SaveError
 from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.hooks import Hook, StepDone, is_due
-from meshwright.train.memory import free_host_bytes
 from meshwright.train.metrics.collector import StepClock
 from meshwright.train.metrics.writer import RowWriter
 from meshwright.train.run import Run

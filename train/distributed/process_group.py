@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as launcher_rendezvous
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.machine_memory import own_groups, read_text
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.agreement import check_same_settings
 from meshwright.train.distributed.ranks import RankInfo, as_ranges
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import allow_open_files
-from meshwright.train.memory import own_groups, read_text
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_HOSTS = 4  # named in a message

@@ -13,12 +13,12 @@ import torch
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.machine_memory import free_host_bytes, peak_resident_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import OutOfMemory
-from meshwright.train.memory import free_host_bytes, peak_resident_bytes
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
 # The other ranks wait this long, so that rank 0 prints its message before torchrun ends all ranks.

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from meshwright.parallel.compile.stats import count_training_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
+from meshwright.parallel.machine_memory import peak_resident_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import TrainingJob
 from meshwright.train.hooks import Hook, Hooks, Score, StepDone, mean_loss
-from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.run import Run
 from meshwright.train.training import training_flops
 

@@ -15,9 +15,8 @@ Any model may publish, beside what `parallel.shardable` names:
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from meshwright.parallel.compile.apply import compile_module
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
+from meshwright.parallel.model.constructor import construct_without
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
 from meshwright.parallel.model.materialize import allocate, materialize
@@ -72,8 +72,8 @@ def model_of(config: ModelConfig) -> "TrainedModel":
 
 
 class TrainedModel:
-    """The model that the factory of a config returns, on the meta device: its description, its figures, and
-    how it is built, filled and trained. `example`: arguments of its forward."""
+    """The model that the factory of a config returns, its parameters on the meta device: its description, its
+    figures, and how it is built, filled and trained. `example`: arguments of its forward."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -191,7 +191,8 @@ class TrainedModel:
         self.logits_shape()
 
     def new(self, z_loss: float = 0.0) -> nn.Module:
-        """Return the model anew, on the meta device. `z_loss`: of a model that computes its loss itself."""
+        """Return the model anew, its parameters on the meta device. `z_loss`: of a model that computes its
+        loss itself."""
         module = call_factory(self.config).module
         if self.computes_loss:
             module.set_z_loss(z_loss)  # type: ignore[operator]
@@ -216,15 +217,19 @@ class TrainedModel:
             sums = run_on_fakes(self.module, with_sizes(self.example, 1, seq_len), around=count)
         return sums["matmul"] / seq_len, sums["attention"] / seq_len
 
-    def initialise(self, sharded: ShardedModel, seed: int) -> None:
+    def initialise(self, sharded: ShardedModel, seed: int, loaded: bool = False) -> None:
         """Allocate the tensors of a sharded model and write initial values, the same on every mesh: as the
-        model publishes it, or by its modules' own initialisers."""
-        if of_model := getattr(sharded.model, "initialise", None):
+        model publishes it, or as `model.init` says. `loaded`: parameters will be loaded."""
+        of_model = getattr(sharded.model, "initialise", None)
+        if of_model and self.config.init == "auto":
             allocate(sharded)
             with torch.no_grad():
                 of_model(seed, copy_shard)
+        elif loaded:
+            allocate(sharded)
         else:
-            materialize(sharded, seed)
+            build = lambda: call_factory(self.config, values=True).module  # noqa: E731
+            materialize(sharded, seed, build=build, init=self.config.init)
 
     def loss(self, plan: Plan, z_loss: float, name: str | None = None) -> LossOf:
         """Return the loss of training: of a function of yours, with a `name` (`train.loss`); else what the
@@ -341,9 +346,8 @@ class OwnModel:
     loss: "Loss | None" = None
 
 
-def call_factory(config: ModelConfig, device: str | None = "meta") -> OwnModel:
-    """Call the factory, by default with new tensors on the meta device, which takes no memory; None: where
-    the function puts them.
+def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
+    """Call the factory. Without `values` parameters are on the meta device, where they take no memory.
 
     Raises ConfigError if no command has named it, as when a checkpoint does, and if there is no such
     function, it refuses its arguments, or returns something else.
@@ -355,8 +359,8 @@ def call_factory(config: ModelConfig, device: str | None = "meta") -> OwnModel:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{named}: {error}: set it with --model.args.KEY=VALUE") from error
     try:
-        with torch.device(device) if device else nullcontext():
-            result = function(**config.args)
+        call = partial(function, **config.args)
+        result = call() if values else construct_without(call)[0]
     except (ValueError, ImportError, OSError) as error:  # others are bugs: their traceback says where
         raise ConfigError(one_line(f"{named}: {type(error).__name__}: {error}")) from error
     parts = result if isinstance(result, tuple) else (result,)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.machine_memory import peak_resident_bytes, smallest_memory
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import describe_choices, give_reasons
@@ -16,7 +17,6 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.memory import peak_resident_bytes, smallest_memory
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (
     Prediction,
@@ -48,7 +48,7 @@ def choose_for_run(
         kind, _, line = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
         console.print(f"planner: {line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    machines = this_machine(device, ranks, kind, smallest_memory(device, ranks))
+    machines = this_machine(device, ranks, kind, smallest_memory(device, ranks.local_world_size))
 
     def choose() -> tuple[Prediction, int]:
         predicted = _choose_for_device(job, ranks, device, machines)

@@ -8,6 +8,7 @@ import torch
 
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
+from meshwright.parallel.machine_memory import smallest_memory
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan, sums_whole_gradients
 from meshwright.train.config import Config, TrainingJob
@@ -15,7 +16,6 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0, comparable_settings
 from meshwright.train.distributed.process_group import choose_device, init_distributed
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.memory import smallest_memory
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 
@@ -78,7 +78,7 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
     """
     if planned.peak_bytes is not None:  # the planner has checked it
         return planned
-    smallest = smallest_memory(planned.device, ranks)
+    smallest = smallest_memory(planned.device, ranks.local_world_size)
     bound_bytes = memory_bound(job, planned.plan)
     if bound_bytes is not None and is_ample(bound_bytes, min(smallest)):
         return replace(planned, peak_bytes=bound_bytes, bounded=True)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import meshwright as mw
 from benchmarks.own_models import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
+from meshwright.parallel.model.constructor import tensors_by_name
 from tests.support.worlds import run_ranks
 
 EVERYDAY = [name for name in MODELS if not name.startswith("transformers'")] + ["transformers' Llama"]
@@ -131,6 +132,105 @@ def test_a_value_that_nobody_wrote_is_refused_and_can_be_sent_from_rank_0() -> N
     for message in run_ranks(2, forget):
         assert message.startswith("blocks.0.scale has no value: no initialiser of Scaled wrote it")
         assert "load_weights" in message
+
+
+class Rotated(nn.Module):
+    """Has buffers of every kind and a tensor as an attribute, which its constructor fills, and a weight that
+    the model around it scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.register_buffer("phases", torch.polar(torch.ones(16), torch.arange(16.0)), persistent=False)
+        self.register_buffer("mask", torch.arange(16) % 2 == 0)
+        self.register_buffer("order", torch.randperm(16), persistent=False)
+        self.shift = torch.linspace(0, 1, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.where(self.mask, self.phases.real * self.norm(x), x)[..., self.order] + self.shift
+        down: Tensor = self.down(self.up(x).relu())
+        return x + down
+
+
+def rotated() -> nn.Module:
+    model = nn.Sequential(*(Rotated() for _ in range(3)))
+    for name, parameter in model.named_parameters():
+        if name.endswith("down.weight"):
+            nn.init.normal_(parameter, std=0.001)
+    return model
+
+
+def unseeded() -> nn.Module:
+    model = rotated()
+    nn.init.constant_(dict(model.named_parameters())["1.norm.bias"], dist.get_rank())
+    return model
+
+
+def on_this_mesh(**parallel: Any) -> mw.ShardedModel:
+    with torch.device("meta"):
+        model = rotated()
+    return shard((model, (torch.zeros(2, 3, 16),)), **parallel)
+
+
+def as_constructed() -> list[str]:
+    """The values of a constructor, on each mesh; refusals of other initialisers, and of ranks that differ."""
+    torch.manual_seed(3)
+    plain = rotated()
+    for parallel in ({}, {"dp_replicate": 2}):
+        sharded = on_this_mesh(**parallel)
+        mw.materialize(sharded, 3, build=rotated)
+        for name, value in whole(sharded.model).items():
+            assert torch.equal(value, tensors_by_name(plain)[name]), name
+        assert torch.equal(sharded.model[2].shift, plain[2].shift)  # type: ignore[index]
+        sharded = on_this_mesh(**parallel)
+        mw.load_weights(sharded, plain.state_dict(), build=rotated)
+        loaded = whole(sharded.model)
+        assert torch.equal(loaded["2.phases"], plain[2].phases)  # type: ignore[index]
+        assert torch.equal(loaded["2.down.weight"], plain[2].down.weight)  # type: ignore[index]
+    refused = []
+    for build, init in ((unseeded, "constructor"), (rotated, "modules")):
+        with pytest.raises(mw.PlanError) as error:
+            mw.materialize(on_this_mesh(), 3, build=build, init=init)  # type: ignore[arg-type]
+        refused.append(str(error.value))
+    return refused
+
+
+def test_values_are_those_of_the_constructor_and_other_initialisers_are_compared_with_it() -> None:
+    for unlike, scaled in run_ranks(2, as_constructed):
+        assert "gives 1.norm.bias other values on rank 1 than on rank 0" in unlike
+        assert scaled.startswith("0.down.weight: its initialiser gives a mean of ")
+        assert "model.init=constructor" in scaled
+
+
+class Marked(nn.Module):
+    """Its initialiser writes a buffer of no numbers, or forgets it."""
+
+    def __init__(self, forgets: bool = False) -> None:
+        super().__init__()
+        self.linear, self.forgets = nn.Linear(8, 8), forgets
+        self.register_buffer("mask", torch.zeros(8, dtype=torch.bool))
+
+    def reset_parameters(self) -> None:
+        if not self.forgets:
+            self.mask.copy_(torch.arange(8) % 3 == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked: Tensor = self.linear(x) * self.mask
+        return masked
+
+
+def mark(forgets: bool) -> Tensor:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Marked(forgets) for _ in range(2)))
+    sharded = shard((model, (torch.zeros(2, 8),)))
+    mw.materialize(sharded, seed=0)
+    return sharded.model[1].mask  # type: ignore[index, union-attr, return-value]
+
+
+def test_a_buffer_without_numbers_is_written_or_refused() -> None:
+    assert run_ranks(1, mark, False)[0].tolist() == [i % 3 == 0 for i in range(8)]
+    with pytest.raises(Exception, match=r"0\.mask has no value"):
+        run_ranks(1, mark, True)
 
 
 def load_each() -> list[str]:

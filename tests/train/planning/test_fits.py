@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.machine_memory import free_host_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Machines, load_hardware
@@ -22,7 +23,6 @@ from meshwright.train import memory
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.memory import free_host_bytes
 from meshwright.train.planning import fit, run_plan
 from meshwright.train.planning.fit import check_fits
 from meshwright.train.planning.predict import run_workload, search_plans

@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.train.distributed.ranks import RankInfo
 
-
-def smallest_memory(device: torch.device, ranks: RankInfo) -> list[int]:
+def smallest_memory(device: torch.device, local_world_size: int) -> list[int]:
     """Return the free and the total device memory of a process, and the host memory for it, in bytes, each of
     the rank that has the least. Every rank calls it. The device is its GPU, which others may use too, or its
     share of the node's free host memory."""
-    free = in_total = host = free_host_bytes() // ranks.local_world_size
+    free = in_total = host = free_host_bytes() // local_world_size
     if device.type == "cuda":
         free, in_total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device)
