@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.model.describe import describe as describe
     from meshwright.parallel.model.materialize import load_weights as load_weights
     from meshwright.parallel.model.materialize import materialize as materialize
+    from meshwright.parallel.model.shard import shard as shard
     from meshwright.parallel.plan.make import RunShape as RunShape
     from meshwright.parallel.plan.make import make_plan as make_plan
     from meshwright.parallel.plan.schema import ModelUnits as ModelUnits
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 # the public names, and the modules that have them; imported when first used, because torch takes seconds
 _PUBLIC = {
+    "shard": "parallel.model.shard",
     "describe": "parallel.model.describe",
     "ModelUnits": "parallel.plan.schema",
     "make_plan": "parallel.plan.make",

@@ -79,4 +79,6 @@ def apply_plan(
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), group_timeout)
     apply_prefetch(model, plan)
-    return ShardedModel(model, plan, mesh, gradients)
+    sharded = ShardedModel(model, plan, mesh, gradients)
+    sharded.complete_after_backwards()
+    return sharded

@@ -3,16 +3,18 @@ without a backward, with the graphs compiled for training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.compile.stats import of_evaluation
 from meshwright.parallel.errors import PlanError
@@ -22,6 +24,7 @@ from meshwright.parallel.mesh import context_rank, data_parallel_group, data_par
 from meshwright.parallel.plan.schema import Plan
 
 T = TypeVar("T")
+START_AGAIN = "build the model again, and load the last checkpoint"
 FEW_VALUES = 2**18  # gradients of fewer are copied over tp together; a larger one alone
 
 
@@ -33,12 +36,16 @@ class ShardedModel:
         (loss_of(model(batch)) / divisor).backward()
     sharded.clip_grad_norm(1.0)
     optimizer.step()
+
+    After a backward outside of `micro_batches` the gradients are complete too, those of earlier backwards
+    added.
     """
 
     model: nn.Module
     plan: Plan
     mesh: DeviceMesh
     gradients: Gradients
+    _backwards: "_Backwards" = field(default_factory=lambda: _Backwards(), init=False, repr=False)
 
     @property
     def data_rank(self) -> int:
@@ -93,10 +100,12 @@ class ShardedModel:
                 if batches
                 else "micro_batches needs at least one micro batch on every rank"
             )
-        for i, batch in enumerate(batches):
-            set_last_micro_batch(self.model, self.plan.units, last=i == len(batches) - 1)
-            yield batch
-        self._complete_gradients()
+        with self._backwards.one_by_one():
+            for i, batch in enumerate(batches):
+                set_last_micro_batch(self.model, self.plan.units, last=i == len(batches) - 1)
+                yield batch
+            self._complete_gradients()
+            self._backwards.completed = [p for p in self.model.parameters() if p.grad is not None]
 
     def global_count(self, batches: Sequence[T], count: Callable[[T], Tensor | int]) -> Tensor:
         """Return the sum of the counts of all micro batches of all data-parallel ranks, at least 1, as a
@@ -120,6 +129,14 @@ class ShardedModel:
             torch._foreach_div_([local_part(p.grad) for p in parameters if p.grad is not None], divisor)
         return norm
 
+    def complete_after_backwards(self) -> None:
+        """Complete the gradients at the end of each backward outside of `micro_batches`, if FSDP2 does not do
+        all of it."""
+        if self.gradients == "mean_of_ranks" or self.plan.unsharded or self.plan.mesh.tp > 1:
+            self.model.register_forward_hook(
+                lambda model, _, outputs: self._backwards.watch(model, outputs, self._complete_gradients)
+            )
+
     def _complete_gradients(self) -> None:
         """Finish the gradients after the last backward of a step: what FSDP2 has not reduced, the mean of
         ranks, and equal copies on all tp ranks."""
@@ -128,7 +145,7 @@ class ShardedModel:
             if parameter.grad is not None and not isinstance(parameter, DTensor):
                 raise PlanError(
                     f"the gradient of {name} was not reduced: a backward has failed before, after which "
-                    "FSDP2 reduces none: build the model again, and load the last checkpoint"
+                    f"FSDP2 reduces none: {START_AGAIN}"
                 )
         for parameter in dict.fromkeys(parameters[name] for name in self.plan.unsharded):
             if isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -158,6 +175,60 @@ class ShardedModel:
             if len(group) > 1:
                 parts = flat.split([grad.numel() for grad in group])
                 torch._foreach_copy_(group, [part.view_as(g) for part, g in zip(parts, group, strict=True)])
+
+
+class _Backwards:
+    """Calls a function at the end of each backward of a model, with only the gradients of this backward."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        # those with gradients; not of the model, whose gathered parameters are others in a backward
+        self.completed: list[nn.Parameter] = []
+        self.earlier: dict[nn.Parameter, Tensor] | None = None  # gradients, while a backward runs
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Context in which backwards are only parts of a whole."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def watch(self, model: nn.Module, outputs: Any, complete: Callable[[], None]) -> None:
+        """Call `complete` after each backward that begins at these outputs of a forward."""
+        if self.paused or not torch.is_grad_enabled():
+            return
+        if self.earlier is not None:
+            raise PlanError(f"a backward has failed before: {START_AGAIN}")
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not leaves and model.training:
+            raise PlanError(
+                f"{type(model).__name__} returns {type(outputs).__name__}, in which no tensor with a "
+                "gradient is found, so that nothing tells when its backward ends: return tensors, or a list, "
+                "tuple or dict of them, or call backward within sharded.micro_batches"
+            )
+
+        def begin(_gradient: Tensor) -> None:
+            if self.earlier is None:  # not yet begun at another forward's outputs
+                self.earlier = {p: p.grad for p in self.completed if p.grad is not None}
+                for parameter in self.earlier:
+                    parameter.grad = None
+                Variable._execution_engine.queue_callback(follow)
+
+        def follow() -> None:
+            # after FSDP2's callback, which is in the queue by now
+            Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            complete()
+            for parameter, gradient in (self.earlier or {}).items():
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            self.completed = [p for p in model.parameters() if p.grad is not None]
+            self.earlier = None
+
+        if leaves:
+            register_multi_grad_hook(leaves, begin, mode="any")
 
 
 def is_split(tensor: Tensor, axis: str) -> bool:

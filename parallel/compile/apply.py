@@ -55,7 +55,7 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
                 torch._dynamo.config.accumulated_recompile_limit += 2
                 _through_own_frame(module)
                 compile_module(module, config, unit.activation_budget)
-                if module._compiled_call_impl is not None and config.fullgraph:
+                if module._compiled_call_impl is not None:
                     compiled = module._compiled_call_impl
                     module._compiled_call_impl = _explained(name, compiled, type(module), graphs)
 
@@ -78,11 +78,11 @@ def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type]) ->
             raise PlanError(
                 f"{name}: {kind.__name__} needs more than {limit} graphs: {_why_many()}"
             ) from error
-        except torch._dynamo.exc.Unsupported as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
             raise PlanError(
-                f"{name} cannot be compiled as one graph: {reason}. Change the module, or let it be several "
-                "graphs: parallel.compile.fullgraph=false"
+                f"{name} cannot be compiled as one graph: {reason}. Change the module, let it be several "
+                "graphs (parallel.compile.fullgraph=false), or compile none (parallel.compile.enabled=false)"
             ) from error
         except AssertionError as error:
             if "tensors_saved_with_vc_check" not in str(error):

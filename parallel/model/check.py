@@ -35,7 +35,7 @@ from meshwright.parallel.model.inputs import kind_of, tokens_of
 from meshwright.parallel.model.materialize import load_weights, materialize
 from meshwright.parallel.plan.rules import written_mistakes
 from meshwright.parallel.plan.schema import AXES, Float8Plan, MeshPlan, Plan, UnitPlan
-from meshwright.parallel.sharded_model import ShardedModel, summed
+from meshwright.parallel.sharded_model import ShardedModel, evaluating, summed
 
 Loss = Callable[[Any, Example], Tensor]  # outputs, example -> a scalar
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
@@ -485,11 +485,8 @@ def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
     if (rows := _rows(example)) < 2:
         return ""  # nothing to divide
     parts = [_some_rows(example, 0, rows), _some_rows(example, 0, 1), _some_rows(example, 1, rows)]
-    was_training = model.training
-    model.eval()  # no dropout
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():  # no dropout
         whole, first, rest = (float(loss(_call(model, part), part)) for part in parts)
-    model.train(was_training)
     kinds = {"sum": first + rest, "mean": (first + (rows - 1) * rest) / rows}
     return next(
         (kind for kind, value in kinds.items() if math.isclose(value, whole, rel_tol=1e-4)), "neither"

@@ -1,0 +1,150 @@
+"""`mw.shard`: a script for DistributedDataParallel, with one call changed, trains the same model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import meshwright as mw
+from tests.support.worlds import run_ranks
+
+EAGER = mw.CompileConfig(enabled=False)
+Own = Callable[[Tensor], Tensor]  # a rank's rows
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(self.up(self.norm(x)).relu())
+        return x + self.scale * down
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(16, 16), nn.ModuleList(Scaling() for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), x  # the second is an input of the first
+
+
+@dataclass
+class Hidden:
+    """An output in which nobody finds tensors."""
+
+    value: Tensor
+
+
+class Hiding(Net):
+    def forward(self, x: Tensor) -> Any:
+        return Hidden(super().forward(x)[0])
+
+
+def loss_of(outputs: Any) -> Tensor:
+    first, second = outputs
+    loss: Tensor = first.square().mean() + 0.1 * second.abs().mean()
+    return loss
+
+
+def rows_of(step: int) -> Tensor:
+    return torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(step))
+
+
+def one_backward(model: nn.Module, own: Own) -> None:
+    loss_of(model(own(rows_of(1)))).backward()
+
+
+def two_backwards(model: nn.Module, own: Own) -> None:
+    one_backward(model, own)
+    loss_of(model(own(rows_of(2)))).backward()
+
+
+def two_forwards(model: nn.Module, own: Own) -> None:
+    (loss_of(model(own(rows_of(3)))) + loss_of(model(own(rows_of(4))))).backward()
+
+
+def one_output_after_the_other(model: nn.Module, own: Own) -> None:
+    first, second = model(own(rows_of(5)))
+    first.square().mean().backward(retain_graph=True)
+    second.abs().mean().backward()
+
+
+WAYS = one_backward, two_backwards, two_forwards, one_output_after_the_other
+STYLES = {"blocks.*.up": "own_colwise", "blocks.*.down": "rowwise"}
+SCALES = ["blocks.*.scale"]
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"dp_replicate": 2}, {"unsharded": SCALES}),
+    ({"activation_checkpoint": "full"}, {"unsharded": [*SCALES, "head.bias"]}),
+    ({"tp": 2}, {"styles": STYLES, "unsharded": SCALES}),
+]
+
+
+def compare() -> None:
+    for parallel, described in CASES:
+        torch.manual_seed(dist.get_rank())  # rank 0's values count, as in DDP
+        model = Net()
+        config = mw.ParallelConfig(compile=EAGER, **parallel)
+        sharded = mw.shard(model, (rows_of(0)[:4],), parallel=config, **described)
+        torch.manual_seed(0)
+        plain = Net()
+        parts = sharded.plan.mesh.data_parallel
+
+        def own(rows: Tensor, parts: int = parts, rank: int = sharded.data_rank) -> Tensor:
+            return rows.chunk(parts)[rank]
+
+        def micro_batches(model: nn.Module, own: Own, sharded: mw.ShardedModel = sharded) -> None:
+            rows = [own(rows_of(6)), own(rows_of(7))]
+            whole = [(each, 2.0) for each in rows]
+            for part, count in sharded.micro_batches(rows) if model is sharded.model else whole:
+                (loss_of(model(part)) / count).backward()
+
+        for way in (*WAYS, micro_batches, one_backward):
+            way(model, own)
+            way(plain, lambda rows: rows)
+            for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+                grad: Any = found.grad
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                error = (grad - expected.grad).norm() / expected.grad.norm()  # type: ignore[operator, union-attr]
+                assert error < 1e-5, (name, way.__name__, parallel)
+            model.zero_grad()
+            plain.zero_grad()
+        assert str(sharded.plan) == mw.plan_to_table(sharded.plan)
+
+
+def test_gradients_are_complete_after_each_backward_as_with_ddp() -> None:
+    run_ranks(2, compare)
+
+
+def refusals() -> list[str]:
+    example, eager = (rows_of(0)[:4],), mw.ParallelConfig(compile=EAGER)
+    refused, hiding = [], Hiding()
+    mw.shard(hiding, example, parallel=eager)
+    for call in (
+        lambda: hiding(*example),
+        lambda: mw.shard(Net(), example, parallel=eager, loss=lambda outputs, _: outputs[0].sum()),
+    ):
+        with pytest.raises(mw.PlanError) as error:
+            call()
+        refused.append(str(error.value))
+    mw.shard(Net(), example, parallel=eager, loss=lambda outputs, _: outputs[0].mean())
+    return refused
+
+
+def test_what_would_not_be_complete_is_refused() -> None:
+    ((hidden, total),) = run_ranks(1, refusals)
+    assert "Hiding returns Hidden, in which no tensor with a gradient is found" in hidden
+    assert "gradients='mean_of_ranks': the loss is a sum over rows" in total
