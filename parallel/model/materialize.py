@@ -35,7 +35,8 @@ def materialize(sharded: ShardedModel, seed: int, initialise: Initialiser | None
     model, device = allocate(sharded), torch.device(_device_type(sharded))
     initialise = initialise or getattr(model, "_init_weights", None) or _reset
     done: set[str] = set()
-    for root in (*sharded.plan.modules, ""):
+    finished = [name for unit in sharded.plan.units for name in unit.modules if name]
+    for root in (*finished, ""):
         modules = {
             name: module
             for name, module in model.get_submodule(root).named_modules(prefix=root)
