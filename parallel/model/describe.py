@@ -10,14 +10,16 @@ import fnmatch
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.attention_cores import find_cores
@@ -83,14 +85,14 @@ def describe(
     finer = _matching(model, units, "units")
     whole = _unsharded(model, unsharded)
     registered = [name for name, _ in model.named_modules()]
-    last, written = last_places(tuple(registered)), tuple[str, ...]()
-    order = sorted(registered, key=lambda name: (last[name], -len(name)))
-    called = {name for name, module in model.named_modules() if not isinstance(module, CONTAINERS)}
+    last = last_places(tuple(registered))
     if example is not None:
-        order, written = observe(model, example)
-        called = {*order}
-    owners = _owners(model, [*found, *finer], whole, called)
-    groups = _in_order(owners, order, {*found, *finer})
+        observed = observe(model, example)
+    else:
+        able = [name for name in registered if not isinstance(model.get_submodule(name), CONTAINERS)]
+        observed = Observed(sorted(able, key=lambda name: (last[name], -len(name))))
+    owners = _owners(model, [*found, *finer], whole, observed)
+    groups = _in_order(owners, observed.finished, {*found, *finer})
     modules = _count(model, _as_they_begin(list(itertools.chain(*groups))), owners)
     split, why_not = _styles(model, styles)
     cores, why_no_cores = find_cores(model)
@@ -109,7 +111,7 @@ def describe(
         attention_cores=cores,
         core_heads=_core_heads(model, example, cores),
         why_no_cores=why_no_cores,
-        written=written,
+        written=observed.written,
     )
 
 
@@ -301,26 +303,67 @@ def _unsharded(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name, parameter in named.items() if id(parameter) in chosen]
 
 
-def observe(model: nn.Module, example: Example) -> tuple[list[str], tuple[str, ...]]:
-    """Return the names of the modules that a forward of the example calls, in the order in which it finishes
-    with them, and of the buffers that it writes, without those that `model.written_buffers` names. Nothing is
-    computed. Raises PlanError if the model cannot run so."""
+@dataclass(frozen=True)
+class Observed:
+    """What a forward does.
+
+    Args:
+        finished: the modules that it calls, in the order in which it finishes with them
+        written: the buffers that it writes, without those that `model.written_buffers` names
+        reads: the modules that run at each place where a parameter is read, by its name
+    """
+
+    finished: list[str]
+    written: tuple[str, ...] = ()
+    reads: Mapping[str, set[frozenset[str]]] = field(default_factory=dict)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes, by the id of a tensor, which modules are `running` whenever an operation reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.of: dict[int, set[frozenset[str]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
+            for leaf in tree_leaves((args, kwargs)):
+                self.of.setdefault(id(leaf), set()).add(frozenset(self.running))
+        return result
+
+    def during(self, call: Callable[[], Any]) -> Any:
+        """Call a function within this context."""
+        with self:
+            return call()
+
+
+def observe(model: nn.Module, example: Example) -> Observed:
+    """Return what a forward of the example does, of which nothing is computed. Raises PlanError if the model
+    cannot run so."""
     finished: dict[str, None] = {}
     seen: list[dict[str, tuple[int, int]]] = []
+    reads, ids = _Reads(), dict[str, int]()
     saved, known = model.state_dict().keys(), getattr(model, "written_buffers", ())
 
+    def begin(name: str) -> Any:
+        return lambda *_: reads.running.append(name)
+
     def finish(name: str) -> Any:
-        return lambda *_: finished.pop(name, None) or finished.setdefault(name)
+        return lambda *_: finished.pop(reads.running.pop(), None) or finished.setdefault(name)
 
     def look(*_: Any) -> None:
         seen.append({name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()})
+        ids.update({name: id(p) for name, p in model.named_parameters(remove_duplicate=False)})
 
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(begin(name)))
             hooks.enter_context(module.register_forward_hook(finish(name)))
         hooks.enter_context(model.register_forward_pre_hook(look))
         hooks.enter_context(model.register_forward_hook(look))
-        run_on_fakes(model, example)
+        run_on_fakes(model, example, around=reads.during)
     before, after = seen[0], seen[-1]
     changed = [name for name in before if before[name] != after.get(name)]
     # what is assigned anew and not saved, such as RoPE's tables, can be made again
@@ -329,7 +372,8 @@ def observe(model: nn.Module, example: Example) -> tuple[list[str], tuple[str, .
     norms = [n for n, m in model.named_modules() if m.training and getattr(m, "track_running_stats", False)]
     written += [f"{norm}.{key}" for norm in norms for key in ("running_mean", "running_var")]
     unknown = (name for name in written if not any(fnmatch.fnmatchcase(name, each) for each in known))
-    return list(finished), tuple(unknown)
+    of_parameters = {name: reads.of[key] for name, key in ids.items() if key in reads.of}
+    return Observed([*finished], tuple(unknown), of_parameters)
 
 
 def run_on_fakes(
@@ -393,31 +437,34 @@ def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _owners(
-    model: nn.Module, chosen: Sequence[str], whole: Sequence[str], called: Collection[str]
+    model: nn.Module, chosen: Sequence[str], whole: Sequence[str], observed: Observed
 ) -> dict[str, str]:
     """Return the module of a unit that each sharded parameter belongs to, by its names: the innermost of the
     `chosen`, or outside of them the module that has it, or the next one around that is called, at last the
-    model itself, "". A module that shares a parameter with the model belongs to the model too. Names of a
-    parameter in modules that are not called are left out if a called one has it too.
+    model itself, "". To the model belong too the parameters that are read while none of their modules runs,
+    with the rest of these modules. Names of a parameter in modules that are not called are left out if a
+    called module has it too.
     """
-    owners, around = dict[str, str](), dict[str, str]()
-    names_of: dict[nn.Parameter, list[str]] = {}
+    called, names_of = {*chosen, *observed.finished}, dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in whole:
             names_of.setdefault(parameter, []).append(name)
-            owner = innermost(name, chosen) or name.rpartition(".")[0]
-            (owners if owner in chosen or owner in called else around)[name] = owner
+    owners, of_root = dict[str, str](), {""}
     for names in names_of.values():
-        if not any(name in owners for name in names):
-            owners |= {name: innermost(around[name], called) or "" for name in names}
-    sharing = [{owners[name] for name in names if name in owners} for names in names_of.values()]
-    held = set[str]().union(*(each for each in sharing if "" in each))
-    if blocks := sorted(held.intersection(chosen)):
+        own = {name: innermost(name, chosen) or name.rpartition(".")[0] for name in names}
+        own = {name: owner for name, owner in own.items() if owner in called} or {
+            name: innermost(name, called) or "" for name in names
+        }
+        modules, reads = {*own.values()}, (observed.reads.get(name, set()) for name in names)
+        if "" in modules or any(map(modules.isdisjoint, set[frozenset[str]]().union(*reads))):
+            of_root |= modules
+        owners |= own
+    if blocks := sorted(of_root.intersection(chosen)):
         raise PlanError(
-            f"{blocks[0]} shares a parameter with the model itself, in whose unit no block can be: keep the "
-            "parameter whole: unsharded=[...] of describe, or the key model.unsharded"
+            f"a parameter of {blocks[0]} is shared with the model itself, or read outside of it, so a block "
+            "cannot have it alone: keep it whole: unsharded=[...] of describe, or the key model.unsharded"
         )
-    return {name: "" if owner in held else owner for name, owner in owners.items()}
+    return {name: "" if owner in of_root else owner for name, owner in owners.items()}
 
 
 def _as_they_begin(modules: Sequence[str]) -> list[str]:
