@@ -79,7 +79,7 @@ class LlamaConfig:
 
     # a Llama is built as every model is, by a factory
     factory: ClassVar[str] = "meshwright.models.llama:Llama"
-    blocks: ClassVar[None] = None
+    described: ClassVar[dict[str, Any]] = {}  # it describes itself
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.attention_cores import find_cores
-from meshwright.parallel.model.foreign_styles import find_styles, tp_sizes
+from meshwright.parallel.model.foreign_styles import find_styles, split_share, tp_sizes
 from meshwright.parallel.operators import fake_tensors
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import (
@@ -94,7 +94,7 @@ def describe(
     owners = _owners(model, [*found, *finer], whole, observed)
     groups = _in_order(owners, observed.finished, {*found, *finer})
     modules = _count(model, _as_they_begin(list(itertools.chain(*groups))), owners)
-    split, why_not = _styles(model, styles)
+    split, why_not = _styles(model, styles, found)
     cores, why_no_cores = find_cores(model)
     nested = {block for block in found if any(name.startswith(f"{block}.") for name in finer)}
     return ModelUnits(
@@ -104,6 +104,7 @@ def describe(
         checkpointed=frozenset(found),
         styles={"model": split} if split else {},
         tp_divides={"model": tp_sizes(model, split)} if split else {},
+        tp_share=split_share(model, split) if split else 1.0,
         attention_kernels=(),
         attention_ops=ATTENTION_OPS,
         unsharded=tuple(whole),
@@ -115,15 +116,23 @@ def describe(
     )
 
 
-def _styles(model: nn.Module, styles: Mapping[str, str] | None) -> tuple[dict[str, str], str]:
+def _styles(
+    model: nn.Module, styles: Mapping[str, str] | None, blocks: Sequence[str]
+) -> tuple[dict[str, str], str]:
     """Return the tensor-parallel styles; and why there are none if the model publishes a split that cannot be
-    used, which is a mistake only in a plan with tp."""
+    used, or that splits no block, which is a mistake only in a plan with tp."""
     try:
-        return find_styles(model, styles), ""
+        found = find_styles(model, styles)
     except PlanError as error:
         if styles is not None:
             raise
         return {}, str(error)
+    if styles is None and found and not split_share(model, found, blocks):
+        return (
+            {},
+            f"the model's _tp_plan splits {', '.join(found)} and no block: every tp rank would compute all",
+        )
+    return found, ""
 
 
 def _core_heads(model: nn.Module, example: Example | None, cores: Sequence[str]) -> dict[str, int]:

@@ -37,6 +37,7 @@ class ModelUnits:
         checkpointed: modules that support activation checkpointing
         styles: tensor-parallel style of each weight: part of the model -> fqn pattern -> style
         tp_divides: sizes that the tp degree must divide: part of the model -> config key -> value
+        tp_share: share of the parameters that the styles of a model of others split
         shared_parts: parts that share weights, so that all or none of them are split
         attention_ops: the operators of the attention kernels, for selective activation checkpointing
         attention_kernels: names of the attention kernels; none for a model whose kernel is its own business
@@ -58,6 +59,7 @@ class ModelUnits:
     checkpointed: frozenset[str]
     styles: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tp_divides: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tp_share: float = 1.0
     shared_parts: frozenset[str] = frozenset()
     attention_ops: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ("cpu",)

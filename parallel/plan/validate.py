@@ -266,7 +266,8 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         return
     if not model.styles:
         why = model.why_no_styles or (
-            "this model has no tensor-parallel styles: use 1, or describe(..., styles={...})"
+            "this model has no tensor-parallel styles: use 1, or describe(..., styles={...}), or the key "
+            "model.styles (docs/your-model.md)"
         )
         yield Mistake("mesh.tp", f"={tp}, but {why}")
         return
