@@ -79,7 +79,7 @@ class LlamaConfig:
 
     # a Llama is built as every model is, by a factory
     factory: ClassVar[str] = "meshwright.models.llama:Llama"
-    blocks: ClassVar[None] = None
+    described: ClassVar[dict[str, Any]] = {}  # it describes itself
     init: ClassVar[Literal["auto"]] = "auto"
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """FSDP2: units, precision, resharding, gradient reduction and the prefetch schedule."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.parallel.mesh import mesh_of_own_groups
-from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
+from meshwright.parallel.plan.schema import Plan, UnitPlan, innermost, prefetch_schedule
 
 Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
 
@@ -30,16 +30,18 @@ Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
 def apply_fsdp(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
 ) -> None:
-    """Shard each unit, then the root (which has no parameters left), in place.
+    """Shard each unit in place, at last the model itself, also if no parameters are left for it.
 
     Applies to one process too, so that code, precision policy and parameter names are the same everywhere.
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
     whole = keep_whole(model, plan.unsharded, mesh)
+    before, ignored = dict(model.named_parameters(remove_duplicate=False)), set(whole)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
         for unit in plan.units:
             modules = [model.get_submodule(name) for name in unit.modules]
+            parameters = {parameter for module in modules for parameter in module.parameters()}
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
@@ -51,14 +53,17 @@ def apply_fsdp(
                     cast_forward_inputs=False,  # _cast_inputs does
                 ),
                 offload_policy=offload,
-                ignored_params=whole,
+                ignored_params=ignored,
             )
+            ignored |= parameters  # those of other modules have the same, which are not sharded twice
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
             for name, module in zip(unit.modules, modules, strict=True):
                 cast = partial(_cast_inputs, getattr(torch, unit.param_dtype), name == plan.modules[0])
                 # not compiled: it runs before the compiled forward, and would be a graph of its own
                 module.register_forward_pre_hook(torch.compiler.disable(cast), with_kwargs=True)
-    fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=whole)
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=ignored)
+    _share_again(model, before)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank.
@@ -78,6 +83,16 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _share_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Give modules outside of units, which are never called, the sharded parameter that they share."""
+    after = dict(model.named_parameters(remove_duplicate=False))
+    sharded = {before[name]: after[name] for name in before if after[name] is not before[name]}
+    for name, parameter in before.items():
+        if after[name] is parameter in sharded:
+            path, _, key = name.rpartition(".")
+            setattr(model.get_submodule(path), key, sharded[parameter])
 
 
 def keep_whole(model: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -186,6 +201,16 @@ def set_last_micro_batch(model: nn.Module, units: Sequence[UnitPlan], last: bool
         module.set_requires_gradient_sync(reduces, recurse=False)
         module.set_requires_all_reduce(last, recurse=False)
         module.set_reshard_after_backward(last or unit.reshard_after_backward, recurse=False)
+
+
+def parameters_by_module(model: nn.Module, modules: Collection[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters, by their names in the model, of each module of the units: those of one that
+    contains others without theirs. A shared one is in each of its modules, once."""
+    found: dict[str, dict[nn.Parameter, str]] = {name: {} for name in modules}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (module := innermost(name, found)) is not None:
+            found[module].setdefault(parameter, name)
+    return {module: {name: p for p, name in of_module.items()} for module, of_module in found.items()}
 
 
 def copy_shard(parameter: Tensor, value: Tensor) -> None:

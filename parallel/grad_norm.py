@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.fsdp import local_part, parameters_by_module
 from meshwright.parallel.plan.schema import Plan
 
 
@@ -17,11 +17,9 @@ def unit_parameters(model: nn.Module, plan: Plan) -> dict[str, list[nn.Parameter
     """Return the trained parameters of each unit, by its name in the plan. A shared parameter belongs to the
     first unit that contains it. Units without trained parameters are left out."""
     assigned: set[nn.Parameter] = set()
-    units = {}
+    units, parameters_of = {}, parameters_by_module(model, plan.modules)
     for unit in plan.units:
-        trained = [
-            p for name in unit.modules for p in model.get_submodule(name).parameters() if p.requires_grad
-        ]
+        trained = [p for name in unit.modules for p in parameters_of[name].values() if p.requires_grad]
         if remaining := [p for p in dict.fromkeys(trained) if p not in assigned]:
             units[unit.name] = remaining
             assigned.update(remaining)

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.schema import Plan, without_containers
 
 
 def name_units(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
@@ -19,21 +19,21 @@ def name_units(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
     handles are removed.
 
     The ranges begin after the all-gather that FSDP2's hooks wait for, and end before those reshard and
-    reduce; each module of a unit has its own ranges. Hooks record them outside of dynamo's graphs, so nothing
-    recompiles.
+    reduce; each module of a unit has its own ranges, without those that contain others. Hooks record them
+    outside of dynamo's graphs, so nothing recompiles.
     """
     untraced = torch.compiler.disable
     handles = []
-    for unit in plan.units:
-        for name in unit.modules:
-            module, hooks = model.get_submodule(name), _ModuleHooks(unit.name)
-            handles += [
-                module.register_forward_pre_hook(untraced(hooks.before_forward)),
-                # runs before FSDP2's hook
-                module.register_forward_hook(untraced(hooks.after_forward), prepend=True),
-                # runs after it
-                module.register_forward_hook(untraced(hooks.before_backward)),
-            ]
+    unit_of = {module: unit.name for unit in plan.units for module in unit.modules}
+    for name in without_containers(plan.modules):
+        module, hooks = model.get_submodule(name), _ModuleHooks(unit_of[name])
+        handles += [
+            module.register_forward_pre_hook(untraced(hooks.before_forward)),
+            # runs before FSDP2's hook
+            module.register_forward_hook(untraced(hooks.after_forward), prepend=True),
+            # runs after it
+            module.register_forward_hook(untraced(hooks.before_backward)),
+        ]
     return handles
 
 

@@ -10,8 +10,8 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from torch import nn
 
@@ -34,7 +34,7 @@ DESCRIPTION = """example:
 Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the unsharded one:
 outputs and every gradient.
 """
-PROG, PREFIX = "tools.check", "--model.args."
+PROG, PREFIX = "tools.check", "--model."
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises ConfigError and PlanError.
     """
     options, rest = make_parser().parse_known_args(arguments)
-    model, example, loss = build(options.factory, rest)
+    model, example, loss, described = build(options.factory, rest)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
@@ -59,11 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     world_size = math.prod(degrees.values())
     batch = options.accumulation * options.dp_replicate * options.dp_shard
-    units = describe(model, example, blocks=_blocks(options.blocks))
+    units = describe(model, example, **described)
     shape = RunShape(world_size, world_size, max(1, tokens_of(example)), global_batch_size=batch)
     plan = make_plan(config, units, shape)
     if not options.json:
         print(plan_to_table(plan), flush=True)
+        if plan.mesh.tp > 1:
+            print(f"tp={plan.mesh.tp} splits {units.tp_share:.0%} of the parameters", flush=True)
     report = check(model, plan, example, loss, gradients=options.gradients)
     print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
     if not report.same:
@@ -81,7 +83,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="MODULE:FUNCTION",
         help="function that returns the model and an example of its arguments (a dict or a tuple)",
     )
-    add("--blocks", metavar="B", help="the blocks: a pattern of names, or a number of parameters")
     for axis, default in DEGREES.items():
         add(f"--{axis}", type=int, default=default, metavar="N", help=f"degree: 1 or 2 (default {default})")
     add("--cp_exchange", choices=("auto", *CP_EXCHANGES), default="auto", help="as parallel.cp_exchange")
@@ -97,23 +98,25 @@ def make_parser() -> argparse.ArgumentParser:
     add("--backend", default="inductor", help="of torch.compile (default inductor); none: eager only")
     add("--graph_breaks", action="store_true", help="allow them in blocks (compile.fullgraph=false)")
     add("--json", action="store_true", help="print one JSON document")
-    parser.epilog = f"{PREFIX}KEY=VALUE are arguments of the function, as YAML."
+    parser.epilog = (
+        f"{PREFIX}args.KEY=VALUE are arguments of the function, as YAML; {PREFIX}blocks, units, unsharded "
+        "and styles are as in a config: python -m train.main -h model."
+    )
     return parser
 
 
-def build(factory: str, arguments: Sequence[str]) -> tuple[nn.Module, Example, Loss | None]:
-    """Call the factory with what is below `PREFIX`. Raises ConfigError for any other argument, if there is no
-    such function, and if it returns something else."""
+def build(
+    factory: str, arguments: Sequence[str]
+) -> tuple[nn.Module, Example, Loss | None, Mapping[str, Any]]:
+    """Call the factory, and return what it does and the options of `describe`. Raises ConfigError for an
+    argument that is not below `PREFIX`, if there is no such function, and if it returns something else."""
     if unknown := [each for each in arguments if not each.startswith(PREFIX)]:
         raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
-    made = call_factory(parse_config([f"--model.factory={factory}", *arguments]).model, values=True)
+    config = parse_config([f"--model.factory={factory}", *arguments]).model
+    made = call_factory(config, values=True)
     if made.example is None:
         raise ConfigError(f"model.factory={factory} must return a model and an example of its arguments")
-    return made.module, made.example, made.loss
-
-
-def _blocks(text: str | None) -> str | int | None:
-    return int(text) if text and text.isdigit() else text
+    return made.module, made.example, made.loss, config.described
 
 
 if __name__ == "__main__":

@@ -328,6 +328,10 @@ class FactoryConfig:
         args: keyword arguments of the function
         blocks: the modules that become units and are compiled one by one: a pattern of names, or a number of
             parameters (docs/your-model.md); null: found
+        units: patterns of modules inside blocks that become units of their own
+        unsharded: patterns of parameters that every rank keeps whole
+        styles: pattern of modules -> tensor-parallel style (docs/your-model.md); null: what the model
+            publishes; {}: none
         init: initial values. constructor: those of the function, called with run.seed as torch's seed, in one
             process of a node at a time. modules: by the modules' own initialisers, unit by unit, compared
             with the function's. auto: what the model publishes, or else constructor below 4 GiB of parameters
@@ -336,6 +340,9 @@ class FactoryConfig:
     factory: str
     args: dict[str, Any] = field(default_factory=dict)
     blocks: str | None = None
+    units: tuple[str, ...] = ()
+    unsharded: tuple[str, ...] = ()
+    styles: dict[str, str] | None = None
     init: Literal["auto", "constructor", "modules"] = "auto"
 
     def __hash__(self) -> int:
@@ -345,6 +352,14 @@ class FactoryConfig:
     def max_seq_len(self) -> int | None:
         """The model's, which only the model itself knows."""
         return None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The options of `describe`."""
+        options = {key: getattr(self, key) for key in ("blocks", "units", "unsharded", "styles")}
+        if self.blocks and self.blocks.isdigit():
+            options["blocks"] = int(self.blocks)
+        return options
 
     @property
     def of_one_block(self) -> "FactoryConfig":

@@ -12,10 +12,11 @@ from typing import Any
 
 from meshwright.parallel.structure import describe_type, members
 from meshwright.parallel.yaml_io import to_yaml
-from meshwright.train.config import Config
+from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.errors import ConfigError
 
-FACTORY, ARGS, BLOCKS = "model.factory", "model.args", "model.blocks"
+FACTORY, ARGS = "model.factory", "model.args"
+OF_FACTORY = tuple(f"model.{item.name}" for item in dataclasses.fields(FactoryConfig))
 
 
 @cache

@@ -14,8 +14,8 @@ from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, FactoryConfig
 from meshwright.train.config_keys import (
     ARGS,
-    BLOCKS,
     FACTORY,
+    OF_FACTORY,
     above,
     help_text,
     is_config_key,
@@ -96,7 +96,7 @@ def parse_config(arguments: Sequence[str], from_user: bool = True) -> Config:
     factories = [setting.place for setting in settings if setting.key == FACTORY]
     if factories:
         settings = _without_shape(settings, factories)
-    elif alone := [setting.key for setting in settings if setting.key.startswith((ARGS, BLOCKS))]:
+    elif alone := [setting.key for setting in settings if setting.key.startswith(OF_FACTORY)]:
         raise ConfigError(f"{alone[0]} needs {FACTORY}=MODULE:FUNCTION, to whose model it belongs")
     config = _build(_merge(settings), FactoryConfig if factories else LlamaConfig)
     if config.run.dir is None:
@@ -203,7 +203,7 @@ def _without_shape(settings: Sequence[_Setting], factories: Sequence[str]) -> li
     after = places[places.index(factories[0]) :]
     kept = []
     for setting in settings:
-        if not setting.key.startswith("model.") or setting.key.startswith((FACTORY, ARGS, BLOCKS)):
+        if not setting.key.startswith("model.") or setting.key.startswith(OF_FACTORY):
             kept.append(setting)
         elif setting.place in after:
             raise ConfigError(

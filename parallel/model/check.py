@@ -134,7 +134,7 @@ def check(
     The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises
     PlanError for a model that is too large, or that cannot be sharded or compiled so.
     """
-    for mistake in written_mistakes(plan.mesh, observe(model, example)[1]):
+    for mistake in written_mistakes(plan.mesh, observe(model, example).written):
         raise PlanError(f"check: {mistake.message}")
     cut, blocks = cut_model(model, plan)
     small = small_plan(plan, cut)
@@ -318,7 +318,8 @@ def compare(
                 differences.append(Mismatch(run, name, error, scale))
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, (differences, largest))
-    written = [name for name, buffer in unsharded.named_buffers() if not torch.equal(buffer, values[name])]
+    buffers = dict(unsharded.named_buffers())
+    written = [n for n, b in buffers.items() if n in values and not torch.equal(b, values[n])]
     return {
         "compared": compared,
         "largest": max(of_rank for _, of_rank in by_rank),

@@ -9,21 +9,30 @@ an example without computation.
 import fnmatch
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.attention_cores import find_cores
-from meshwright.parallel.model.foreign_styles import find_styles, tp_sizes
+from meshwright.parallel.model.foreign_styles import find_styles, split_share, tp_sizes
+from meshwright.parallel.operators import fake_tensors
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.plan.schema import ModelUnits, ShardableModel
+from meshwright.parallel.plan.schema import (
+    ModelUnits,
+    ShardableModel,
+    innermost,
+    last_places,
+    without_containers,
+)
 
 Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments of the model's forward
 Blocks = str | type[nn.Module] | int
@@ -35,9 +44,11 @@ ATTENTION_OPS = (
     "aten._scaled_dot_product_flash_attention_for_cpu",
 )
 WAY_OUT = (
-    "name them: describe(model, example, blocks=...), model.blocks=... of train.main, or --blocks=... of "
-    "tools.check takes a pattern of names or a number of parameters"
+    "name them: describe(model, example, blocks=...), or the key model.blocks, takes a pattern of names or a "
+    "number of parameters"
 )
+SMALL_LIST = 0.05  # share of the parameters of the largest list
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they cannot be called
 
 
 def describe(
@@ -57,10 +68,11 @@ def describe(
         blocks: the modules that each become a unit and are compiled and recomputed one by one: a pattern of
             names such as "encoder.layers.*", a class, or a number of parameters (the smallest modules that
             have so many, as FSDP1's size-based wrapping). None: the classes in `_no_split_modules`, or else
-            the longest ModuleList or Sequential of one class
+            the elements of the model's outermost lists (docs/your-model.md)
         units: patterns of modules inside blocks that become units of their own; their block is then not
             compiled as a whole
-        unsharded: patterns of parameters that every rank keeps whole, in the dtype in which they are stored
+        unsharded: patterns of parameters that every rank keeps whole, in the dtype in which they are stored;
+            scalars always are
         styles: tensor-parallel styles by pattern of module names (docs/your-model.md); None: what the model
             publishes as `_tp_plan`, or none if that cannot be used; {}: none
 
@@ -72,13 +84,17 @@ def describe(
     found = find_blocks(model, blocks)
     finer = _matching(model, units, "units")
     whole = _unsharded(model, unsharded)
-    order, written = [name for name, _ in model.named_modules()], tuple[str, ...]()
+    registered = [name for name, _ in model.named_modules()]
+    last = last_places(tuple(registered))
     if example is not None:
-        order, written = observe(model, example)
-    owners = _owners(model, [*found, *finer], whole, order if example is not None else None)
-    groups = _in_order(owners, order, {*found, *finer})
-    modules = _count(model, list(itertools.chain(*groups)), owners)
-    split, why_not = _styles(model, styles)
+        observed = observe(model, example)
+    else:
+        able = [name for name in registered if not isinstance(model.get_submodule(name), CONTAINERS)]
+        observed = Observed(sorted(able, key=lambda name: (last[name], -len(name))))
+    owners = _owners(model, [*found, *finer], whole, observed)
+    groups = _in_order(owners, observed.finished, {*found, *finer})
+    modules = _count(model, _as_they_begin(list(itertools.chain(*groups))), owners)
+    split, why_not = _styles(model, styles, found)
     cores, why_no_cores = find_cores(model)
     nested = {block for block in found if any(name.startswith(f"{block}.") for name in finer)}
     return ModelUnits(
@@ -88,6 +104,7 @@ def describe(
         checkpointed=frozenset(found),
         styles={"model": split} if split else {},
         tp_divides={"model": tp_sizes(model, split)} if split else {},
+        tp_share=split_share(model, split) if split else 1.0,
         attention_kernels=(),
         attention_ops=ATTENTION_OPS,
         unsharded=tuple(whole),
@@ -95,19 +112,27 @@ def describe(
         attention_cores=cores,
         core_heads=_core_heads(model, example, cores),
         why_no_cores=why_no_cores,
-        written=written,
+        written=observed.written,
     )
 
 
-def _styles(model: nn.Module, styles: Mapping[str, str] | None) -> tuple[dict[str, str], str]:
+def _styles(
+    model: nn.Module, styles: Mapping[str, str] | None, blocks: Sequence[str]
+) -> tuple[dict[str, str], str]:
     """Return the tensor-parallel styles; and why there are none if the model publishes a split that cannot be
-    used, which is a mistake only in a plan with tp."""
+    used, or that splits no block, which is a mistake only in a plan with tp."""
     try:
-        return find_styles(model, styles), ""
+        found = find_styles(model, styles)
     except PlanError as error:
         if styles is not None:
             raise
         return {}, str(error)
+    if styles is None and found and not split_share(model, found, blocks):
+        return (
+            {},
+            f"the model's _tp_plan splits {', '.join(found)} and no block: every tp rank would compute all",
+        )
+    return found, ""
 
 
 def _core_heads(model: nn.Module, example: Example | None, cores: Sequence[str]) -> dict[str, int]:
@@ -165,7 +190,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[str]:
     """Return the names of the model's blocks. Raises PlanError if there are none."""
     match blocks:
         case str():
-            return _matching(model, [blocks], "blocks")
+            found = _matching(model, [blocks], "blocks")
         case bool():
             raise PlanError(f"blocks={blocks}: {WAY_OUT}")
         case int():
@@ -173,7 +198,8 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[str]:
         case type():
             found = _outermost(name for name, module in model.named_modules() if isinstance(module, blocks))
         case _:
-            found = _by_class_name(model) or _longest_list(model)
+            found = _by_class_name(model) or _of_lists(model)
+    found = [each for name in found for each in _callable(name, model.get_submodule(name))]
     if not found:
         what = f"blocks={blocks!r} matches no module" if blocks is not None else "no list of equal blocks"
         raise PlanError(f"{type(model).__name__}: {what}: {WAY_OUT}")
@@ -186,19 +212,45 @@ def _by_class_name(model: nn.Module) -> list[str]:
     return _outermost(name for name, module in model.named_modules() if type(module).__name__ in names)
 
 
-def _longest_list(model: nn.Module) -> list[str]:
-    """Return the elements of the longest ModuleList or Sequential whose elements have parameters and one
-    class; among equally long ones, that with the most parameters."""
-    found: tuple[tuple[int, int], list[str]] = ((1, 0), [])
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        sizes = [sum(p.numel() for p in child.parameters()) for child in module]
-        if len({type(child) for child in module}) == 1 and all(sizes):
-            rank = (len(sizes), sum(sizes))
-            if rank > found[0]:
-                found = (rank, [_join(name, child) for child, _ in module.named_children()])
-    return found[1]
+def _of_lists(model: nn.Module) -> list[str]:
+    """Return the elements of the outermost lists: of that with the most parameters, and of others of the same
+    classes or that are not small beside it, such as a decoder's beside an encoder's."""
+    lists = {tuple(names): sum(map(_size, parts)) for names, parts in _outermost_lists("", model)}
+    if not lists:
+        return []
+    largest = max(lists, key=lists.__getitem__)
+    kinds = {type(model.get_submodule(name)) for name in largest}
+    return [
+        name
+        for names, size in lists.items()
+        if size >= SMALL_LIST * lists[largest] or kinds.issuperset(map(type, map(model.get_submodule, names)))
+        for name in names
+    ]
+
+
+def _outermost_lists(name: str, module: nn.Module) -> Iterator[tuple[list[str], list[nn.Module]]]:
+    """Yield names and modules of the elements of each ModuleList or Sequential that have parameters and whose
+    class occurs twice in it; lists inside of such elements are not looked for."""
+    children = {_join(name, key): child for key, child in module.named_children() if _size(child)}
+    kinds = Counter(map(type, module)) if isinstance(module, nn.ModuleList | nn.Sequential) else Counter()
+    elements = {key: child for key, child in children.items() if kinds[type(child)] > 1}
+    if elements:
+        yield [*elements], [*elements.values()]
+    for key, child in children.items():
+        if key not in elements:
+            yield from _outermost_lists(key, child)
+
+
+def _callable(name: str, module: nn.Module) -> Iterator[str]:
+    """Yield a module's name, or for a container, which has no forward, those of the modules in it."""
+    if not isinstance(module, CONTAINERS):
+        yield name
+    for key, child in module.named_children() if isinstance(module, CONTAINERS) else ():
+        yield from _callable(_join(name, key), child) if _size(child) else ()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _of_size(model: nn.Module, least: int) -> Iterator[str]:
@@ -211,8 +263,7 @@ def _of_size(model: nn.Module, least: int) -> Iterator[str]:
             found for child, part in module.named_children() for found in walk(_join(name, child), part)
         ]
         yield from inside
-        size = sum(p.numel() for p in module.parameters())
-        if not inside and name and size >= least and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if not inside and name and _size(module) >= least and not isinstance(module, CONTAINERS):
             yield name
 
     yield from walk("", model)
@@ -247,44 +298,81 @@ def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[st
 
 
 def _unsharded(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the parameters that stay whole. Raises PlanError for a scalar that would not."""
+    """Return the names of the parameters that stay whole, by any name of a shared one: those that match, and
+    scalars, which cannot be sharded."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    names = [*named]
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise PlanError(f"unsharded={pattern!r} matches no parameter.{nearest(pattern, names)}")
-    named_so = {n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)}
-    chosen = {id(named[name]) for name in named_so}  # a shared one by any of its names
-    whole = [name for name in names if id(named[name]) in chosen]
-    for name in names:
-        if not named[name].dim() and name not in whole:
-            raise PlanError(
-                f"{name} is a scalar, which cannot be sharded: make it a tensor of one element, "
-                f"torch.ones(1), or keep it whole: unsharded=[{name!r}]"
-            )
-    return whole
+        if not fnmatch.filter(named, pattern):
+            raise PlanError(f"unsharded={pattern!r} matches no parameter.{nearest(pattern, named)}")
+    chosen = {
+        id(parameter)
+        for name, parameter in named.items()
+        if not parameter.dim() or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    return [name for name, parameter in named.items() if id(parameter) in chosen]
 
 
-def observe(model: nn.Module, example: Example) -> tuple[list[str], tuple[str, ...]]:
-    """Return the names of the modules that a forward of the example calls, in the order in which it finishes
-    with them, and of the buffers that it writes, without those that `model.written_buffers` names. Nothing is
-    computed. Raises PlanError if the model cannot run so."""
+@dataclass(frozen=True)
+class Observed:
+    """What a forward does.
+
+    Args:
+        finished: the modules that it calls, in the order in which it finishes with them
+        written: the buffers that it writes, without those that `model.written_buffers` names
+        reads: the modules that run at each place where a parameter is read, by its name
+    """
+
+    finished: list[str]
+    written: tuple[str, ...] = ()
+    reads: Mapping[str, set[frozenset[str]]] = field(default_factory=dict)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes, by the id of a tensor, which modules are `running` whenever an operation reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.of: dict[int, set[frozenset[str]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
+            for leaf in tree_leaves((args, kwargs)):
+                self.of.setdefault(id(leaf), set()).add(frozenset(self.running))
+        return result
+
+    def during(self, call: Callable[[], Any]) -> Any:
+        """Call a function within this context."""
+        with self:
+            return call()
+
+
+def observe(model: nn.Module, example: Example) -> Observed:
+    """Return what a forward of the example does, of which nothing is computed. Raises PlanError if the model
+    cannot run so."""
     finished: dict[str, None] = {}
     seen: list[dict[str, tuple[int, int]]] = []
+    reads, ids = _Reads(), dict[str, int]()
     saved, known = model.state_dict().keys(), getattr(model, "written_buffers", ())
 
+    def begin(name: str) -> Any:
+        return lambda *_: reads.running.append(name)
+
     def finish(name: str) -> Any:
-        return lambda *_: finished.pop(name, None) or finished.setdefault(name)
+        return lambda *_: finished.pop(reads.running.pop(), None) or finished.setdefault(name)
 
     def look(*_: Any) -> None:
         seen.append({name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()})
+        ids.update({name: id(p) for name, p in model.named_parameters(remove_duplicate=False)})
 
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(begin(name)))
             hooks.enter_context(module.register_forward_hook(finish(name)))
         hooks.enter_context(model.register_forward_pre_hook(look))
         hooks.enter_context(model.register_forward_hook(look))
-        run_on_fakes(model, example)
+        run_on_fakes(model, example, around=reads.during)
     before, after = seen[0], seen[-1]
     changed = [name for name in before if before[name] != after.get(name)]
     # what is assigned anew and not saved, such as RoPE's tables, can be made again
@@ -293,7 +381,8 @@ def observe(model: nn.Module, example: Example) -> tuple[list[str], tuple[str, .
     norms = [n for n, m in model.named_modules() if m.training and getattr(m, "track_running_stats", False)]
     written += [f"{norm}.{key}" for norm in norms for key in ("running_mean", "running_var")]
     unknown = (name for name in written if not any(fnmatch.fnmatchcase(name, each) for each in known))
-    return list(finished), tuple(unknown)
+    of_parameters = {name: reads.of[key] for name, key in ids.items() if key in reads.of}
+    return Observed([*finished], tuple(unknown), of_parameters)
 
 
 def run_on_fakes(
@@ -311,7 +400,7 @@ def run_on_fakes(
     Raises PlanError if the model cannot run so.
     """
     try:
-        with _nothing_changed(model), FakeTensorMode():
+        with _nothing_changed(model), fake_tensors():
 
             def fake(tensor: Tensor) -> Tensor:
                 changed = dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
@@ -357,35 +446,45 @@ def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _owners(
-    model: nn.Module, chosen: Sequence[str], whole: Sequence[str], called: Sequence[str] | None
+    model: nn.Module, chosen: Sequence[str], whole: Sequence[str], observed: Observed
 ) -> dict[str, str]:
-    """Return the module of a unit that each sharded parameter belongs to: the innermost of the `chosen`, or
-    outside of them the module that has it, or one around it if its parent calls no forward of it."""
-    owners = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    """Return the module of a unit that each sharded parameter belongs to, by its names: the innermost of the
+    `chosen`, or outside of them the module that has it, or the next one around that is called, at last the
+    model itself, "". To the model belong too the parameters that are read while none of their modules runs,
+    with the rest of these modules. Names of a parameter in modules that are not called are left out if a
+    called module has it too.
+    """
+    called, names_of = {*chosen, *observed.finished}, dict[nn.Parameter, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in whole:
-            inside = [unit for unit in chosen if name.startswith(f"{unit}.")]
-            owners[name] = max(inside, key=len) if inside else _outside(model, name, chosen, called)
-    return owners
-
-
-def _outside(model: nn.Module, parameter: str, chosen: Sequence[str], called: Sequence[str] | None) -> str:
-    """Return the module outside of blocks that gathers a parameter. Raises PlanError if there is none."""
-    module = parameter.rpartition(".")[0]
-    while called is not None and module and module not in called:
-        parent = module.rpartition(".")[0]
-        if any(unit.startswith(f"{parent}." if parent else "") for unit in chosen):
-            raise PlanError(
-                f"{parameter} is in no unit: the example never calls {module}: use an example that does, "
-                f"remove the module, or keep the parameter whole: unsharded=[{parameter!r}]"
-            )
-        module = parent
-    if not module:
+            names_of.setdefault(parameter, []).append(name)
+    owners, of_root = dict[str, str](), {""}
+    for names in names_of.values():
+        own = {name: innermost(name, chosen) or name.rpartition(".")[0] for name in names}
+        own = {name: owner for name, owner in own.items() if owner in called} or {
+            name: innermost(name, called) or "" for name in names
+        }
+        modules, reads = {*own.values()}, (observed.reads.get(name, set()) for name in names)
+        if "" in modules or any(map(modules.isdisjoint, set[frozenset[str]]().union(*reads))):
+            of_root |= modules
+        owners |= own
+    if blocks := sorted(of_root.intersection(chosen)):
         raise PlanError(
-            f"{parameter} is in no unit: it belongs to the model itself, and not to a module that it calls: "
-            f"put it into one, or keep it whole: unsharded=[{parameter!r}]"
+            f"a parameter of {blocks[0]} is shared with the model itself, or read outside of it, so a block "
+            "cannot have it alone: keep it whole: unsharded=[...] of describe, or the key model.unsharded"
         )
-    return module
+    return {name: "" if owner in of_root else owner for name, owner in owners.items()}
+
+
+def _as_they_begin(modules: Sequence[str]) -> list[str]:
+    """Return modules, given as the forward finishes with them, as it begins with them: one that contains
+    others before these."""
+    first: dict[str, int] = {}
+    for place, name in enumerate(modules):
+        parts = name.split(".")
+        for end in range(len(parts) + 1):
+            first.setdefault(".".join(parts[:end]), place)
+    return sorted(modules, key=lambda name: (first[name], len(name)))
 
 
 def _in_order(owners: Mapping[str, str], order: Sequence[str], alone: set[str]) -> list[tuple[str, ...]]:
@@ -397,7 +496,7 @@ def _in_order(owners: Mapping[str, str], order: Sequence[str], alone: set[str]) 
         raise PlanError(
             f"{missing[0]} is never called by the example: use an example that calls it, or other blocks"
         )
-    containers = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    containers = names.difference(without_containers(sorted(names)))
     groups: list[tuple[str, ...]] = []
     for name in (name for name in order if name in names):
         joins = groups and not {name, *groups[-1]} & (alone | containers)
@@ -431,8 +530,9 @@ def _join_shared(
 
 def _count(model: nn.Module, modules: Sequence[str], owners: Mapping[str, str]) -> dict[str, int]:
     """Return the number of parameters that each module owns; shared ones count once."""
-    counts = dict.fromkeys(modules, 0)
-    for name, parameter in model.named_parameters():
-        if name in owners:
+    counts, counted = dict.fromkeys(modules, 0), set[nn.Parameter]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in owners and parameter not in counted:
             counts[owners[name]] += parameter.numel()
+            counted.add(parameter)
     return counts

@@ -2,7 +2,7 @@
 transformers' `_tp_plan`, checked against the modules that would be split."""
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.rules import STYLE_NAMES, nearest
+from meshwright.parallel.plan.schema import innermost
 
 # transformers' word -> our style (transformers/integrations/tensor_parallel.py)
 TRANSFORMERS_STYLES = {
@@ -21,7 +22,8 @@ TRANSFORMERS_STYLES = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "per_head",
 }
-LEAVE_OUT = "use describe(..., styles={...}) without it, or tp=1"
+SAY_STYLES = "describe(..., styles={...}), or the key model.styles,"
+LEAVE_OUT = f"use {SAY_STYLES} without it, or tp=1"
 
 
 def find_styles(model: nn.Module, styles: Mapping[str, str] | None) -> dict[str, str]:
@@ -116,6 +118,18 @@ def what_is_lost(module: nn.Module, style: str) -> str:
     if "forward" in own or any(own[key] for key in own if key.startswith(("_forward", "_backward"))):
         return "would ignore its replaced forward, or call its hooks with a part: remove them"
     return ""
+
+
+def split_share(model: nn.Module, styles: Mapping[str, str], within: Sequence[str] = ("",)) -> float:
+    """Return the share of the parameters in some modules that these styles split."""
+    patterns = [pattern for pattern, style in styles.items() if style not in ("sequence", "per_head")]
+    split = total = 0
+    for name, parameter in model.named_parameters():
+        if innermost(name, within) is not None:
+            module = name.rpartition(".")[0]
+            total += parameter.numel()
+            split += parameter.numel() * any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
+    return split / max(1, total)
 
 
 def tp_sizes(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:

@@ -107,7 +107,8 @@ def _initialised(
     model, device = sharded.model, torch.device(_device_type(sharded))
     passes = [initialise] if initialise else [_reset, _of_model(model)]
     done: set[str] = set()
-    for root in (*sharded.plan.modules, ""):
+    finished = [name for unit in sharded.plan.units for name in unit.modules if name]
+    for root in (*finished, ""):
         modules = {
             name: module
             for name, module in model.get_submodule(root).named_modules(prefix=root)

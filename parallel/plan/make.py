@@ -20,6 +20,7 @@ from meshwright.parallel.plan.schema import (
     Plan,
     TensorPlan,
     UnitPlan,
+    ends_forward,
     only_look_up,
 )
 from meshwright.parallel.plan.selective_policy import blocks_of_every, saved_ops
@@ -213,9 +214,8 @@ def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> t
     units = [
         UnitPlan(
             modules=modules,
-            # The last unit of the forward is the first of the backward: resharding it in between would
-            # gather it twice in a row.
-            reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
+            reshard_after_forward=not ends_forward(modules, model.modules)
+            and _resolve(config.reshard_after_forward, True),
             unshard_in_backward=not only_look_up(modules, model),
             reshard_after_backward=_resolve(config.reshard_after_backward, True),
             reduce_gradients=_resolve(config.reduce_gradients, "every_micro_batch"),

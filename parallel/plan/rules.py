@@ -163,7 +163,7 @@ def written_mistakes(mesh: MeshPlan, written: Sequence[str]) -> Iterator[Mistake
 def unsharded_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     """Check the parameters that every rank keeps whole."""
     if set(plan.unsharded) != set(model.unsharded):
-        wanted = f"{list(model.unsharded)}, as describe(unsharded=...) says"
+        wanted = f"{list(model.unsharded)}, as describe(unsharded=...) or the key model.unsharded says"
         yield Mistake("unsharded", f"={list(plan.unsharded)} must be {wanted}")
     elif plan.unsharded and plan.cpu_offload:
         yield Mistake(

@@ -2,9 +2,9 @@
 
 import fnmatch
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -22,6 +22,7 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 REDUCE_GRADIENTS: tuple[ReduceGradients, ...] = get_args(ReduceGradients)
 CP_EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+ROOT = "(root)"  # in names and files: the model itself, whose own name is ""
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class ModelUnits:
 
     Args:
         modules: name and number of parameters of each module that units consist of, in the order in which the
-            forward runs them; shared parameters count once
+            forward begins with them; shared parameters count once. A module that contains others has only the
+            parameters outside of them; "" is the model itself
         units: modules of each FSDP unit, in the order in which the forward finishes with them
         compiled: modules that are compiled
         checkpointed: modules that support activation checkpointing
         styles: tensor-parallel style of each weight: part of the model -> fqn pattern -> style
         tp_divides: sizes that the tp degree must divide: part of the model -> config key -> value
+        tp_share: share of the parameters that the styles of a model of others split
         shared_parts: parts that share weights, so that all or none of them are split
         attention_ops: the operators of the attention kernels, for selective activation checkpointing
         attention_kernels: names of the attention kernels; none for a model whose kernel is its own business
@@ -57,6 +60,7 @@ class ModelUnits:
     checkpointed: frozenset[str]
     styles: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tp_divides: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tp_share: float = 1.0
     shared_parts: frozenset[str] = frozenset()
     attention_ops: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ("cpu",)
@@ -177,7 +181,7 @@ class UnitPlan:
     @cached_property
     def name(self) -> str:
         """The names of the modules, joined by "+"."""
-        return "+".join(self.modules)
+        return "+".join(module or ROOT for module in self.modules)
 
     @cached_property
     def settings(self) -> tuple[Any, ...]:
@@ -196,7 +200,7 @@ class Plan:
         loss_chunk_tokens: tokens whose logits exist at the same time; 0 is all
         fused_projections: one product for projections that read the same input
         async_tp: overlap tp collectives with the products next to them
-        modules: in the order in which the forward runs them
+        modules: in the order in which the forward begins with them
         units: in the order in which the forward finishes with them
         unsharded: parameters that every rank keeps whole
     """
@@ -234,6 +238,40 @@ class Plan:
         forward finishes with them last."""
         place = {module: i for i, module in enumerate(self.modules)}
         return sorted(self.units, key=lambda unit: min(place[module] for module in unit.modules))
+
+
+def innermost(name: str, modules: Collection[str]) -> str | None:
+    """Return the innermost of these modules that a module or parameter is in, or is; None: it is in none."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name if name in modules else None
+
+
+@cache
+def last_places(modules: tuple[str, ...]) -> Mapping[str, int]:
+    """Return the place at which the forward finishes with each module: its own, or that of the last module in
+    it. `modules`: in the order in which the forward begins with them."""
+    last = dict[str, int]()
+    for place, name in enumerate(modules):
+        around: str | None = name
+        while around is not None:
+            last[around] = place
+            around = innermost(around.rpartition(".")[0], last) if around else None
+    return last
+
+
+def without_containers(modules: Iterable[str]) -> list[str]:
+    """Return the modules that contain no others: all that a unit computes is computed by these."""
+    modules = tuple(modules)
+    last = last_places(modules)
+    return [name for place, name in enumerate(modules) if last[name] == place]
+
+
+def ends_forward(modules: Iterable[str], of_model: Iterable[str]) -> bool:
+    """Whether the forward finishes with one of these modules last, so that its unit is the backward's first:
+    resharding it in between would gather it twice in a row."""
+    last = last_places(tuple(of_model))
+    return any(last[name] == len(last) - 1 for name in modules)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import msgspec
 
 from meshwright.parallel.errors import PlanError, fold, one_line
 from meshwright.parallel.plan.mistakes import Mistake, describe
-from meshwright.parallel.plan.schema import Plan, UnitPlan
+from meshwright.parallel.plan.schema import ROOT, Plan, UnitPlan
 from meshwright.parallel.structure import convert
 from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
 
@@ -29,7 +29,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     units = [{"unit": name, **_plain(unit)} for name, unit in group_units(plan.units)]
     for unit in units:
         del unit["modules"]  # whose names are its own
-    modules = join_names(plan.modules)
+    modules = join_names([name or ROOT for name in plan.modules])
     return _plain(dataclasses.replace(plan, units=())) | {"modules": modules, "units": units}
 
 
@@ -90,7 +90,7 @@ def load_plan(path: Path) -> Plan:
         raise PlanError(f"plan file {error}") from None
     mistakes = list[str]()
     if isinstance(data.get("modules"), list):
-        data["modules"] = _read_names(data["modules"], "modules", mistakes)
+        data["modules"] = [*map(_module_name, _read_names(data["modules"], "modules", mistakes))]
     if isinstance(data.get("units"), list):
         data["units"] = _read_units(data["units"], mistakes)
     plan: Plan = convert(Plan, data, "", mistakes)
@@ -158,8 +158,15 @@ def _read_units(entries: list[Any], mistakes: list[str]) -> list[UnitPlan]:
         mistakes += [f"unit {name}: {each}" for each in wrong]
         names = _read_names([name], "units", mistakes)
         if not wrong:
-            units += [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
+            units += [
+                dataclasses.replace(first, modules=tuple(map(_module_name, each.split("+"))))
+                for each in names
+            ]
     return units
+
+
+def _module_name(text: str) -> str:
+    return "" if text == ROOT else text
 
 
 def _read_names(entries: list[Any], key: str, mistakes: list[str]) -> list[Any]:

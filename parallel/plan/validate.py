@@ -12,13 +12,17 @@ from meshwright.parallel.plan.float8_rules import float8_mistakes
 from meshwright.parallel.plan.mistakes import SELECTING, Mistake, describe, key_values, planned_keys
 from meshwright.parallel.plan.rules import nearest, split_styles
 from meshwright.parallel.plan.schema import (
+    ROOT,
     MeshPlan,
     ModelUnits,
     Plan,
     UnitPlan,
+    ends_forward,
     find_style,
+    last_places,
     only_look_up,
     regathered,
+    without_containers,
 )
 from meshwright.parallel.plan.selective_policy import saved_ops_mistakes
 from meshwright.parallel.plan.serialize import value_text
@@ -66,7 +70,11 @@ def _contradictions(
 ) -> Iterator[Mistake]:
     """Check that no config key contradicts the plan file, which would silently override it."""
     default, planned = key_values(ParallelConfig()), planned_keys(plan)
-    planned["parallel.reshard_after_forward"].pop()  # that of the last unit, which is never resharded
+    planned["parallel.reshard_after_forward"] = [
+        unit.reshard_after_forward
+        for unit in plan.units
+        if not ends_forward(unit.modules, plan.modules)  # which is never resharded
+    ]
     for key in ("parallel.activation_checkpoint", "parallel.activation_budget"):  # of blocks only
         of_units = zip(planned[key], plan.units, strict=True)
         planned[key] = [value for value, unit in of_units if model.checkpointed.issuperset(unit.modules)]
@@ -98,7 +106,7 @@ def _structure_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     used = Counter(module for unit in plan.units for module in unit.modules)
     if planned != published:
         pairs = itertools.zip_longest(planned, published, fillvalue="nothing")
-        difference = next(f"{found} instead of {expected}" for found, expected in pairs if found != expected)
+        difference = next(f"{a or ROOT} instead of {b or ROOT}" for a, b in pairs if a != b)
         yield Mistake(
             "modules",
             f": these are not the modules of this model ({len(planned)}, the model has {len(published)}; "
@@ -106,12 +114,12 @@ def _structure_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
         )
     elif wrong := sorted(name for name, n in used.items() if n > 1 or name not in published):
         for name in wrong:
-            message = f": module {name} is in {used[name]} units, but must be in one: list it once"
+            message = f": module {name or ROOT} is in {used[name]} units, but must be in one: list it once"
             if name not in published:
                 message = f": this model has no module {name}.{nearest(name, published)}"
             yield Mistake("units", message, (name,))
     elif missing := [name for name in published if name not in used]:
-        shown = f"{', '.join(missing[:3])}{' ...' if missing[3:] else ''}"
+        shown = f"{', '.join(name or ROOT for name in missing[:3])}{' ...' if missing[3:] else ''}"
         yield Mistake("units", f": {shown} is in no unit: add it to one")
     else:
         yield from itertools.islice(_order_mistakes(plan, model), 1)
@@ -124,7 +132,7 @@ def _order_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
         if 0 < len(set(modules).intersection(unit.modules)) < len(modules):
             message = f": {' and '.join(modules)} share a parameter: put them in one unit"
             yield Mistake("units", message, (unit.name,))
-    place = {module: i for i, module in enumerate(plan.modules)}
+    place = last_places(plan.modules)
     for unit, following in itertools.pairwise(plan.units):
         if max(place[module] for module in unit.modules) > max(place[module] for module in following.modules):
             yield Mistake(
@@ -231,7 +239,8 @@ def _dtype_chain_mistakes(plan: Plan) -> Iterator[Mistake]:
     not cast the loss. Each module's hidden state is cast, but not what a model makes of its embeddings'
     dtype for all blocks, such as transformers' RoPE tables: in float32 they would not fit bfloat16 blocks."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    unit, following = unit_of[plan.modules[0]], unit_of[plan.modules[:2][-1]]
+    modules = without_containers(plan.modules)
+    unit, following = unit_of[modules[0]], unit_of[modules[:2][-1]]
     out = unit.param_dtype if unit.output_dtype == "same" or len(unit.modules) > 1 else unit.output_dtype
     if unit is not following and (out, following.param_dtype) == ("float32", "bfloat16"):
         cast = "set output_dtype=bfloat16 on it, or " if len(unit.modules) == 1 else ""
@@ -257,7 +266,8 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mis
         return
     if not model.styles:
         why = model.why_no_styles or (
-            "this model has no tensor-parallel styles: use 1, or describe(..., styles={...})"
+            "this model has no tensor-parallel styles: use 1, or describe(..., styles={...}), or the key "
+            "model.styles (docs/your-model.md)"
         )
         yield Mistake("mesh.tp", f"={tp}, but {why}")
         return

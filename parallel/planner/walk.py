@@ -13,9 +13,11 @@ from meshwright.parallel.plan.schema import (
     Plan,
     UnitPlan,
     keeps_parameters,
+    last_places,
     micro_batch_kinds,
     prefetch_schedule,
     sums_whole_gradients,
+    without_containers,
 )
 
 
@@ -73,15 +75,17 @@ class StepWalk:
         """`has_backward`: whether any of these modules has a backward."""
         self.sink = sink
         self._plan, self._has_backward = plan, has_backward
-        self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
-        self._modules: dict[str, list[str]] = {}  # by unit, in the order of the forward
-        for module in plan.modules:
-            self._modules.setdefault(self._unit_of[module].name, []).append(module)
+        self._computing = set(without_containers(plan.modules))
+        place, last = {name: i for i, name in enumerate(plan.modules)}, last_places(plan.modules)
+        self._begun: dict[str, UnitPlan] = {}  # by the module with which the forward begins with the unit
+        self._finished: dict[str, list[UnitPlan]] = {name: [] for name in plan.modules}
+        for unit in plan.units:
+            self._begun[min(unit.modules, key=place.__getitem__)] = unit
+            self._finished[plan.modules[max(last[name] for name in unit.modules)]].append(unit)
         self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
-        first_trained = next(i for i, module in enumerate(plan.modules) if has_backward((module,)))
-        without_gradient = plan.modules[: first_trained + 1]  # modules whose inputs need none
-        units = plan.forward_order
-        self._left_last = [unit for unit in units if self._modules[unit.name][0] in without_gradient]
+        trained = (name for name in plan.modules if name in self._computing and has_backward((name,)))
+        without_gradient = plan.modules[: place[next(trained)] + 1]  # modules whose inputs need none
+        self._left_last = [self._begun[name] for name in without_gradient if name in self._begun]
         self.gathered, self._in_flight, self._resharded = set[str](), set[str](), set[str]()
 
     def step(self) -> None:
@@ -94,26 +98,27 @@ class StepWalk:
     def forward(self, micro_batch: MicroBatch) -> None:
         """Walk through a forward: gather each unit before its first module, reshard it after its last."""
         for module in self._plan.modules:
-            unit = self._unit_of[module]
-            if module == self._modules[unit.name][0]:
-                self._enter(unit, "forward")
-            self.sink.compute(module, "forward")
-            if module == self._modules[unit.name][-1] and unit.reshard_after_forward is not False:
-                self.gathered.discard(unit.name)
-                self._resharded.add(unit.name)
-                self.sink.reshard(unit, "forward")
+            if module in self._begun:
+                self._enter(self._begun[module], "forward")
+            if module in self._computing:
+                self.sink.compute(module, "forward")
+            for unit in self._finished[module]:
+                if unit.reshard_after_forward is not False:
+                    self.gathered.discard(unit.name)
+                    self._resharded.add(unit.name)
+                    self.sink.reshard(unit, "forward")
         self.sink.end("forward", micro_batch)
 
     def backward(self, micro_batch: MicroBatch) -> None:
         """Walk through a backward: gather each unit before its last module, leave it after its first."""
         for module in reversed(self._plan.modules):
             if self._has_backward((module,)):
-                unit = self._unit_of[module]
-                if module == self._modules[unit.name][-1]:
+                for unit in reversed(self._finished[module]):
                     self._enter(unit, "backward")
-                self.sink.compute(module, "backward")
-                if module == self._modules[unit.name][0] and unit not in self._left_last:
-                    self._leave(unit, micro_batch)
+                if module in self._computing:
+                    self.sink.compute(module, "backward")
+                if module in self._begun and self._begun[module] not in self._left_last:
+                    self._leave(self._begun[module], micro_batch)
         for unit in self._left_last:
             self._leave(unit, micro_batch)
         self.sink.end("backward", micro_batch)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.activation_offload import SEND_LABEL
-from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.fsdp import local_part, parameters_by_module
 from meshwright.parallel.memory_breakdown import MemoryBreakdown
 from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
 from meshwright.parallel.simulate.module_tracker import OPTIMIZER_LABEL, ModuleTracker
@@ -69,10 +69,8 @@ class StorageTracker:
         self._gathered: dict[str, list[nn.Parameter]] = {}  # a unit's parameters of full size
         self._plan, self._units = plan, {unit.name: unit for unit in plan.units}
         self._params = list(model.parameters())
-        self._unit_params = {
-            u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units
-        }
-        self._modules = dict(model.named_modules())
+        self._model, self._modules = model, dict(model.named_modules())
+        self._unit_params = self._parameters_by_unit()
         self._differentiated = ""  # the module whose backward ran last
         self._reduced: list[int] = []  # storages that the running reduction has created
 
@@ -103,8 +101,7 @@ class StorageTracker:
         opened = "" if closed else self._position.label
         if closed.startswith(PRE_FORWARD_LABEL):
             unit = self._units[self._position.unit_in(closed)]
-            modules = [self._modules[name] for name in unit.modules]
-            self._gathered[unit.name] = [p for module in modules for p in module.parameters()]
+            self._gathered[unit.name] = self._parameters_by_unit()[unit.name]
         elif closed == BACKWARD_END:
             self._micro_batch += 1
         elif opened.startswith(RESHARD_LABEL):
@@ -114,6 +111,11 @@ class StorageTracker:
             self.mark("params", self._params)
         elif closed.startswith(REDUCE_LABEL):
             self._mark_reduced(self._unit_params[self._position.unit_in(closed)])
+
+    def _parameters_by_unit(self) -> dict[str, list[nn.Parameter]]:
+        """Return the parameters of each unit as they are at the moment: shards, or gathered."""
+        of = parameters_by_module(self._model, self._plan.modules)
+        return {unit.name: [p for m in unit.modules for p in of[m].values()] for unit in self._plan.units}
 
     def _kind(self, tensor: Tensor) -> str:
         """Return the kind of a tensor that was just created."""

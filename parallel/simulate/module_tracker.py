@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from meshwright.parallel.plan.schema import Plan
 
-# such as "FSDP::all_gather (layers.3)"; the first module if the unit has several
-UNIT_LABEL = re.compile(r"FSDP::\w+ \(([\w.]+)")
+# such as "FSDP::all_gather (layers.3)"; the first module if the unit has several, none for the model itself
+UNIT_LABEL = re.compile(r"FSDP::\w+(?: \(([\w.]*)|$)")
 OPTIMIZER_LABEL = "Optimizer.step"
 
 
@@ -106,7 +106,7 @@ class ModuleTracker:
     def unit_in(self, label: str) -> str:
         """Return the unit that a label names; "" if none."""
         match = UNIT_LABEL.match(label)
-        return self._unit_of[match[1]] if match else ""
+        return self._unit_of.get(match[1] or "", "") if match else ""
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if module in self._names:

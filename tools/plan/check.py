@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import MicroBatch, Plan, UnitPlan, find_style, sums_whole_gradients
 from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
@@ -127,11 +128,12 @@ class TrafficSink(StepSink):
     def __init__(self, plan: Plan, work: ModelWorkload, model: nn.Module) -> None:
         self.sent: list[tuple[str, str, float]] = []  # op, axis, bytes
         self._plan, self._work, self._mesh = plan, work, plan.mesh
+        parameters_of = parameters_by_module(model, plan.modules)
         self._parameters = {
             unit.name: {
-                parameter: find_style(plan.tensor, f"{module}.{name}".rpartition(".")[0])
+                parameter: find_style(plan.tensor, name.rpartition(".")[0])
                 for module in unit.modules
-                for name, parameter in model.get_submodule(module).named_parameters()
+                for name, parameter in parameters_of[module].items()
             }
             for unit in plan.units
         }

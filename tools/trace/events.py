@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.parallel.plan.schema import ROOT
 from meshwright.tools.trace.reader import check_header, read_events, read_header
 from meshwright.tools.trace.roofline import dtype_of
 from meshwright.train.errors import DataError
@@ -70,7 +71,8 @@ class Label:
 def parse_label(name: str) -> tuple[str, str] | None:
     """Return kind and unit of an annotation; None if it is not of a unit, FSDP2 or the optimizer."""
     if match := _FSDP.fullmatch(name):
-        unit = match[2] or match[3] or ""
+        of_root = "" if match[1].startswith(("root_", "inputs_", "cast_")) else ROOT
+        unit = match[2] or match[3] or of_root
         return match[1], unit.replace(", ", "+")  # several modules are joined as in UnitPlan.name
     if match := _UNIT_WORK.fullmatch(name):
         return match[2], match[1]

@@ -175,6 +175,8 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
     if job.parallel.strategy:
         console.print(describe_strategy(job.parallel.strategy, plan.mesh))
     console.print(plan_to_table(plan))
+    if plan.mesh.tp > 1 and (share := model_of(job.model).units.tp_share) < 1:
+        console.print(f"tp={plan.mesh.tp} splits {share:.0%} of the parameters; every tp rank has all others")
     if job.parallel.plan != "auto":  # the planner has already considered what advice would suggest
         console.print_lines(
             f"advice: {line}" for line in (*advise(plan, ranks.local_world_size), *unused_keys(job.parallel))

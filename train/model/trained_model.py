@@ -86,10 +86,7 @@ class TrainedModel:
     @cached_property
     def units(self) -> ModelUnits:
         """What planning needs."""
-        blocks = self.config.blocks
-        return describe(
-            self.module, self.example, blocks=int(blocks) if blocks and blocks.isdigit() else blocks
-        )
+        return describe(self.module, self.example, **self.config.described)
 
     @property
     def parameters(self) -> int:

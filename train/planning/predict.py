@@ -5,6 +5,7 @@ from functools import cache, partial
 
 from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
@@ -151,8 +152,8 @@ def _frozen_and_trained(
     built = model_of(model).new()
     freeze(built, patterns)
     counts = {
-        name: [(p.numel(), p.requires_grad) for p in built.get_submodule(name).parameters()]
-        for name in model_of(model).units.modules
+        name: [(p.numel(), p.requires_grad) for p in parameters.values()]
+        for name, parameters in parameters_by_module(built, model_of(model).units.modules).items()
     }
     shares = {
         name: sum(n for n, trained in count if trained) / sum(n for n, _ in count)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.context_parallel import ContextAxis, apply_exchange
+from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.model.inputs import (
     ModuleCall,
     alone_on_fakes,
@@ -32,7 +33,14 @@ from meshwright.parallel.model.inputs import (
     with_sizes,
 )
 from meshwright.parallel.plan.float8_rules import count_float8
-from meshwright.parallel.plan.schema import ContextPlan, Plan, ShardableModel, TensorPlan, UnitPlan
+from meshwright.parallel.plan.schema import (
+    ContextPlan,
+    Plan,
+    ShardableModel,
+    TensorPlan,
+    UnitPlan,
+    without_containers,
+)
 from meshwright.parallel.plan.selective_policy import MATMUL
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.float8 import PRODUCT, multiply_in_float8
@@ -44,7 +52,7 @@ from meshwright.parallel.planner.tracing.trace import (
     compiled_workload,
     eager_workload,
 )
-from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import ModelConfig
 from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import TrainedModel, model_of
@@ -90,7 +98,7 @@ def kinds_of(config: ModelConfig, seq_len: int) -> Mapping[str, str]:
     calls = {} if config.of_one_block != config else _calls(config, 2, seq_len, "float32")
     return {
         name: first.setdefault(kind_of(model.module.get_submodule(name), calls.get(name)), name)
-        for name in model.units.modules
+        for name in without_containers(model.units.modules)
     }
 
 
@@ -106,7 +114,8 @@ def _calls(
         ids = torch.zeros(sequences, tokens, dtype=torch.int64, device="meta")
         first = torch.zeros(sequences, masked_tokens, dtype=torch.int64, device="meta")
         example = ids, None, first, None, first[0, :tokens]  # as TrainedModel.computes_loss says
-    return record_calls(model.module, example, model.units.modules, getattr(torch, dtype)).calls
+    names = without_containers(model.units.modules)
+    return record_calls(model.module, example, names, getattr(torch, dtype)).calls
 
 
 def module_builder(case: TraceCase) -> Callable[[int], TracedModule]:
@@ -215,7 +224,11 @@ def model_workload(
     kinds, units = kinds_of(model, seq_len), trained_model.units
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, traced = dict[str, ModuleWorkload](), dict[Any, ModuleWorkload]()
+    parameters_of, output = parameters_by_module(trained_model.module, plan.modules), Linear()
     for name in plan.modules:
+        if name not in kinds:
+            modules[name] = _of_container([*parameters_of[name].values()], output)
+            continue
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
         in_block = name in units.checkpointed
         equal = kinds[name], unit_of[name].settings, fixed, in_block
@@ -224,6 +237,7 @@ def model_workload(
             case = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
             traced[equal] = _trace(case, folder)
         modules[name] = traced[equal]
+        output = modules[name].output
     if parameters := count_float8(plan, units.linears):
         blocks = {id(work): work for name, work in modules.items() if name in units.checkpointed}
         multiplied = {key: replace(work, float8=parameters) for key, work in blocks.items()}
@@ -237,16 +251,28 @@ def model_workload(
     return ModelWorkload(modules, {}, seq_len, plan.modules[-1], tables)
 
 
+def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleWorkload:
+    """Return the workload of a module that contains others: its own parameters, and nothing to compute.
+    `output`: of the module before, which it passes on."""
+    nothing = Phase((), ())
+    weights = tuple((p.shape[0], p.numel() // p.shape[0]) for p in parameters)
+    count = sum(parameter.numel() for parameter in parameters)
+    return ModuleWorkload(count, nothing, nothing, Linear(), output, weights)
+
+
 @cache
 def _shared_weights(model: ModelConfig) -> dict[str, frozenset[int]]:
     """Return the places of the parameters that a later module shares, by module: they count there, where
     their gradient begins."""
-    built, modules, last = model_of(model).module, model_of(model).units.modules, dict[nn.Parameter, str]()
-    for name in modules:
-        last |= dict.fromkeys(built.get_submodule(name).parameters(), name)
+    of, last = (
+        parameters_by_module(model_of(model).module, model_of(model).units.modules),
+        dict[nn.Parameter, str](),
+    )
+    for name, parameters in of.items():
+        last |= dict.fromkeys(parameters.values(), name)
     places = {
-        name: frozenset(i for i, p in enumerate(built.get_submodule(name).parameters()) if last[p] != name)
-        for name in modules
+        name: frozenset(i for i, p in enumerate(parameters.values()) if last[p] != name)
+        for name, parameters in of.items()
     }
     return {name: shared for name, shared in places.items() if shared}
 

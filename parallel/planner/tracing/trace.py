@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Placement, Shard
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.parallel.activation_checkpoint import count_saved
+from meshwright.parallel.operators import fake_tensors
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.plan.selective_policy import find_op
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
@@ -46,7 +46,7 @@ MOST_TRACED_SEQUENCES = 2  # the graphs of all larger micro batches are the same
 
 def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
     """Return the workload, run eagerly, of the module that `build` returns for a number of sequences."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors(allow_non_fake_inputs=True):
         forward, backward, saved, output = trace_eager(build)
         module = build(1).module
     return ModuleWorkload(count_parameters(module), forward, backward, saved, output, list_weights(module))
@@ -125,7 +125,7 @@ def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 
         kinds.extend(_kind(x, subject) for x in inputs)
         return inner(graph, inputs)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), _quiet_compiler():
+    with fake_tensors(allow_non_fake_inputs=True), _quiet_compiler():
         subject = build(sequences)
         # all of it: some modules compile only a part of themselves
         nn.Module.compile(subject.module, fullgraph=True, backend=backend)
@@ -150,7 +150,7 @@ def compiled_workload(
     if saved_ops is not None:
         _tag_recomputed(graph.graph, saved_ops)
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
+        fake_tensors(allow_non_fake_inputs=True),
         functorch.patch(activation_memory_budget=budget),
         _random_operators_as_they_are(),
     ):
