@@ -39,7 +39,7 @@ def fake_tensors(allow_non_fake_inputs: bool = False) -> Iterator[FakeTensorMode
             mat_a, mat_b, keys["offs"], keys["out_dtype"]
         )
 
-    _meta_registrations._meta_grouped_mm_common = shape_of
+    _meta_registrations._meta_grouped_mm_common = shape_of  # type: ignore[assignment]
     try:
         with FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
             yield mode

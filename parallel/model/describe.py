@@ -400,7 +400,7 @@ def run_on_fakes(
     Raises PlanError if the model cannot run so.
     """
     try:
-        with _nothing_changed(model), fake_tensors():
+        with _nothing_changed(model), fake_tensors(allow_non_fake_inputs=True):  # tensors as attributes
 
             def fake(tensor: Tensor) -> Tensor:
                 changed = dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
@@ -409,6 +409,10 @@ def run_on_fakes(
 
             named = (*model.named_parameters(), *model.named_buffers())
             values = {name: fake(tensor) for name, tensor in named}
+            for own in map(vars, model.modules()):
+                own |= {
+                    key: fake(each) for key, each in own.items() if isinstance(each, Tensor) and each.is_meta
+                }
             args, kwargs = call_arguments(tree_map_only(Tensor, fake, example))
             return around(lambda: functional_call(model, values, args, kwargs))
     except Exception as error:

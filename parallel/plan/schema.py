@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
-from importlib import import_module
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from meshwright.parallel.config import (
@@ -221,11 +220,6 @@ class Plan:
     modules: tuple[str, ...]
     unsharded: tuple[str, ...] = field(default=(), kw_only=True)
     units: tuple[UnitPlan, ...]
-
-    def __str__(self) -> str:
-        """The table that runs print."""
-        table = import_module("meshwright.parallel.plan.serialize")  # late: it imports this module
-        return str(table.plan_to_table(self))
 
     @property
     def global_batch_size(self) -> int:

@@ -204,6 +204,9 @@ def plan_to_table(plan: Plan) -> str:
     )
 
 
+Plan.__str__ = plan_to_table  # type: ignore[method-assign, assignment]  # what print(plan) shows
+
+
 def _about_all_units(plan: Plan) -> list[str]:
     mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)

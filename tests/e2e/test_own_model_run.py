@@ -57,7 +57,7 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     checkpoint = find_newest(folder)
     config = checkpoint_config(checkpoint).model
     allow([config.factory])  # type: ignore[union-attr]
-    own = call_factory(config, device="cpu").module  # type: ignore[arg-type]
+    own = call_factory(config, values=True).module  # type: ignore[arg-type]
     own.load_state_dict(load_full_weights(checkpoint))
     ids = make_tokens(264, 2, 24)
     with torch.no_grad():

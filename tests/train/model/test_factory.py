@@ -87,7 +87,7 @@ def test_a_factory_is_called_when_a_command_names_it() -> None:
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     assert model.module[0].weight.shape == (264, 16)  # type: ignore[index]
     assert model.example is None
-    assert call_factory(FactoryConfig(MIXER), device=None).module[0].weight.device == torch.device("cpu")  # type: ignore[index]
+    assert call_factory(FactoryConfig(MIXER), values=True).module[0].weight.device == torch.device("cpu")  # type: ignore[index]
 
 
 def test_what_a_checkpoint_names_is_not_even_imported(
