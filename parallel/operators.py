@@ -30,7 +30,7 @@ def custom_op_body(op: Any) -> Callable[..., Any] | None:
 def fake_tensors(allow_non_fake_inputs: bool = False) -> Iterator[FakeTensorMode]:
     """Context of fake tensors. In it the shape function of grouped products, those of experts, takes what
     their kernels take; torch's own refuses all dtypes but bfloat16, and sizes by the rules of GPUs."""
-    common = _meta_registrations._meta_grouped_mm_common
+    common: Any = _meta_registrations._meta_grouped_mm_common
 
     def shape_of(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **keys: Any) -> Tensor:
         if scale_a is not None:
@@ -39,7 +39,7 @@ def fake_tensors(allow_non_fake_inputs: bool = False) -> Iterator[FakeTensorMode
             mat_a, mat_b, keys["offs"], keys["out_dtype"]
         )
 
-    _meta_registrations._meta_grouped_mm_common = shape_of
+    _meta_registrations._meta_grouped_mm_common = shape_of  # type: ignore[assignment]
     try:
         with FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
             yield mode

@@ -49,7 +49,9 @@ def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
     with fake_tensors(allow_non_fake_inputs=True):
         forward, backward, saved, output = trace_eager(build)
         module = build(1).module
-    return ModuleWorkload(count_parameters(module), forward, backward, saved, output, list_weights(module))
+    return ModuleWorkload(
+        count_parameters(module), forward, backward, saved, output, list_weights(module.parameters())
+    )
 
 
 InputKind = Literal["weight", "table", "given"]  # table: a buffer, or a tensor that the caller holds
@@ -231,7 +233,7 @@ def _read(forward: Graph, backward: Graph, joint: JointGraph) -> ModuleWorkload:
         backward_kernels.phase(),
         saved_bytes,
         result,
-        list_weights(module),
+        list_weights(module.parameters()),
         buffers=module_buffers(
             forward_kernels, backward_kernels, received, [kind == "weight" for kind in kinds], results
         ),
@@ -247,11 +249,9 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def list_weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
+def list_weights(parameters: Iterable[nn.Parameter]) -> tuple[tuple[int, int], ...]:
     """Return (rows, values per row) of each parameter."""
-    return tuple(
-        (parameter.shape[0], parameter.numel() // parameter.shape[0]) for parameter in module.parameters()
-    )
+    return tuple((len(p), p.numel() // len(p)) if p.dim() else (1, 1) for p in parameters)
 
 
 @contextmanager
