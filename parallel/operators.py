@@ -13,13 +13,14 @@ from torch.fx import Node
 
 def custom_op_body(op: Any) -> Callable[..., Any] | None:
     """Return the Python body of a `torch.library.custom_op`, so that tracers can look inside it. None for
-    other operators, for torch's own, and for those with "attention" or "kernel" in their name, which count as
-    one kernel."""
+    other operators, for torch's own, and for grouped products and those with "attention" or "kernel" in their
+    name, which count as one kernel."""
     defined = OPDEFS.get(op.name()) if op.namespace != "aten" else None
     if (
         defined is None
         or "attention" in op.name()
         or "kernel" in op.name()
+        or op.name().partition("::")[2] in GROUPED_PRODUCTS
         or defined._init_fn.__module__.startswith("torch.")
     ):
         return None
@@ -70,7 +71,9 @@ VIEWS = frozenset(
     }
 )
 FLOAT8_PRODUCT = "_scaled_mm"
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", FLOAT8_PRODUCT})
+# products of each expert's tokens with its weight, with the number of products: torch's, and transformers'
+GROUPED_PRODUCTS = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", FLOAT8_PRODUCT, *GROUPED_PRODUCTS})
 REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "var_mean"})
 COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
