@@ -84,13 +84,7 @@ def describe(
     found = find_blocks(model, blocks)
     finer = _matching(model, units, "units")
     whole = _unsharded(model, unsharded)
-    registered = [name for name, _ in model.named_modules()]
-    last = last_places(tuple(registered))
-    if example is not None:
-        observed = observe(model, example)
-    else:
-        able = [name for name in registered if not isinstance(model.get_submodule(name), CONTAINERS)]
-        observed = Observed(sorted(able, key=lambda name: (last[name], -len(name))))
+    observed = observe(model, example) if example is not None else _as_registered(model)
     owners = _owners(model, [*found, *finer], whole, observed)
     groups = _in_order(owners, observed.finished, {*found, *finer})
     modules = _count(model, _as_they_begin(list(itertools.chain(*groups))), owners)
@@ -327,6 +321,13 @@ class Observed:
     reads: Mapping[str, set[frozenset[str]]] = field(default_factory=dict)
 
 
+def _as_registered(model: nn.Module) -> Observed:
+    """Return the forward of a model that calls its modules in the order in which they are registered."""
+    last = last_places(tuple(name for name, _ in model.named_modules()))
+    called = (name for name, module in model.named_modules() if not isinstance(module, CONTAINERS))
+    return Observed(sorted(called, key=lambda name: (last[name], -len(name))))
+
+
 class _Reads(TorchFunctionMode):
     """Notes, by the id of a tensor, which modules are `running` whenever an operation reads it."""
 
@@ -470,8 +471,9 @@ def _owners(
         owners |= own
     if blocks := sorted(of_root.intersection(chosen)):
         raise PlanError(
-            f"a parameter of {blocks[0]} is shared with the model itself, or read outside of it, so a block "
-            "cannot have it alone: keep it whole: unsharded=[...] of describe, or the key model.unsharded"
+            f"{blocks[0]} cannot be a block: a parameter of it is shared with the model itself, or read "
+            "outside of it: use other blocks, or keep the parameter whole: describe(unsharded=...), or the "
+            "key model.unsharded"
         )
     return {name: "" if owner in of_root else owner for name, owner in owners.items()}
 
