@@ -29,8 +29,8 @@ def custom_op_body(op: Any) -> Callable[..., Any] | None:
 
 @contextmanager
 def fake_tensors(allow_non_fake_inputs: bool = False) -> Iterator[FakeTensorMode]:
-    """Context of fake tensors. In it the shape function of grouped products, those of experts, takes what
-    their kernels take; torch's own refuses all dtypes but bfloat16, and sizes by the rules of GPUs."""
+    """Context of fake tensors. In it the shape function of grouped products, those of experts, takes any dtype,
+    as their kernels do; torch's own refuses all but bfloat16."""
     common: Any = _meta_registrations._meta_grouped_mm_common
 
     def shape_of(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **keys: Any) -> Tensor:

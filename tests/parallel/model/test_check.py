@@ -212,6 +212,7 @@ def padded() -> MADE:
 
 def compare_on_ranks() -> dict[str, Any]:
     made, off, table, of_ids = stack(), off_on_one_rank(), with_table(), padded()
+    of_root = rooted(), {"ids": torch.arange(48).view(8, 6)}
     token_models = [(kind(), {"ids": torch.zeros(2, 6, dtype=torch.long)}) for kind in (Positioned, Shifted)]
     plans = {
         "recomputed": plan_of(made, activation_checkpoint="full"),
@@ -223,7 +224,6 @@ def compare_on_ranks() -> dict[str, Any]:
     }
     found: dict[str, Any] = {name: compare(plan, *made) for name, plan in plans.items()}
     found["off"] = compare(plan_of(off), *off)
-    of_root = rooted(), {"ids": torch.arange(48).view(8, 6)}
     root = plan_of(of_root, activation_checkpoint="full")
     found["root sharded"] = compare(root, *of_root)
     root = plan_of(of_root, activation_checkpoint="full", dp_replicate=2, dp_shard=1)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from benchmarks.own_models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
-from meshwright.parallel.model.describe import describe, find_blocks
+from meshwright.parallel.model.describe import describe, find_blocks, run_on_fakes
 from meshwright.parallel.plan.validate import validate
+from meshwright.parallel.planner.tracing.eager import record_call
 
 
 class Positions(nn.Module):
@@ -263,6 +264,42 @@ def test_a_published_split_that_is_unknown_is_refused_only_with_tp() -> None:
         mw.make_plan(mw.ParallelConfig(tp=2), units, mw.RunShape(2, 2, 8))
     assert "tp=2, but LlamaForCausalLM._tp_plan: model.layers.*.mlp.down_proj" in str(raised.value)
     assert "no style for 'packed_rowwise'" in str(raised.value)
+
+
+def test_a_published_split_of_no_block_is_refused_with_tp() -> None:
+    model, example = on_meta(hf_llama)
+    model._tp_plan = {"lm_head": "colwise_gather_output"}
+    model.tp_plan = model._tp_plan
+    units = describe(model, example)
+    with pytest.raises(mw.PlanError, match="splits lm_head and no block"):
+        mw.make_plan(mw.ParallelConfig(tp=2), units, mw.RunShape(2, 2, 8))
+    given = describe(model, example, styles={"lm_head": "own_gathered"})
+    head = sum(p.numel() for p in model.lm_head.parameters())
+    assert given.tp_share == head / sum(p.numel() for p in model.parameters())
+
+
+class Grouped(nn.Module):
+    """Two experts with half of the tokens each, in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
+        result: Tensor = nn.functional.grouped_mm(x, self.weight, offs=ends)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_have_the_shape_and_the_operations_that_a_cpu_has(dtype: torch.dtype) -> None:
+    """torch's own shape function refuses float32."""
+    model, x = Grouped(), torch.ones(4, 8)
+    expected = model.to(dtype)(x.to(dtype))
+    found = run_on_fakes(model, (x.to(dtype),))
+    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+    recorded, _ = run_on_fakes(model, (x.to(dtype),), around=lambda call: record_call(call, ()))
+    assert [op.flops.fixed for op in recorded.operations if op.kind == "matmul"] == [2 * 4 * 8 * 8]
 
 
 class Counting(nn.Linear):
