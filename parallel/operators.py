@@ -1,13 +1,11 @@
 """Kinds of ATen and c10d operators, eager or in a graph: views, matrix products, collectives; the Python
 body of custom operators; and fake tensors for all that a device can run."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, _meta_registrations
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 
@@ -25,27 +23,6 @@ def custom_op_body(op: Any) -> Callable[..., Any] | None:
     ):
         return None
     return defined._init_fn
-
-
-@contextmanager
-def fake_tensors(allow_non_fake_inputs: bool = False) -> Iterator[FakeTensorMode]:
-    """Context of fake tensors. In it the shape function of grouped products, those of experts, takes any dtype,
-    as their kernels do; torch's own refuses all but bfloat16."""
-    common: Any = _meta_registrations._meta_grouped_mm_common
-
-    def shape_of(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **keys: Any) -> Tensor:
-        if scale_a is not None:
-            return common(mat_a, mat_b, scale_a, scale_b, **keys)
-        return _meta_registrations._create_grouped_mm_output_tensor(
-            mat_a, mat_b, keys["offs"], keys["out_dtype"]
-        )
-
-    _meta_registrations._meta_grouped_mm_common = shape_of  # type: ignore[assignment]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
-            yield mode
-    finally:
-        _meta_registrations._meta_grouped_mm_common = common
 
 
 VIEWS = frozenset(

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _meta_registrations, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.attention_cores import find_cores
 from meshwright.parallel.model.foreign_styles import find_styles, split_share, tp_sizes
-from meshwright.parallel.operators import fake_tensors
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import (
     ModelUnits,
@@ -122,10 +122,8 @@ def _styles(
             raise
         return {}, str(error)
     if styles is None and found and not split_share(model, found, blocks):
-        return (
-            {},
-            f"the model's _tp_plan splits {', '.join(found)} and no block: every tp rank would compute all",
-        )
+        names = ", ".join(found)
+        return {}, f"the model's _tp_plan splits {names} and no block: every tp rank would compute all"
     return found, ""
 
 
@@ -420,6 +418,27 @@ def run_on_fakes(
 
 
 @contextmanager
+def fake_tensors(allow_non_fake_inputs: bool = False) -> Iterator[FakeTensorMode]:
+    """Context of fake tensors. In it the shape function of grouped products, of experts, takes any dtype,
+    as their kernels do; torch's own refuses all but bfloat16."""
+    common: Any = _meta_registrations._meta_grouped_mm_common
+
+    def shape_of(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **keys: Any) -> Tensor:
+        if scale_a is not None:
+            return common(mat_a, mat_b, scale_a, scale_b, **keys)
+        return _meta_registrations._create_grouped_mm_output_tensor(
+            mat_a, mat_b, keys["offs"], keys["out_dtype"]
+        )
+
+    _meta_registrations._meta_grouped_mm_common = shape_of  # type: ignore[assignment]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
+            yield mode
+    finally:
+        _meta_registrations._meta_grouped_mm_common = common
+
+
+@contextmanager
 def _nothing_changed(model: nn.Module) -> Iterator[None]:
     """Context after which modules have their attributes again, in which a forward may keep tensors; in it
     transformers' models take each row of tokens as one sequence. They look for several in the values of
@@ -452,8 +471,8 @@ def _owners(
     """Return the module of a unit that each sharded parameter belongs to, by its names: the innermost of the
     `chosen`, or outside of them the module that has it, or the next one around that is called, at last the
     model itself, "". To the model belong too the parameters that are read while none of their modules runs,
-    with the rest of these modules. Names of a parameter in modules that are not called are left out if a
-    called module has it too.
+    with the rest of these modules, unless one is chosen. Names of a parameter in modules that are not called
+    are left out if a called module has it too.
     """
     called, names_of = {*chosen, *observed.finished}, dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -466,14 +485,14 @@ def _owners(
             name: innermost(name, called) or "" for name in names
         }
         modules, reads = {*own.values()}, (observed.reads.get(name, set()) for name in names)
-        if "" in modules or any(map(modules.isdisjoint, set[frozenset[str]]().union(*reads))):
+        read_elsewhere = any(map(modules.isdisjoint, set[frozenset[str]]().union(*reads)))
+        if "" in modules or (read_elsewhere and modules.isdisjoint(chosen)):
             of_root |= modules
         owners |= own
     if blocks := sorted(of_root.intersection(chosen)):
         raise PlanError(
-            f"{blocks[0]} cannot be a block: a parameter of it is shared with the model itself, or read "
-            "outside of it: use other blocks, or keep the parameter whole: describe(unsharded=...), or the "
-            "key model.unsharded"
+            f"{blocks[0]} cannot be a block: the model itself has one of its parameters too: use other blocks, "
+            "or keep the parameter whole: describe(unsharded=...), or the key model.unsharded"
         )
     return {name: "" if owner in of_root else owner for name, owner in owners.items()}
 

@@ -172,18 +172,8 @@ def linear() -> tuple[nn.Module, Any]:
     return nn.Linear(8, 8), (torch.zeros(2, 8),)
 
 
-class Early(nn.Sequential):
-    """Leaves its last module out."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self[:-1]:
-            x = module(x)
-        return x
-
-
-def embedding(unused: bool = False, **keys: Any) -> tuple[nn.Module, Any]:
-    modules = [nn.Embedding(8, 8, **keys), nn.Linear(8, 8), nn.Linear(8, 8)]
-    return Early(*modules, nn.Linear(8, 8)) if unused else nn.Sequential(*modules), (ids() % 8,)
+def embedding(**keys: Any) -> tuple[nn.Module, Any]:
+    return nn.Sequential(nn.Embedding(8, 8, **keys), nn.Linear(8, 8), nn.Linear(8, 8)), (ids() % 8,)
 
 
 def tied_block() -> tuple[nn.Module, Any]:
@@ -202,8 +192,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: llama(use_cache=True), {}, "set model.config.use_cache = False"),
     (checkpointing, {}, "the model's own gradient checkpointing is on"),
     (tied_block, {}, "blocks.0 cannot be a block"),
-    (positions, {"blocks": "never_called"}, "never_called cannot be a block"),
-    (lambda: embedding(unused=True), {"blocks": "3"}, "3 is never called by the example"),
+    (positions, {"blocks": "never_called"}, "never_called is never called by the example"),
     (linear, {}, "no list of equal blocks: name them"),
     (positions, {"blocks": "block.*"}, "blocks='block.*' matches no module"),
     (lambda: positions(9), {"unsharded": ["positions"]}, "does not run on the example's"),
