@@ -491,8 +491,8 @@ def _owners(
         owners |= own
     if blocks := sorted(of_root.intersection(chosen)):
         raise PlanError(
-            f"{blocks[0]} cannot be a block: the model itself has one of its parameters too: use other blocks, "
-            "or keep the parameter whole: describe(unsharded=...), or the key model.unsharded"
+            f"{blocks[0]} cannot be a block: the model itself has one of its parameters too: use other "
+            "blocks, or keep the parameter whole: describe(unsharded=...), or the key model.unsharded"
         )
     return {name: "" if owner in of_root else owner for name, owner in owners.items()}
 
