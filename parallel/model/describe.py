@@ -408,6 +408,8 @@ def run_on_fakes(
 
             named = (*model.named_parameters(), *model.named_buffers())
             values = {name: fake(tensor) for name, tensor in named}
+            for own in map(vars, model.modules()):  # tensors that are plain attributes
+                own.update({key: fake(value) for key, value in own.items() if isinstance(value, Tensor)})
             args, kwargs = call_arguments(tree_map_only(Tensor, fake, example))
             return around(lambda: functional_call(model, values, args, kwargs))
     except Exception as error:

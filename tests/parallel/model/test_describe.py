@@ -292,11 +292,13 @@ def test_products_of_experts_have_the_shape_and_the_operations_that_a_cpu_has(dt
 
 
 class Counting(nn.Linear):
-    """Writes buffers in place and anew, and keeps a tensor and a buffer that a forward makes."""
+    """Writes buffers in place and anew, keeps a tensor and a buffer that a forward makes, and reads a tensor
+    that is a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
         self.cached: Any = None
+        self.plain = torch.ones(8)
         self.register_buffer("load", torch.zeros(8), persistent=False)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("table", torch.zeros(8), persistent=False)
@@ -308,7 +310,7 @@ class Counting(nn.Linear):
         self.table = torch.ones(8)
         self.cached = self.table + 1
         self.register_buffer("new", self.table)
-        return super().forward(self.norm(x))
+        return super().forward(self.norm(x)) * self.plain
 
 
 def test_buffers_that_the_forward_writes_are_refused_on_several_ranks_unless_the_model_names_them() -> None:
@@ -328,9 +330,10 @@ def test_buffers_that_the_forward_writes_are_refused_on_several_ranks_unless_the
 
 def test_describe_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Counting())
-    before = dict(model.named_buffers())
+    before, plain = dict(model.named_buffers()), model[1].plain
     describe(model, (torch.zeros(2, 8),), blocks=nn.Linear)
     assert model[1].cached is None
+    assert model[1].plain is plain
     assert {name: id(buffer) for name, buffer in model.named_buffers()} == {
         name: id(buffer) for name, buffer in before.items()
     }
