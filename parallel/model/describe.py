@@ -222,10 +222,10 @@ def _of_lists(model: nn.Module) -> list[str]:
 
 def _outermost_lists(name: str, module: nn.Module) -> Iterator[tuple[list[str], list[nn.Module]]]:
     """Yield names and modules of the elements of each ModuleList or Sequential that have parameters and whose
-    class occurs twice in it; lists inside of such elements are not looked for."""
+    class occurs twice in it, or that are alone; lists inside of such elements are not looked for."""
     children = {_join(name, key): child for key, child in module.named_children() if _size(child)}
     kinds = Counter(map(type, module)) if isinstance(module, nn.ModuleList | nn.Sequential) else Counter()
-    elements = {key: child for key, child in children.items() if kinds[type(child)] > 1}
+    elements = {k: child for k, child in children.items() if kinds[type(child)] > 1 or kinds.total() == 1}
     if elements:
         yield [*elements], [*elements.values()]
     for key, child in children.items():

@@ -129,6 +129,7 @@ def test_a_module_that_contains_units_begins_before_them_and_ends_after_them() -
 
 def test_blocks_are_the_outermost_lists_without_small_ones() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(8, 8), *(Experts() for _ in range(2)))) == ["1", "2"]
+    assert find_blocks(nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Experts()]))) == ["1.0"], "one layer"
     model = TwoStacks()
     assert find_blocks(model) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
     units = describe(model, (torch.zeros(2, 3, dtype=torch.long),))
