@@ -1,50 +1,28 @@
 """Kinds of ATen and c10d operators, eager or in a graph: views, matrix products, collectives; the Python
 body of custom operators; and fake tensors for all that a device can run."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, _meta_registrations
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 
 def custom_op_body(op: Any) -> Callable[..., Any] | None:
     """Return the Python body of a `torch.library.custom_op`, so that tracers can look inside it. None for
-    other operators, for torch's own, and for those with "attention" or "kernel" in their name, which count as
-    one kernel."""
+    other operators, for torch's own, and for grouped products and those with "attention" or "kernel" in their
+    name, which count as one kernel."""
     defined = OPDEFS.get(op.name()) if op.namespace != "aten" else None
     if (
         defined is None
         or "attention" in op.name()
         or "kernel" in op.name()
+        or op.name().partition("::")[2] in GROUPED_PRODUCTS
         or defined._init_fn.__module__.startswith("torch.")
     ):
         return None
     return defined._init_fn
-
-
-@contextmanager
-def fake_tensors(allow_non_fake_inputs: bool = False) -> Iterator[FakeTensorMode]:
-    """Context of fake tensors. In it the shape function of grouped products, those of experts, takes what
-    their kernels take; torch's own refuses all dtypes but bfloat16, and sizes by the rules of GPUs."""
-    common = _meta_registrations._meta_grouped_mm_common
-
-    def shape_of(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **keys: Any) -> Tensor:
-        if scale_a is not None:
-            return common(mat_a, mat_b, scale_a, scale_b, **keys)
-        return _meta_registrations._create_grouped_mm_output_tensor(
-            mat_a, mat_b, keys["offs"], keys["out_dtype"]
-        )
-
-    _meta_registrations._meta_grouped_mm_common = shape_of  # type: ignore[assignment]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs) as mode:
-            yield mode
-    finally:
-        _meta_registrations._meta_grouped_mm_common = common
 
 
 VIEWS = frozenset(
@@ -70,7 +48,9 @@ VIEWS = frozenset(
     }
 )
 FLOAT8_PRODUCT = "_scaled_mm"
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", FLOAT8_PRODUCT})
+# products of each expert's tokens with its weight, with the number of products: torch's, and transformers'
+GROUPED_PRODUCTS = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", FLOAT8_PRODUCT, *GROUPED_PRODUCTS})
 REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "var_mean"})
 COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",

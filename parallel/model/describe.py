@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _meta_registrations, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.attention_cores import find_cores
 from meshwright.parallel.model.foreign_styles import find_styles, split_share, tp_sizes
-from meshwright.parallel.operators import fake_tensors
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import (
     ModelUnits,
@@ -84,13 +84,7 @@ def describe(
     found = find_blocks(model, blocks)
     finer = _matching(model, units, "units")
     whole = _unsharded(model, unsharded)
-    registered = [name for name, _ in model.named_modules()]
-    last = last_places(tuple(registered))
-    if example is not None:
-        observed = observe(model, example)
-    else:
-        able = [name for name in registered if not isinstance(model.get_submodule(name), CONTAINERS)]
-        observed = Observed(sorted(able, key=lambda name: (last[name], -len(name))))
+    observed = observe(model, example) if example is not None else _as_registered(model)
     owners = _owners(model, [*found, *finer], whole, observed)
     groups = _in_order(owners, observed.finished, {*found, *finer})
     modules = _count(model, _as_they_begin(list(itertools.chain(*groups))), owners)
@@ -128,10 +122,8 @@ def _styles(
             raise
         return {}, str(error)
     if styles is None and found and not split_share(model, found, blocks):
-        return (
-            {},
-            f"the model's _tp_plan splits {', '.join(found)} and no block: every tp rank would compute all",
-        )
+        names = ", ".join(found)
+        return {}, f"the model's _tp_plan splits {names} and no block: every tp rank would compute all"
     return found, ""
 
 
@@ -230,10 +222,10 @@ def _of_lists(model: nn.Module) -> list[str]:
 
 def _outermost_lists(name: str, module: nn.Module) -> Iterator[tuple[list[str], list[nn.Module]]]:
     """Yield names and modules of the elements of each ModuleList or Sequential that have parameters and whose
-    class occurs twice in it; lists inside of such elements are not looked for."""
+    class occurs twice in it, or that are alone; lists inside of such elements are not looked for."""
     children = {_join(name, key): child for key, child in module.named_children() if _size(child)}
     kinds = Counter(map(type, module)) if isinstance(module, nn.ModuleList | nn.Sequential) else Counter()
-    elements = {key: child for key, child in children.items() if kinds[type(child)] > 1}
+    elements = {k: child for k, child in children.items() if kinds[type(child)] > 1 or kinds.total() == 1}
     if elements:
         yield [*elements], [*elements.values()]
     for key, child in children.items():
@@ -327,6 +319,13 @@ class Observed:
     reads: Mapping[str, set[frozenset[str]]] = field(default_factory=dict)
 
 
+def _as_registered(model: nn.Module) -> Observed:
+    """Return the forward of a model that calls its modules in the order in which they are registered."""
+    last = last_places(tuple(name for name, _ in model.named_modules()))
+    called = (name for name, module in model.named_modules() if not isinstance(module, CONTAINERS))
+    return Observed(sorted(called, key=lambda name: (last[name], -len(name))))
+
+
 class _Reads(TorchFunctionMode):
     """Notes, by the id of a tensor, which modules are `running` whenever an operation reads it."""
 
@@ -400,7 +399,7 @@ def run_on_fakes(
     Raises PlanError if the model cannot run so.
     """
     try:
-        with _nothing_changed(model), fake_tensors(allow_non_fake_inputs=True):  # tensors as attributes
+        with _nothing_changed(model), fake_tensors():
 
             def fake(tensor: Tensor) -> Tensor:
                 changed = dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
@@ -409,10 +408,8 @@ def run_on_fakes(
 
             named = (*model.named_parameters(), *model.named_buffers())
             values = {name: fake(tensor) for name, tensor in named}
-            for own in map(vars, model.modules()):
-                own |= {
-                    key: fake(each) for key, each in own.items() if isinstance(each, Tensor) and each.is_meta
-                }
+            for own in map(vars, model.modules()):  # tensors that are plain attributes
+                own.update({key: fake(value) for key, value in own.items() if isinstance(value, Tensor)})
             args, kwargs = call_arguments(tree_map_only(Tensor, fake, example))
             return around(lambda: functional_call(model, values, args, kwargs))
     except Exception as error:
@@ -420,6 +417,27 @@ def run_on_fakes(
             f"{type(model).__name__} does not run on the example's shapes: {type(error).__name__}: {error}. "
             "Fix the example, or leave it out, if the modules run in the order in which they are registered"
         ) from error
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Context of fake tensors. In it the shape function of grouped products, of experts, takes any dtype,
+    as their kernels do; torch's own refuses all but bfloat16."""
+    common: Any = _meta_registrations._meta_grouped_mm_common
+
+    def shape_of(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **keys: Any) -> Tensor:
+        if scale_a is not None:
+            return common(mat_a, mat_b, scale_a, scale_b, **keys)
+        return _meta_registrations._create_grouped_mm_output_tensor(
+            mat_a, mat_b, keys["offs"], keys["out_dtype"]
+        )
+
+    _meta_registrations._meta_grouped_mm_common = shape_of  # type: ignore[assignment]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        _meta_registrations._meta_grouped_mm_common = common
 
 
 @contextmanager
@@ -455,8 +473,8 @@ def _owners(
     """Return the module of a unit that each sharded parameter belongs to, by its names: the innermost of the
     `chosen`, or outside of them the module that has it, or the next one around that is called, at last the
     model itself, "". To the model belong too the parameters that are read while none of their modules runs,
-    with the rest of these modules. Names of a parameter in modules that are not called are left out if a
-    called module has it too.
+    with the rest of these modules, unless one is chosen. Names of a parameter in modules that are not called
+    are left out if a called module has it too.
     """
     called, names_of = {*chosen, *observed.finished}, dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -469,13 +487,14 @@ def _owners(
             name: innermost(name, called) or "" for name in names
         }
         modules, reads = {*own.values()}, (observed.reads.get(name, set()) for name in names)
-        if "" in modules or any(map(modules.isdisjoint, set[frozenset[str]]().union(*reads))):
+        read_elsewhere = any(map(modules.isdisjoint, set[frozenset[str]]().union(*reads)))
+        if "" in modules or (read_elsewhere and modules.isdisjoint(chosen)):
             of_root |= modules
         owners |= own
     if blocks := sorted(of_root.intersection(chosen)):
         raise PlanError(
-            f"a parameter of {blocks[0]} is shared with the model itself, or read outside of it, so a block "
-            "cannot have it alone: keep it whole: unsharded=[...] of describe, or the key model.unsharded"
+            f"{blocks[0]} cannot be a block: the model itself has one of its parameters too: use other "
+            "blocks, or keep the parameter whole: describe(unsharded=...), or the key model.unsharded"
         )
     return {name: "" if owner in of_root else owner for name, owner in owners.items()}
 

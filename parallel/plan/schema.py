@@ -265,7 +265,7 @@ def ends_forward(modules: Iterable[str], of_model: Iterable[str]) -> bool:
     """Whether the forward finishes with one of these modules last, so that its unit is the backward's first:
     resharding it in between would gather it twice in a row."""
     last = last_places(tuple(of_model))
-    return any(last[name] == len(last) - 1 for name in modules)
+    return any(last.get(name) == len(last) - 1 for name in modules)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class StepWalk:
         """Walk through a backward: gather each unit before its last module, leave it after its first."""
         for module in reversed(self._plan.modules):
             if self._has_backward((module,)):
-                for unit in reversed(self._finished[module]):
+                for unit in self._finished[module]:  # their hooks are on one output, the inner's first
                     self._enter(unit, "backward")
                 if module in self._computing:
                     self.sink.compute(module, "backward")

@@ -101,7 +101,7 @@ class ModuleTracker:
         module = self.module
         while module and module not in self._unit_of:
             module = module.rpartition(".")[0]
-        return self._unit_of.get(module, "")
+        return self._unit_of.get(module, "") if module else ""
 
     def unit_in(self, label: str) -> str:
         """Return the unit that a label names; "" if none."""

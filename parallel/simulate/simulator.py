@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.parallel.memory_breakdown import MemoryBreakdown, StepMemory
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
-from meshwright.parallel.operators import fake_tensors
+from meshwright.parallel.model.describe import fake_tensors
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.simulate.collectives import Collective, StepRecorder, axes_of_groups
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
@@ -76,7 +76,7 @@ def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
         data_parallel = data_parallel_group(mesh)
         axes = axes_of_groups(mesh, data_parallel)
         model = code.shard(plan, mesh)
-        with fake_tensors(allow_non_fake_inputs=True):
+        with fake_tensors():
             optimizer = code.fill(model, plan)
             return _record_step(plan, code, model, optimizer, axes, data_parallel)
 

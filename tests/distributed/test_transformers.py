@@ -30,12 +30,18 @@ FAMILIES = {
     *("helium", "llama", "ministral3", "mistral", "olmo", "olmo2", "olmo3", "phi", "phi3"),
     *("qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
 }
+WITH_EXPERTS = {"mixtral", "qwen3_moe", "deepseek_v3"}  # the same without tp
 BROKEN = {"xlstm"}  # its own initialiser fails
 PLANS: list[dict[str, Any]] = [
     {"tp": 2, "activation_checkpoint": "none"},
     {"dp_shard": 2, "activation_checkpoint": "full"},
 ]
 PARTS = 8  # of all models, one a day
+EXPERTS = {
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +58,10 @@ def make(kind: str) -> nn.Module | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        config = transformers.CONFIG_MAPPING[kind](**HF_SIZES, rotary_dim=8, use_cache=False)
+        kind_of_config, sizes = transformers.CONFIG_MAPPING[kind], {**HF_SIZES, **EXPERTS}
+        if hasattr(kind_of_config, "kv_lora_rank"):  # latent attention has no groups
+            sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        config = kind_of_config(**sizes, rotary_dim=8, use_cache=False)
         for key in ("layer_types", "mlp_layer_types"):
             if isinstance(types := getattr(config, key, None), list):
                 setattr(config, key, types[: HF_SIZES["num_hidden_layers"]])
@@ -109,3 +118,4 @@ def test_every_model_that_is_not_refused_computes_the_same() -> None:
         assert result["differences"] == [], of
         assert result["compared"] > 10, of
     assert found.keys() >= {(family, number) for family in FAMILIES & today for number in range(len(PLANS))}
+    assert found.keys() >= {(family, 1) for family in WITH_EXPERTS & today}

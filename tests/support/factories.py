@@ -128,6 +128,45 @@ class Publishing(nn.Module):
         return self.scores(x, targets, 1.0 if divisor is None else divisor)
 
 
+class Inside(nn.Module):
+    """Positions beside blocks in containers, which have no forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(64, width))
+        self.blocks = nn.ModuleList(nn.ModuleList([Mixer(width), nn.Linear(width, width)]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions[: x.shape[1]]
+        for mixer, linear in self.blocks:
+            x = linear(mixer(x))
+        return x
+
+
+class Rooted(nn.Module):
+    """Parameters of the model itself, one of them a scalar; of modules that are never called, one of them
+    shared with a module that is; and of a module whose weight is read outside of it too."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.bias, self.scale = nn.Parameter(torch.randn(width)), nn.Parameter(torch.ones(()))
+        self.ids, self.never_called = nn.Embedding(VOCABULARY, width), nn.Embedding(4, width)
+        self.shared, self.first, self.again = (nn.Linear(width, width) for _ in range(3))
+        self.first.weight = self.shared.weight
+        self.inside, self.logits = Inside(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.ids(ids)) + self.bias + self.never_called.weight[1]
+        x = self.inside(self.again(x))
+        logits: Tensor = self.logits(x @ self.again.weight.t() * self.scale)
+        return logits
+
+
+def rooted() -> nn.Module:
+    """A model whose units are not only modules that are called one after the other."""
+    return Rooted()
+
+
 def mixer(width: int = 32, n_layers: int = 2) -> nn.Module:
     """A model of one's own that gives logits. Its blocks are not in a list of their own."""
     blocks = [Mixer(width) for _ in range(n_layers)]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from meshwright.parallel.planner.tracing.trace import (
     capture_joint,
     compiled_workload,
     eager_workload,
+    list_weights,
 )
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import ModelConfig
@@ -255,9 +257,8 @@ def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleW
     """Return the workload of a module that contains others: its own parameters, and nothing to compute.
     `output`: of the module before, which it passes on."""
     nothing = Phase((), ())
-    weights = tuple((p.shape[0], p.numel() // p.shape[0]) for p in parameters)
-    count = sum(parameter.numel() for parameter in parameters)
-    return ModuleWorkload(count, nothing, nothing, Linear(), output, weights)
+    weights = list_weights(parameters)
+    return ModuleWorkload(sum(map(prod, weights)), nothing, nothing, Linear(), output, weights)
 
 
 @cache

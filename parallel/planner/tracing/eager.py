@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.parallel.operators import (
     COLLECTIVES,
     FLOAT8_PRODUCT,
+    GROUPED_PRODUCTS,
     PRODUCTS,
     VIEWS,
     attention_flops,
@@ -180,6 +181,9 @@ def record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tenso
     """Return an operation with its amounts for one micro batch size."""
     moved = Linear(sum(tensor.nbytes for tensor in (*read, *made)))
     dtype = str(made[0].dtype).removeprefix("torch.")
+    if name in GROUPED_PRODUCTS:
+        flops = Linear(2.0 * GROUPED_PRODUCTS[name] * read[0].numel() * read[1].shape[-1])
+        return Operation("matmul", name, flops, moved, dtype)
     if name in PRODUCTS:
         in_float8 = name == FLOAT8_PRODUCT
         left = read[0] if in_float8 else read[-2]  # its scales come last, and a bias first

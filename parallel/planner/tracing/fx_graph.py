@@ -18,7 +18,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, REDUCTIONS, VIEWS, custom_op_body
+from meshwright.parallel.operators import (
+    COLLECTIVES,
+    GROUPED_PRODUCTS,
+    PRODUCTS,
+    REDUCTIONS,
+    VIEWS,
+    custom_op_body,
+)
 from meshwright.parallel.planner.tracing.eager import (
     RECORDED_SEQUENCES,
     RecordedPhase,
@@ -128,7 +135,8 @@ class KernelGraph:
             return not size.per_sequence
         fixed = [source in self._fixed for source in sources]
         if name in PRODUCTS and len(sources) >= 2:
-            return not any(fixed)  # activations times activations: the gradient of a weight
+            matrices = fixed[:2] if name in GROUPED_PRODUCTS else fixed  # not the ends of groups
+            return not any(matrices)  # activations times activations: the gradient of a weight
         if name == "sum" and len(node.args) > 1:
             return 0 in [dim % sources[0].meta["val"].dim() for dim in node.args[1]]  # type: ignore[union-attr, operator]
         scalars = [_elements(source) == 1 for source in sources]

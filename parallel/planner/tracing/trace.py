@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.parallel.activation_checkpoint import count_saved
-from meshwright.parallel.operators import fake_tensors
+from meshwright.parallel.model.describe import fake_tensors
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.plan.selective_policy import find_op
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager
@@ -46,10 +46,12 @@ MOST_TRACED_SEQUENCES = 2  # the graphs of all larger micro batches are the same
 
 def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
     """Return the workload, run eagerly, of the module that `build` returns for a number of sequences."""
-    with fake_tensors(allow_non_fake_inputs=True):
+    with fake_tensors():
         forward, backward, saved, output = trace_eager(build)
         module = build(1).module
-    return ModuleWorkload(count_parameters(module), forward, backward, saved, output, list_weights(module))
+    return ModuleWorkload(
+        count_parameters(module), forward, backward, saved, output, list_weights(module.parameters())
+    )
 
 
 InputKind = Literal["weight", "table", "given"]  # table: a buffer, or a tensor that the caller holds
@@ -125,7 +127,7 @@ def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 
         kinds.extend(_kind(x, subject) for x in inputs)
         return inner(graph, inputs)
 
-    with fake_tensors(allow_non_fake_inputs=True), _quiet_compiler():
+    with fake_tensors(), _quiet_compiler():
         subject = build(sequences)
         # all of it: some modules compile only a part of themselves
         nn.Module.compile(subject.module, fullgraph=True, backend=backend)
@@ -150,7 +152,7 @@ def compiled_workload(
     if saved_ops is not None:
         _tag_recomputed(graph.graph, saved_ops)
     with (
-        fake_tensors(allow_non_fake_inputs=True),
+        fake_tensors(),
         functorch.patch(activation_memory_budget=budget),
         _random_operators_as_they_are(),
     ):
@@ -231,7 +233,7 @@ def _read(forward: Graph, backward: Graph, joint: JointGraph) -> ModuleWorkload:
         backward_kernels.phase(),
         saved_bytes,
         result,
-        list_weights(module),
+        list_weights(module.parameters()),
         buffers=module_buffers(
             forward_kernels, backward_kernels, received, [kind == "weight" for kind in kinds], results
         ),
@@ -247,11 +249,9 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def list_weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
+def list_weights(parameters: Iterable[nn.Parameter]) -> tuple[tuple[int, int], ...]:
     """Return (rows, values per row) of each parameter."""
-    return tuple(
-        (parameter.shape[0], parameter.numel() // parameter.shape[0]) for parameter in module.parameters()
-    )
+    return tuple((len(p), p.numel() // len(p)) if p.dim() else (1, 1) for p in parameters)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from meshwright.parallel.model.check import (
     with_random_ids,
 )
 from meshwright.parallel.model.check import on_meta as on_the_meta_device
-from tests.support.factories import Positioned
+from tests.support.factories import Positioned, rooted
 from tests.support.worlds import run_ranks
 
 EAGER, DYNAMO = mw.CompileConfig(enabled=False), mw.CompileConfig(backend="eager")
@@ -212,6 +212,7 @@ def padded() -> MADE:
 
 def compare_on_ranks() -> dict[str, Any]:
     made, off, table, of_ids = stack(), off_on_one_rank(), with_table(), padded()
+    of_root = rooted(), {"ids": torch.arange(48).view(8, 6)}
     token_models = [(kind(), {"ids": torch.zeros(2, 6, dtype=torch.long)}) for kind in (Positioned, Shifted)]
     plans = {
         "recomputed": plan_of(made, activation_checkpoint="full"),
@@ -223,6 +224,10 @@ def compare_on_ranks() -> dict[str, Any]:
     }
     found: dict[str, Any] = {name: compare(plan, *made) for name, plan in plans.items()}
     found["off"] = compare(plan_of(off), *off)
+    root = plan_of(of_root, activation_checkpoint="full")
+    found["root sharded"] = compare(root, *of_root)
+    root = plan_of(of_root, activation_checkpoint="full", dp_replicate=2, dp_shard=1)
+    found["root replicated"] = compare(dataclasses.replace(root, accumulation=2), *of_root)
     dtypes = [dtypes_in_bfloat16(linears()), dtypes_in_bfloat16(tabled()), joined_in_bfloat16()]
     found["bfloat16"] = dtypes
     found["padded"] = compare(plan_of(of_ids, {"0": "vocab"}, tp=2), *of_ids)
@@ -251,6 +256,15 @@ def test_biases_norms_of_any_formula_dicts_and_keywords_compute_the_same(
     assert results[0][plan]["differences"] == []
     assert results[0][plan]["compared"] > (60 if plan == "split" else 30), "eager, and compiled"
     assert results[0][plan]["graphs"] == (2 if plan == "split" else 0), "one for each kind of block"
+
+
+def test_parameters_outside_of_called_modules_compute_the_same(results: list[dict[str, Any]]) -> None:
+    """Of the model itself, also a scalar; of a module that is not called; and one that is read elsewhere."""
+    trained = len([*rooted().parameters()]) - 1  # the bias of the other module that is never called
+    for rank in results:
+        assert rank["root sharded"]["largest"] == 0.0
+        assert rank["root sharded"]["compared"] == trained + 1
+        assert rank["root replicated"]["largest"] < 1e-6, "two micro batches"
 
 
 def test_inputs_in_another_dtype_are_cast_and_tables_are_not(results: list[dict[str, Any]]) -> None:

@@ -9,26 +9,71 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from benchmarks.own_models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
-from meshwright.parallel.model.describe import describe, find_blocks
+from meshwright.parallel.model.describe import describe, find_blocks, run_on_fakes
 from meshwright.parallel.plan.validate import validate
+from meshwright.parallel.planner.tracing.eager import record_call
 
 
 class Positions(nn.Module):
-    """A parameter of the model itself, and a module that is never called."""
+    """Parameters of the model itself, a module that is never called, and a weight that is read outside of its
+    module."""
 
-    def __init__(self, unused: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.first = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        if unused:
-            self.unused = nn.Linear(8, 8)
-        else:
-            self.positions = nn.Parameter(torch.zeros(8))
+        self.never_called, self.read_outside = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.positions, self.scale = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + getattr(self, "positions", 0)
+        x = self.read_outside(self.first(x)) + self.positions + self.never_called.weight[0]
         for block in self.blocks:
             x = block(x)
+        return x @ self.read_outside.weight.t() * self.scale
+
+
+class Inner(nn.Module):
+    """A parameter beside blocks, which are containers without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8)]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions
+        for (linear,) in self.blocks:
+            x = linear(x)
         return x
+
+
+class Experts(nn.Module):
+    """Fewer blocks than each has experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((expert(x) for expert in self.experts), x)
+
+
+class TwoStacks(nn.Module):
+    """Encoder and decoder, and a stem that is a list too; the encoder's first weight has a second name in a
+    module that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(8, 8)
+        self.embed = nn.Embedding(8, 8)
+        self.embed.weight = self.shared.weight
+        self.stem = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8))
+        self.encoder = nn.Sequential(*(Experts() for _ in range(2)))
+        self.decoder = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(2)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.decoder(self.encoder(self.stem(self.embed(ids))))
+        return result
 
 
 def test_units_are_before_between_and_after_the_blocks_in_the_order_of_the_forward() -> None:
@@ -54,6 +99,42 @@ def test_tied_weights_make_one_unit_and_are_split_together_or_not() -> None:
     assert units.styles["model"]["lm_head"] == "own_gathered"
     whole = describe(*on_meta(gemma))
     assert not {"lm_head", "model.embed_tokens"} & whole.styles["model"].keys(), "the embedding is scaled"
+
+
+def test_what_no_module_holds_when_it_is_read_is_held_by_the_root() -> None:
+    """Parameters of the model, of a module that is never called, and of one whose weight is read outside."""
+    units = describe(Positions(), (torch.zeros(2, 8),))
+    blocks = [(f"blocks.{i}",) for i in range(3)]
+    assert list(units.units) == [("first",), *blocks, ("",)]
+    assert list(units.modules) == ["", "first", "blocks.0", "blocks.1", "blocks.2"]
+    assert units.modules[""] == 8 + 64 + 72
+    assert units.unsharded == ("scale",), "a scalar cannot be sharded"
+    plan = mw.make_plan(mw.ParallelConfig(), units, mw.RunShape(2, 2, 8))
+    assert [unit.name for unit in plan.units if not unit.reshard_after_forward] == ["blocks.2", "(root)"]
+    assert [unit.name for unit in plan.forward_order][:2] == ["(root)", "first"]
+    assert validate(plan, units, 2, 8) == []
+    (mistake,) = validate(dataclasses.replace(plan, units=plan.units[:-1]), units, 2, 8)
+    assert "(root) is in no unit" in mistake.message
+
+
+def test_a_module_that_contains_units_begins_before_them_and_ends_after_them() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), Inner(), nn.Linear(8, 8))
+    units = describe(model, (torch.zeros(2, 8),))
+    blocks = ["1.blocks.0.0", "1.blocks.1.0"]
+    assert list(units.modules) == ["0", "1", *blocks, "2"]
+    assert list(units.units) == [("0",), *((name,) for name in blocks), ("1",), ("2",)]
+    assert units.checkpointed == {*blocks}, "the elements of the list are not called"
+    assert list(describe(model).units) == list(units.units), "without an example"
+
+
+def test_blocks_are_the_outermost_lists_without_small_ones() -> None:
+    assert find_blocks(nn.Sequential(nn.Linear(8, 8), *(Experts() for _ in range(2)))) == ["1", "2"]
+    assert find_blocks(nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Experts()]))) == ["1.0"], "one layer"
+    model = TwoStacks()
+    assert find_blocks(model) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    units = describe(model, (torch.zeros(2, 3, dtype=torch.long),))
+    assert next(iter(units.units)) == ("embed", "stem.0", "stem.1"), "shared has a called module's weight"
+    assert sum(units.modules.values()) == sum(p.numel() for p in model.parameters())
 
 
 def test_blocks_by_pattern_class_and_size() -> None:
@@ -84,8 +165,8 @@ def checkpointing() -> tuple[nn.Module, Any]:
     return model, example
 
 
-def positions(width: int = 8, **keys: bool) -> tuple[nn.Module, Any]:
-    return Positions(**keys), (torch.zeros(2, width),)
+def positions(width: int = 8) -> tuple[nn.Module, Any]:
+    return Positions(), (torch.zeros(2, width),)
 
 
 def linear() -> tuple[nn.Module, Any]:
@@ -96,9 +177,9 @@ def embedding(**keys: Any) -> tuple[nn.Module, Any]:
     return nn.Sequential(nn.Embedding(8, 8, **keys), nn.Linear(8, 8), nn.Linear(8, 8)), (ids() % 8,)
 
 
-def scalar() -> tuple[nn.Module, Any]:
+def tied_block() -> tuple[nn.Module, Any]:
     model, example = positions()
-    model.positions = nn.Parameter(torch.ones(()))
+    model.positions = model.blocks[0].bias
     return model, example
 
 
@@ -111,8 +192,8 @@ def hooked() -> tuple[nn.Module, Any]:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: llama(use_cache=True), {}, "set model.config.use_cache = False"),
     (checkpointing, {}, "the model's own gradient checkpointing is on"),
-    (positions, {}, "positions is in no unit: it belongs to the model itself"),
-    (lambda: positions(unused=True), {}, "unused.weight is in no unit: the example never calls unused"),
+    (tied_block, {}, "blocks.0 cannot be a block"),
+    (positions, {"blocks": "never_called"}, "never_called is never called by the example"),
     (linear, {}, "no list of equal blocks: name them"),
     (positions, {"blocks": "block.*"}, "blocks='block.*' matches no module"),
     (lambda: positions(9), {"unsharded": ["positions"]}, "does not run on the example's"),
@@ -128,7 +209,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (lambda: embedding(sparse=True), {"blocks": 64}, "cannot have sparse gradients"),
     (lambda: embedding(max_norm=1.0), {"blocks": 64}, "cannot have max_norm"),
-    (scalar, {}, "positions is a scalar, which cannot be sharded"),
 ]
 
 
@@ -176,12 +256,50 @@ def test_a_published_split_that_is_unknown_is_refused_only_with_tp() -> None:
     assert "no style for 'packed_rowwise'" in str(raised.value)
 
 
+def test_a_published_split_of_no_block_is_refused_with_tp() -> None:
+    model, example = on_meta(hf_llama)
+    model._tp_plan = {"lm_head": "colwise_gather_output"}
+    model.tp_plan = model._tp_plan
+    units = describe(model, example)
+    with pytest.raises(mw.PlanError, match="splits lm_head and no block"):
+        mw.make_plan(mw.ParallelConfig(tp=2), units, mw.RunShape(2, 2, 8))
+    given = describe(model, example, styles={"lm_head": "own_gathered"})
+    head = sum(p.numel() for p in model.lm_head.parameters())
+    assert given.tp_share == head / sum(p.numel() for p in model.parameters())
+
+
+class Grouped(nn.Module):
+    """Two experts with half of the tokens each, in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
+        result: Tensor = nn.functional.grouped_mm(x, self.weight, offs=ends)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_have_the_shape_and_the_operations_that_a_cpu_has(dtype: torch.dtype) -> None:
+    """torch's own shape function refuses float32."""
+    model, x = Grouped(), torch.ones(4, 8)
+    expected = model.to(dtype)(x.to(dtype))
+    found = run_on_fakes(model, (x.to(dtype),))
+    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+    recorded, _ = run_on_fakes(model, (x.to(dtype),), around=lambda call: record_call(call, ()))
+    assert [op.flops.fixed for op in recorded.operations if op.kind == "matmul"] == [2 * 4 * 8 * 8]
+
+
 class Counting(nn.Linear):
-    """Writes buffers in place and anew, and keeps a tensor and a buffer that a forward makes."""
+    """Writes buffers in place and anew, keeps a tensor and a buffer that a forward makes, and reads a tensor
+    that is a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
         self.cached: Any = None
+        self.plain = torch.ones(8)
         self.register_buffer("load", torch.zeros(8), persistent=False)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("table", torch.zeros(8), persistent=False)
@@ -193,7 +311,7 @@ class Counting(nn.Linear):
         self.table = torch.ones(8)
         self.cached = self.table + 1
         self.register_buffer("new", self.table)
-        return super().forward(self.norm(x))
+        return super().forward(self.norm(x)) * self.plain
 
 
 def test_buffers_that_the_forward_writes_are_refused_on_several_ranks_unless_the_model_names_them() -> None:
@@ -213,9 +331,10 @@ def test_buffers_that_the_forward_writes_are_refused_on_several_ranks_unless_the
 
 def test_describe_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Counting())
-    before = dict(model.named_buffers())
+    before, plain = dict(model.named_buffers()), model[1].plain
     describe(model, (torch.zeros(2, 8),), blocks=nn.Linear)
     assert model[1].cached is None
+    assert model[1].plain is plain
     assert {name: id(buffer) for name, buffer in model.named_buffers()} == {
         name: id(buffer) for name, buffer in before.items()
     }

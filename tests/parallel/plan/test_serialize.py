@@ -28,7 +28,11 @@ def reread(plan: Plan, folder: Path) -> Plan:
 SIX = make(6)
 TURNED = dataclasses.replace(SIX, units=tuple(SIX.units[i] for i in (0, 2, 1, 3, 4, 5, 6, 7)))
 PADDED = tuple(dataclasses.replace(SIX.units[1], modules=(f"block_{i:02d}",)) for i in range(8, 12))
+ROOTED = dataclasses.replace(
+    SIX, modules=("", *SIX.modules), units=(*SIX.units, dataclasses.replace(SIX.units[-1], modules=("",)))
+)
 ENTRIES = [
+    (ROOTED, "embed layers.[0-5] head (root)"),
     (make(126), "embed layers.[0-125] head"),
     (make(tied=True), "layers.[0-3] embed+head"),
     (change(SIX, 1, activation_checkpoint="full"), "embed layers.0 layers.[1-5] head"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from meshwright.parallel.plan.schema import MicroBatch, Plan, UnitPlan, regathered
+from meshwright.parallel.plan.schema import ROOT, MicroBatch, Plan, UnitPlan, regathered
 from meshwright.parallel.planner.walk import StepSink, StepWalk
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import TrainingJob
@@ -69,6 +69,20 @@ def test_a_walk_does_what_the_real_hooks_do(seed: int | str, monkeypatch: pytest
     assert sink.events == real
 
 
+def test_a_unit_around_others_is_gathered_first_and_reduced_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of the model itself, and of a module with blocks in it."""
+    keys = ["train.seq_len=16", "train.global_batch_size=4", "parallel.compile.enabled=false"]
+    factory = "--model.factory=tests.support.factories:rooted"
+    job = parse_config([factory, *(f"--{key}" for key in keys)]).job
+    plan = plan_run(job, 2)
+    assert [unit.name for unit in plan.units][-3:] == ["inside", "logits", "(root)"]
+    real = watch_hooks(monkeypatch)
+    simulate_run(job, plan)
+    sink = RecordingSink(set(plan.modules))
+    StepWalk(plan, sink, lambda _: True).step()
+    assert sink.events == real
+
+
 def watch_hooks(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Return the list to which FSDP2's hooks add events from now on."""
     events: Events = []
@@ -81,7 +95,7 @@ def watch_hooks(monkeypatch: pytest.MonkeyPatch) -> Events:
             result = method(group, *args)
             after = group._all_gather_result is not None, group.is_unsharded
             if before != after or event == "reduce":
-                events.append((event, group._module_fqn.replace(", ", "+")))
+                events.append((event, group._module_fqn.replace(", ", "+") or ROOT))
             return result
 
         monkeypatch.setattr(FSDPParamGroup, name, watched)

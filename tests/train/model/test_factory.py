@@ -66,11 +66,27 @@ WRONG_KEYS: list[tuple[list[str], list[str]]] = [
     (["--model.factory=mine"], ["model.factory=mine", "MODULE:NAME"]),
     (["--model.factory=mine:"], ["model.factory=mine:", "MODULE:NAME"]),
     (["--model.blocks=x.*"], ["model.blocks", "model.factory=MODULE:FUNCTION"]),
+    (["--model.styles={x: vocab}"], ["model.styles", "model.factory=MODULE:FUNCTION"]),
     ([f"--model.factory={MIXER}", "--model.args=3"], ["model.args", "mapping"]),
     ([f"--model.factory={MIXER}", "--model.args.width=[1"], ["model.args.width"]),
     ([f"--model.factory={MIXER}", "--model.argz.width=1"], ["model.argz.width", "model.args"]),
     ([f"--model.factory={MIXER}", "--train.stepz=1"], ["train.stepz", "train.steps"]),
 ]
+
+
+def test_the_options_of_describe_are_keys() -> None:
+    keys = {
+        "factory": "tests.support.factories:rooted",
+        "blocks": "*.blocks.*",
+        "units": "[inside.blocks.*.0.up]",
+        "unsharded": "[bias]",
+        "styles": "{inside.blocks.*.0.up: own_colwise, inside.blocks.*.0.down: rowwise}",
+    }
+    model = TrainedModel(model_of(*(f"--model.{key}={value}" for key, value in keys.items())))
+    assert model.units.unsharded == ("bias", "scale")
+    assert "inside.blocks.0.0" not in model.units.compiled, "a part of it is a unit of its own"
+    assert [*model.units.styles["model"].values()] == ["own_colwise", "rowwise"]
+    assert model.units.tp_share == 3 * (2 * 16 * 64 + 64 + 16) / model.parameters
 
 
 def test_keys_that_do_not_go_together_are_refused() -> None:
