@@ -76,7 +76,7 @@ def _gather_for_backward(unit: FSDPModule, _: nn.Module, _inputs: Any, outputs: 
     FSDP2 waits for that of the module that ran last, which may have none: its weights are frozen, or the loss
     does not depend on it.
     """
-    [group] = unit._get_fsdp_state()._fsdp_param_groups
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: group.pre_backward(default_prefetch=False))
