@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import Plan, UnitPlan, innermost, prefetch_schedule
@@ -61,6 +61,9 @@ def apply_fsdp(
                 cast = partial(_cast_inputs, getattr(torch, unit.param_dtype), name == plan.modules[0])
                 # not compiled: it runs before the compiled forward, and would be a graph of its own
                 module.register_forward_pre_hook(torch.compiler.disable(cast), with_kwargs=True)
+                if len(modules) > 1:
+                    hook = partial(_gather_for_backward, _fsdp_module(model, unit))
+                    module.register_forward_hook(torch.compiler.disable(hook))
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=ignored)
     _share_again(model, before)
@@ -70,6 +73,18 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.register_forward_hook(_free_without_backward)
+
+
+def _gather_for_backward(unit: FSDPModule, _: nn.Module, _inputs: Any, outputs: Any) -> None:
+    """Forward hook of each module of a unit of several: the first gradient of an output gathers the unit.
+
+    FSDP2 waits for that of the module that ran last, which may have none: its weights are frozen, or the loss
+    does not depend on it.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    for tensor in tree_leaves(outputs):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: group.pre_backward(default_prefetch=False))
 
 
 def _free_without_backward(model: nn.Module, _inputs: Any, _outputs: Any) -> None:

@@ -155,7 +155,7 @@ class ShardedModel:
                 dist.all_reduce(local_part(grad), group=self.data_group)
                 parameter.grad = grad
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if self.gradients == "mean_of_ranks":
+        if grads and self.gradients == "mean_of_ranks":
             torch._foreach_div_([local_part(grad) for grad in grads], dist.get_world_size(self.data_group))
         if self.plan.mesh.tp > 1:
             self._copy_over_tp([local_part(grad) for grad in grads if not is_split(grad, "tp")])
