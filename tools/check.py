@@ -1,9 +1,9 @@
 """`python -m tools.check --model.factory=MODULE:FUNCTION`: prove that a model of yours, sharded, computes
 what it does unsharded.
 
-The function returns the model and an example of its arguments, `return model, {"input_ids": ids}`, and if you
-like a loss, a function of outputs and example, to be told whether it is a sum or a mean. It may build the
-model on the meta device.
+The function returns the model, or the model and an example of its arguments if these are not only tokens,
+`return model, {"input_ids": ids}`, and if you like a loss, a function of outputs and example, to be told
+whether it is a sum or a mean. It may build the model on the meta device.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         dest="factory",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="function that returns the model and an example of its arguments (a dict or a tuple)",
+        help="function that returns the model, and an example of its arguments (default: tokens) and a loss",
     )
     add("--blocks", metavar="B", help="the blocks: a pattern of names, or a number of parameters")
     for axis, default in DEGREES.items():
@@ -107,8 +107,6 @@ def build(factory: str, arguments: Sequence[str]) -> tuple[nn.Module, Example, L
     if unknown := [each for each in arguments if not each.startswith(PREFIX)]:
         raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
     made = call_factory(parse_config([f"--model.factory={factory}", *arguments]).model, device=None)
-    if made.example is None:
-        raise ConfigError(f"model.factory={factory} must return a model and an example of its arguments")
     return made.module, made.example, made.loss
 
 

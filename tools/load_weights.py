@@ -4,28 +4,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint, read_tensors
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
-from meshwright.train.config_parser import load_config
+from meshwright.train.config_parser import load_config, parse_config
 from meshwright.train.errors import CheckpointError, ConfigError
 
 
-def checkpoint_config(checkpoint: Path) -> Config:
-    """Read the config of the run that saved a checkpoint. Raises CheckpointError."""
+def checkpoint_config(checkpoint: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the config of the run that saved a checkpoint. `overrides`: keys of the user's command, which may
+    then import what they name. Raises CheckpointError, and ConfigError for the overrides."""
     path = checkpoint / "config.yaml"
     if not path.is_file():
         raise CheckpointError(
             f"{checkpoint} has no config.yaml, so its model is unknown: copy the run's config.yaml into it"
         )
     try:
-        return load_config(path)
+        config = load_config(path)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    return parse_config([f"--config={path}", *overrides]) if overrides else config
 
 
 def saved_weights(
@@ -42,6 +44,15 @@ def saved_weights(
                 f"{saved.get(fqn, 'missing')}, not of shape {list(shape)}: use another checkpoint"
             )
     return saved
+
+
+def load_into(model: nn.Module, checkpoint: Path, config: ModelConfig) -> None:
+    """Read parameters and saved buffers into an unsharded model, in place. Raises CheckpointError."""
+    manifest = verify_alone(checkpoint)
+    saved_weights(checkpoint, manifest, config)
+    named = {PREFIX + name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    into = {name: tensor for name, tensor in named.items() if name in manifest.tensors}
+    read_tensors(open_checkpoint(checkpoint, manifest), into)
 
 
 def load_full_weights(checkpoint: Path) -> dict[str, Tensor]:

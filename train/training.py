@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.apply import apply_plan
+from meshwright.parallel.errors import first_of
+from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config, OptimConfig, TrainingJob
@@ -94,6 +96,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Raises ConfigError for a pattern without a match, and if nothing is left to train.
     """
+    names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         # remove_duplicate=False: a tied weight matches by either of its names
         matches = [
@@ -103,8 +106,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         ]
         if not matches:
             raise ConfigError(
-                f"train.freeze: {pattern} matches no parameter: use a name such as tok_embeddings.weight or "
-                "layers.0.*"
+                f"train.freeze: {pattern} matches no parameter of the model: use patterns such as "
+                f"{first_of(names)}.{nearest(pattern, names)}"
             )
         for parameter in matches:
             parameter.requires_grad_(False)
@@ -112,6 +115,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError(
             f"train.freeze={list(patterns)} matches all parameters and leaves nothing to train: remove one"
         )
+
+
+def describe_frozen(job: TrainingJob) -> str:
+    """Return how much `train.freeze` excludes, after the number of parameters; "" for nothing."""
+    if not job.freeze:
+        return ""
+    model = model_of(job.model).new()
+    freeze(model, job.freeze)
+    every = [*model.parameters()]
+    frozen = [parameter.numel() for parameter in every if not parameter.requires_grad]
+    share = sum(frozen) / sum(parameter.numel() for parameter in every)
+    return f", {share:.1%} of them frozen ({len(frozen)} of {len(every)} tensors)"
 
 
 def training_flops(job: TrainingJob) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.models.loss import IGNORE_INDEX, LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
-from meshwright.parallel.errors import one_line
+from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
@@ -50,6 +50,8 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 HEADS = ("num_attention_heads", "n_heads")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads")
 WIDTH = ("hidden_size", "dim")
+# arguments of a forward that computes a loss too, which is not used: they get the tokens
+TARGETS = ("targets", "labels")
 
 # model, micro batch, divisor (None: 1) -> the loss in nats, summed over tokens and divided
 LossOf = Callable[[nn.Module, Batch, Tensor | None], Tensor]
@@ -78,10 +80,7 @@ class TrainedModel:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         made = call_factory(config)
-        self.module = made.module
-        ids = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64, device="meta")
-        name = getattr(self.module, "main_input_name", None)  # of a transformers model
-        self.example: Example = made.example or ({name: ids} if name else (ids,))
+        self.module, self.example = made.module, made.example
 
     @cached_property
     def units(self) -> ModelUnits:
@@ -105,10 +104,20 @@ class TrainedModel:
         return self.logits_shape()[-1]
 
     @cache  # noqa: B019 (a model lives as long as the process)
-    def logits_shape(self) -> tuple[int, ...]:
-        """Return the shape of the logits of two samples. Raises ConfigError if the model gives none."""
-        results = run_on_fakes(self.module, with_sizes(self.example, 2, 0), torch.float32)
-        return tuple(logits_of(results, self.config.factory).shape)
+    def logits_shape(self, seq_len: int = 0) -> tuple[int, ...]:
+        """Return the shape of the logits of two samples of `seq_len` tokens, 0: as many as the example has.
+        Raises ConfigError if the model gives none, or not those of every token, and PlanError if it does not
+        run."""
+        example = with_sizes(self.example, 2, seq_len)
+        results = run_on_fakes(self.module, example, torch.float32)
+        shape = tuple(logits_of(results, self.config.factory).shape)
+        if shape[:2] != (2, tokens_of(example)):
+            raise ConfigError(
+                f"model.factory={self.config.factory}: of tokens[2, {tokens_of(example)}] the model gives "
+                f"logits{[*shape]}, but train.main needs those of all tokens. If its forward gives them only "
+                "with targets, return both in the example: {'idx': ids, 'targets': ids}"
+            )
+        return shape
 
     @property
     def max_seq_len(self) -> int | None:
@@ -182,13 +191,20 @@ class TrainedModel:
                 f"{factory}: its example has no tokens[samples, tokens] of integers, and train.main has "
                 "nothing else: use your own loop (docs/your-model.md)"
             )
-        others = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, Tensor)]
-        if len(others) > 1:
+        named = self.example.items() if isinstance(self.example, Mapping) else enumerate(self.example)
+        given = [value for name, value in named if name not in TARGETS]
+        if (count := sum(isinstance(leaf, Tensor) for leaf in tree_leaves(given))) > 1:
             raise ConfigError(
-                f"{factory}: its example has {len(others)} tensors, but train.main gives only tokens: "
-                "return an example without the others"
+                f"{factory}: its example has {count} tensors beside {' and '.join(TARGETS)}, but train.main "
+                "gives only tokens: return an example without the others"
             )
         self.logits_shape()
+        try:
+            self.logits_shape(job.seq_len if longest is None else 0)
+        except PlanError as error:
+            raise ConfigError(
+                one_line(f"train.seq_len={job.seq_len}: {factory} does not run with it: {error.__cause__!r}")
+            ) from error
 
     def new(self, z_loss: float = 0.0) -> nn.Module:
         """Return the model anew, on the meta device. `z_loss`: of a model that computes its loss itself."""
@@ -216,6 +232,15 @@ class TrainedModel:
             sums = run_on_fakes(self.module, with_sizes(self.example, 1, seq_len), around=count)
         return sums["matmul"] / seq_len, sums["attention"] / seq_len
 
+    def unsharded(self, device: torch.device) -> nn.Module:
+        """Return the model anew on a device, with the values of its constructor or of what it publishes."""
+        publishes = hasattr(self.module, "initialise")
+        module = call_factory(self.config, "meta" if publishes else str(device)).module
+        if publishes:
+            with torch.no_grad():
+                module.to_empty(device=device).initialise(0, Tensor.copy_)
+        return module
+
     def initialise(self, sharded: ShardedModel, seed: int) -> None:
         """Allocate the tensors of a sharded model and write initial values, the same on every mesh: as the
         model publishes it, or by its modules' own initialisers."""
@@ -232,16 +257,17 @@ class TrainedModel:
         if name is not None:
             given = find_loss(name, self.vocab_size)
             return lambda model, batch, divisor: (
-                given(self._logits(model, batch), batch.targets) / (1.0 if divisor is None else divisor)
+                given(self.logits_of_batch(model, batch), batch.targets)
+                / (1.0 if divisor is None else divisor)
             )
         if self.computes_loss:
             return loss_of_forward
         loss = LogitsLoss(z_loss)
         if plan.compile.enabled:
             compile_module(loss, plan.compile)
-        return LossOfLogits(self._logits, loss)
+        return LossOfLogits(self.logits_of_batch, loss)
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logits_of_batch(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the logits[B, t, V] of a batch."""
         if self.computes_loss:
             logits = model(batch.tokens, None, batch.first, None, batch.positions)
@@ -333,12 +359,13 @@ RESULT = "a model, or a model and an example of its arguments (a dict or a tuple
 class OwnModel:
     """What a factory returns.
 
-    `example`: arguments of one forward, of which only shapes and dtypes count; None: the factory gives none.
+    `example`: arguments of one forward, of which only shapes and dtypes count: tokens, if the factory returns
+    the model alone. `loss`: a function of outputs and example, for `check`.
     """
 
     module: nn.Module
-    example: Example | None = None
-    loss: "Loss | None" = None
+    example: Example
+    loss: "Loss | None"
 
 
 def call_factory(config: ModelConfig, device: str | None = "meta") -> OwnModel:
@@ -362,7 +389,10 @@ def call_factory(config: ModelConfig, device: str | None = "meta") -> OwnModel:
     parts = result if isinstance(result, tuple) else (result,)
     if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and _is_example(*parts[1:2])):
         raise ConfigError(f"{named} must return {RESULT}")
-    return OwnModel(*parts)
+    module, example, loss = (*parts, None, None)[:3]
+    ids = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64, device=device)
+    name = getattr(module, "main_input_name", None)  # of a transformers model
+    return OwnModel(module, example or ({name: ids} if name else (ids,)), loss)
 
 
 def _is_example(value: object = None) -> bool:
