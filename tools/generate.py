@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.tools.cli import natural, new_parser, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, load_into
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_origin
-from meshwright.train.config import Config, DataConfig, TrainingJob
+from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.sources import find_files
@@ -29,7 +29,7 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
 )
 from meshwright.train.errors import ConfigError, DataError
-from meshwright.train.model.trained_model import model_of
+from meshwright.train.model.trained_model import TrainedModel, model_of
 from meshwright.train.planning.resolve import dtype_on_device
 
 DESCRIPTION = """examples:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_vocabulary(tokenizer.info, source.vocab_size)
     context = make_context(tokenizer, options.prompt.encode("utf-8", "surrogateescape"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    logits_of = load_model(checkpoint, config, device)
+    logits_of = last_logits(source, load_model(checkpoint, config.job, device), device)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
     new_tokens = generate(logits_of, context, options.max_new_tokens, sampling, window, tokenizer.info)
     for piece in stream_text(tokenizer, context, new_tokens):
@@ -157,24 +157,28 @@ def choose_window(requested: int, job: TrainingJob) -> int:
     return requested or job.seq_len
 
 
-def load_model(checkpoint: Path, config: Config, device: torch.device) -> LogitsOf:
+def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> nn.Module:
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
     CPU in float32. Raises CheckpointError and ConfigError."""
-    source = model_of(config.model)
-    model = source.unsharded(device).eval()
-    load_into(model, checkpoint, config.model)
-    requested = config.parallel.param_dtype
-    dtype = getattr(torch, dtype_on_device(device) if requested == "auto" else requested)
-    for parameter in model.parameters() if device.type == "cuda" else ():
+    model = model_of(job.model).unsharded(device).eval()
+    load_into(model, checkpoint, job.model)
+    name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
+    dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def last_logits(source: TrainedModel, model: nn.Module, device: torch.device) -> LogitsOf:
+    """Return the function of tokens[1, T] whose result[1, T or 1, V] ends with the next token's logits."""
     if source.computes_loss:  # the other tokens' logits take the most memory
         head = model.get_submodule(source.logits[0])
         head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
+    narrow = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
 
-    def logits_of(ids: Tensor) -> Tensor:
-        # a buffer in float32 may make what a layer in bfloat16 gets
-        with torch.autocast(device.type, dtype, enabled=device.type == "cuda"):
-            return source.logits_of_batch(model, Batch(ids.to(device), ids))
+    def logits_of(tokens: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, narrow):  # buffers stay in float32
+            return source.logits_of_batch(model, Batch(tokens.to(device), tokens))
 
     return logits_of
 

@@ -333,7 +333,7 @@ def compare(
         "largest": max(of_rank for _, of_rank in by_rank),
         "differences": _worst(found for found, _ in by_rank),
         "graphs": count_compiled_graphs() - graphs_before,
-        "parts": [(outputs_of(unsharded, part), part) for part in unequal_parts(example)],
+        "parts": outputs_of_parts(unsharded, example),
         "not_run": [f"buffer {name}, which every rank writes for itself" for name in written],
     }
 
@@ -489,20 +489,16 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     return _copy_with(model, lambda name, _: values[name].clone())
 
 
-def unequal_parts(example: Example) -> list[Example]:
-    """Return an example, its first row, and its other rows; nothing if it has one row."""
-    rows = _rows(example)
-    return [_some_rows(example, *ends) for ends in ((0, rows), (0, 1), (1, rows))] if rows > 1 else []
-
-
-def outputs_of(model: nn.Module, part: Example) -> Any:
-    """Return the model's outputs without dropout."""
-    was_training = model.training
+def outputs_of_parts(model: nn.Module, example: Example) -> list[tuple[Any, Example]]:
+    """Return outputs without dropout, and what they are of: all rows of the example, the first, and the
+    others; nothing of a single row."""
+    rows, was_training = _rows(example), model.training
+    ends = ((0, rows), (0, 1), (1, rows)) if rows > 1 else ()
     model.eval()
     with torch.no_grad():
-        outputs = _call(model, part)
+        found = [(_call(model, part), part) for part in (_some_rows(example, *each) for each in ends)]
     model.train(was_training)
-    return outputs
+    return found
 
 
 def kind_of_loss(parts: Sequence[tuple[Any, Example]], loss: Loss) -> str:

@@ -238,7 +238,7 @@ class TrainedModel:
         module = call_factory(self.config, "meta" if publishes else str(device)).module
         if publishes:
             with torch.no_grad():
-                module.to_empty(device=device).initialise(0, Tensor.copy_)
+                module.to_empty(device=device).initialise(0, Tensor.copy_)  # type: ignore[operator]
         return module
 
     def initialise(self, sharded: ShardedModel, seed: int) -> None:

@@ -20,11 +20,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.config import LlamaConfig
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.context_parallel import ContextAxis, apply_exchange
-from meshwright.parallel.errors import one_line
 from meshwright.parallel.model.inputs import (
     ModuleCall,
     alone_on_fakes,
@@ -48,7 +46,6 @@ from meshwright.parallel.planner.tracing.trace import (
 )
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.config import ModelConfig
-from meshwright.train.errors import NoPredictionError
 from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import TrainedModel, model_of
 
@@ -212,28 +209,8 @@ def model_workload(
         document_mask: sequences contain several documents that do not attend to each other
         folder: caches traces on disk; None: only in this process
 
-    Modules of one kind with the same settings are traced once. Raises NoPredictionError for a model of the
-    user's that cannot be traced.
+    Modules of one kind with the same settings are traced once.
     """
-    try:
-        return _workload(model, plan, seq_len, frozen, document_mask, folder)
-    except Exception as error:  # whatever code of the user's raises on fake tensors
-        if isinstance(model, LlamaConfig):
-            raise
-        raise NoPredictionError(
-            f"model.factory={model.factory} cannot be traced, so its memory and time cannot be predicted: "
-            f"{one_line(f'{type(error).__name__}: {error}', 300)}: parallel.plan=manual trains it without"
-        ) from error
-
-
-def _workload(
-    model: ModelConfig,
-    plan: Plan,
-    seq_len: int,
-    frozen: frozenset[str],
-    document_mask: bool,
-    folder: Path | None,
-) -> ModelWorkload:
     trained_model = model_of(model)
     kinds, units = kinds_of(model, seq_len), trained_model.units
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
