@@ -16,6 +16,7 @@ from meshwright.tools.load_weights import checkpoint_config, load_into
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
+from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.sources import find_files
@@ -36,8 +37,7 @@ DESCRIPTION = """examples:
   python -m tools.generate --run runs/NAME --prompt "Once upon a time"
   python -m tools.generate --run runs/NAME/checkpoints/step-00000100 --temperature 0 --max_new_tokens 50
 
-Print a prompt and a trained model's continuation. The whole context is
-computed again for each token.
+Print a prompt and a trained model's continuation.
 """
 CONFIG_KEYS = """A model of yours needs --model.factory=MODULE:FUNCTION again, because reading a
 checkpoint runs no code.
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the prompt and its continuation. Raises CheckpointError, ConfigError and DataError."""
     options, overrides = make_parser().parse_known_args(arguments)
     checkpoint = find_newest(Path(options.run))
-    config = checkpoint_config(checkpoint, overrides)
+    checkpoint_config(checkpoint)  # raises CheckpointError if there is none
+    config = parse_config([f"--config={checkpoint / 'config.yaml'}", *overrides])
     source = model_of(config.model)
     source.check(config.job)
     window = choose_window(options.window, config.job)

@@ -11,23 +11,21 @@ from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint, read_tensors
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
-from meshwright.train.config_parser import load_config, parse_config
+from meshwright.train.config_parser import load_config
 from meshwright.train.errors import CheckpointError, ConfigError
 
 
-def checkpoint_config(checkpoint: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the config of the run that saved a checkpoint. `overrides`: keys of the user's command, which may
-    then import what they name. Raises CheckpointError, and ConfigError for the overrides."""
+def checkpoint_config(checkpoint: Path) -> Config:
+    """Read the config of the run that saved a checkpoint. Raises CheckpointError."""
     path = checkpoint / "config.yaml"
     if not path.is_file():
         raise CheckpointError(
             f"{checkpoint} has no config.yaml, so its model is unknown: copy the run's config.yaml into it"
         )
     try:
-        config = load_config(path)
+        return load_config(path)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return parse_config([f"--config={path}", *overrides]) if overrides else config
 
 
 def saved_weights(

@@ -92,41 +92,38 @@ def shard_model(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude parameters from training by fqn pattern, such as layers.0.*; their gradients are not computed.
+    """Exclude parameters from training; their gradients are not computed. Raises as `frozen_parameters`."""
+    for parameter in frozen_parameters(model, patterns):
+        parameter.requires_grad_(False)
 
-    Raises ConfigError for a pattern without a match, and if nothing is left to train.
-    """
-    names = [name for name, _ in model.named_parameters()]
+
+def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
+    """Return the parameters that patterns of fqns, such as layers.0.*, match. Raises ConfigError for one
+    without a match, and if nothing is left to train."""
+    # remove_duplicate=False: a tied weight matches by either of its names
+    named, found = dict(model.named_parameters(remove_duplicate=False)), set[nn.Parameter]()
     for pattern in patterns:
-        # remove_duplicate=False: a tied weight matches by either of its names
-        matches = [
-            p
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if fnmatch.fnmatchcase(name, pattern)
-        ]
+        matches = fnmatch.filter(named, pattern)
         if not matches:
             raise ConfigError(
                 f"train.freeze: {pattern} matches no parameter of the model: use patterns such as "
-                f"{first_of(names)}.{nearest(pattern, names)}"
+                f"{first_of([*named])}.{nearest(pattern, named)}"
             )
-        for parameter in matches:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+        found.update(named[name] for name in matches)
+    if not any(parameter.requires_grad for parameter in named.values() if parameter not in found):
         raise ConfigError(
             f"train.freeze={list(patterns)} matches all parameters and leaves nothing to train: remove one"
         )
+    return found
 
 
 def describe_frozen(job: TrainingJob) -> str:
-    """Return how much `train.freeze` excludes, after the number of parameters; "" for nothing."""
-    if not job.freeze:
-        return ""
-    model = model_of(job.model).new()
-    freeze(model, job.freeze)
-    every = [*model.parameters()]
-    frozen = [parameter.numel() for parameter in every if not parameter.requires_grad]
-    share = sum(frozen) / sum(parameter.numel() for parameter in every)
-    return f", {share:.1%} of them frozen ({len(frozen)} of {len(every)} tensors)"
+    """Return how much `train.freeze` excludes, to follow the number of parameters; "" for nothing."""
+    model = model_of(job.model)
+    frozen = frozen_parameters(model.module, job.freeze) if job.freeze else ()
+    share = sum(parameter.numel() for parameter in frozen) / model.parameters
+    count = len([*model.module.parameters()])
+    return f", {share:.1%} of them frozen ({len(frozen)} of {count} tensors)" if frozen else ""
 
 
 def training_flops(job: TrainingJob) -> tuple[float, float]:

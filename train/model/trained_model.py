@@ -106,8 +106,7 @@ class TrainedModel:
     @cache  # noqa: B019 (a model lives as long as the process)
     def logits_shape(self, seq_len: int = 0) -> tuple[int, ...]:
         """Return the shape of the logits of two samples of `seq_len` tokens, 0: as many as the example has.
-        Raises ConfigError if the model gives none, or not those of every token, and PlanError if it does not
-        run."""
+        Raises ConfigError if they are not those of every token, and PlanError if the model does not run."""
         example = with_sizes(self.example, 2, seq_len)
         results = run_on_fakes(self.module, example, torch.float32)
         shape = tuple(logits_of(results, self.config.factory).shape)
@@ -317,6 +316,10 @@ def find_loss(name: str, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
         raise ConfigError(
             f"train.loss={name} has parameters, which nothing would train: put them in the model"
         )
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"train.loss={name} must be a function of logits and targets: {error}") from error
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 4, vocab_size, generator=generator, requires_grad=True)
     targets = torch.randint(vocab_size, (2, 4), generator=generator)

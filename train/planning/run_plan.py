@@ -31,11 +31,11 @@ class RunPlan:
     Args:
         device, device_name: of this process
         plan: the plan of all processes
-        peak_bytes: predicted peak memory of a process, or a bound of it; None before `check_memory`, and
-            after it if `no_prediction` says why there is none
+        peak_bytes: predicted peak memory of a process, or a bound of it; None before `check_memory`
         bounded: `peak_bytes` is a bound, because there is several times as much
         prediction: of the planner, if it chose the plan
         predicted: the part of it that is compared with the run, by the names in metrics.jsonl
+        no_prediction: why there is no `peak_bytes` after `check_memory`
     """
 
     device: torch.device
@@ -43,9 +43,9 @@ class RunPlan:
     plan: Plan
     peak_bytes: int | None = None
     bounded: bool = False
-    no_prediction: str = ""
     prediction: "Prediction | None" = None
     predicted: Mapping[str, float] = field(default_factory=dict)
+    no_prediction: str = ""
 
 
 def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
@@ -64,7 +64,7 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
         chosen, peak_bytes = choose_for_run(config.job, ranks, device, device_name, console)
         predicted = {"step_time_s": chosen.timeline.step_s, "peak_memory_gib": peak_bytes / GIB}
         needed = chosen.memory.peak_bytes
-        planned = RunPlan(device, device_name, chosen.plan, needed, prediction=chosen, predicted=predicted)
+        planned = RunPlan(device, device_name, chosen.plan, needed, False, chosen, predicted)
     else:
         planned = RunPlan(device, device_name, plan_on_device(config.job, ranks, device, device_name))
         use_cache_folder(planned.plan.compile)
