@@ -75,6 +75,13 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     assert json.loads(named.stdout)["sets"]["held_out"]["loss"] == pytest.approx(
         rows(folder)[-1]["eval_loss"], abs=1e-4
     )
+    prompt = [f"--run={folder}", "--prompt=def f", "--temperature=0", "--max_new_tokens=8"]
+    generated = run(1, *prompt, QWEN3[len(RUN)], module="tools.generate")
+    begun = torch.tensor([list(b"def f")])
+    theirs = back.generate(
+        begun, do_sample=False, use_cache=True, max_new_tokens=8, suppress_tokens=[*range(257, 264)]
+    )
+    assert generated.stdout == bytes(theirs[0].tolist()).decode(errors="replace") + "\n"
 
 
 @pytest.fixture(scope="module")
