@@ -75,6 +75,13 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     assert json.loads(named.stdout)["sets"]["held_out"]["loss"] == pytest.approx(
         rows(folder)[-1]["eval_loss"], abs=1e-4
     )
+    text = ["--json", "--sequences=8", "--seq_len=32", "--tokenizer=bytes", data[0].replace(".source", "")]
+    scores = [
+        json.loads(run(1, str(path), *text, QWEN3[len(RUN)], *keys, module="tools.eval").stdout)["sets"]
+        for path, keys in ((folder, []), (tmp_path / "hf", [f"--model.args.folder={tmp_path / 'hf'}"]))
+    ]
+    (ours,), (of_folder,) = (each.values() for each in scores)
+    assert of_folder == pytest.approx(ours, abs=1e-4), "the exported folder, read by the same factory"
     prompt = [f"--run={folder}", "--prompt=def f", "--temperature=0", "--max_new_tokens=8"]
     generated = run(1, *prompt, QWEN3[len(RUN)], module="tools.generate")
     begun = torch.tensor([list(b"def f")])
