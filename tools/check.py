@@ -13,12 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from torch import nn
-
 from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.fsdp import Gradients
-from meshwright.parallel.model.check import Loss, check
-from meshwright.parallel.model.describe import Example, describe
+from meshwright.parallel.model.check import check
+from meshwright.parallel.model.describe import describe
 from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES
@@ -26,7 +24,7 @@ from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.trained_model import call_factory
+from meshwright.train.model.trained_model import OwnModel, call_factory
 
 DESCRIPTION = """example:
   python -m tools.check --model.factory=mine:build --model.args.layers=2 --tp 2
@@ -44,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises ConfigError and PlanError.
     """
     options, rest = make_parser().parse_known_args(arguments)
-    model, example, loss = build(options.factory, rest)
+    made = build(options.factory, rest)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
@@ -59,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     world_size = math.prod(degrees.values())
     batch = options.accumulation * options.dp_replicate * options.dp_shard
-    units = describe(model, example, blocks=_blocks(options.blocks))
-    shape = RunShape(world_size, world_size, max(1, tokens_of(example)), global_batch_size=batch)
+    units = describe(made.module, made.example, blocks=_blocks(options.blocks))
+    shape = RunShape(world_size, world_size, max(1, tokens_of(made.example)), global_batch_size=batch)
     plan = make_plan(config, units, shape)
     if not options.json:
         print(plan_to_table(plan), flush=True)
-    report = check(model, plan, example, loss, gradients=options.gradients)
+    report = check(made.module, plan, made.example, made.loss, gradients=options.gradients)
     print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
     if not report.same:
         sys.exit(1)
@@ -101,13 +99,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build(factory: str, arguments: Sequence[str]) -> tuple[nn.Module, Example, Loss | None]:
+def build(factory: str, arguments: Sequence[str]) -> OwnModel:
     """Call the factory with what is below `PREFIX`. Raises ConfigError for any other argument, if there is no
     such function, and if it returns something else."""
     if unknown := [each for each in arguments if not each.startswith(PREFIX)]:
         raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
-    made = call_factory(parse_config([f"--model.factory={factory}", *arguments]).model, device=None)
-    return made.module, made.example, made.loss
+    return call_factory(parse_config([f"--model.factory={factory}", *arguments]).model, device=None)
 
 
 def _blocks(text: str | None) -> str | int | None:

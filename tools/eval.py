@@ -115,9 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options."""
     parser = new_parser("eval", "CHECKPOINT_OR_RUN_OR_HF_DIR", DESCRIPTION, CONFIG_KEYS)
     add = parser.add_argument
-    model = (
-        "a checkpoint, a run (its newest is used), or a Hugging Face folder (of a Llama, or --model.factory)"
-    )
+    model = "a checkpoint, a run (its newest), or a Hugging Face folder, of a Llama or with --model.factory"
     add("model", metavar="CHECKPOINT_OR_RUN_OR_HF_DIR", help=model)
     data = (
         "evaluate on this source instead: all of a file, folder or glob of text; of a folder made by "

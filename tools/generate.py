@@ -37,10 +37,8 @@ DESCRIPTION = """examples:
   python -m tools.generate --run runs/NAME --prompt "Once upon a time"
   python -m tools.generate --run runs/NAME/checkpoints/step-00000100 --temperature 0 --max_new_tokens 50
 
-Print a prompt and a trained model's continuation.
-"""
-CONFIG_KEYS = """A model of yours needs --model.factory=MODULE:FUNCTION again, because reading a
-checkpoint runs no code.
+Print a prompt and a trained model's continuation. A model of yours needs its
+--model.factory=MODULE:FUNCTION again, because reading a checkpoint runs no code.
 """
 LogitsOf = Callable[[Tensor], Tensor]  # tokens[1, T] -> logits[1, T or 1, V]
 BROKEN = "\ufffd"  # a decoder's character for bytes that are not, or not yet, a character
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options."""
-    parser = new_parser("generate", "--run RUN_OR_CHECKPOINT", DESCRIPTION, CONFIG_KEYS)
+    parser = new_parser("generate", "--run RUN_OR_CHECKPOINT", DESCRIPTION)
     add = parser.add_argument
     run = (
         "folder of a run, whose newest checkpoint is used; or a checkpoint, such as "

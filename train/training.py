@@ -121,8 +121,7 @@ def describe_frozen(job: TrainingJob) -> str:
     """Return how much `train.freeze` excludes, to follow the number of parameters; "" for nothing."""
     model = model_of(job.model)
     frozen = frozen_parameters(model.module, job.freeze) if job.freeze else ()
-    share = sum(parameter.numel() for parameter in frozen) / model.parameters
-    count = len([*model.module.parameters()])
+    share, count = sum(p.numel() for p in frozen) / model.parameters, len([*model.module.parameters()])
     return f", {share:.1%} of them frozen ({len(frozen)} of {count} tensors)" if frozen else ""
 
 

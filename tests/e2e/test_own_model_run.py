@@ -135,6 +135,7 @@ def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(trained: Pa
     assert "tests.support.factories:mixer" in generated.stderr
 
 
+@pytest.mark.sampled(3, day=2)
 def test_a_gpt_that_gives_logits_and_loss_trains_and_generates(data, tmp_path: Path) -> None:
     """Its own forward unchanged, two of its parameters frozen, on two ranks."""
     nano = "--model.factory=tests.support.factories:nano"

@@ -108,13 +108,12 @@ class TrainedModel:
         """Return the shape of the logits of two samples of `seq_len` tokens, 0: as many as the example has.
         Raises ConfigError if they are not those of every token, and PlanError if the model does not run."""
         example = with_sizes(self.example, 2, seq_len)
-        results = run_on_fakes(self.module, example, torch.float32)
-        shape = tuple(logits_of(results, self.config.factory).shape)
+        result = run_on_fakes(self.module, example, torch.float32)
+        shape = tuple(logits_of(result, self.config.factory).shape)
         if shape[:2] != (2, tokens_of(example)):
             raise ConfigError(
-                f"model.factory={self.config.factory}: of tokens[2, {tokens_of(example)}] the model gives "
-                f"logits{[*shape]}, but train.main needs those of all tokens. If its forward gives them only "
-                "with targets, return both in the example: {'idx': ids, 'targets': ids}"
+                f"model.factory={self.config.factory} gives logits{[*shape]}, but train.main needs those of "
+                "all tokens: if they need targets, return these in the example: {'idx': ids, 'targets': ids}"
             )
         return shape
 
