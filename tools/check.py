@@ -1,9 +1,9 @@
 """`python -m tools.check --model.factory=MODULE:FUNCTION`: prove that a model of yours, sharded, computes
 what it does unsharded.
 
-The function returns the model and an example of its arguments, `return model, {"input_ids": ids}`, and if you
-like a loss, a function of outputs and example, to be told whether it is a sum or a mean. It may build the
-model on the meta device.
+The function returns the model, or the model and an example of its arguments if these are not only tokens,
+`return model, {"input_ids": ids}`, and if you like a loss, a function of outputs and example, to be told
+whether it is a sum or a mean. It may build the model on the meta device.
 """
 
 import argparse
@@ -13,12 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from torch import nn
-
 from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.fsdp import Gradients
-from meshwright.parallel.model.check import Loss, check
-from meshwright.parallel.model.describe import Example, describe
+from meshwright.parallel.model.check import check
+from meshwright.parallel.model.describe import describe
 from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES
@@ -26,7 +24,7 @@ from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.trained_model import call_factory
+from meshwright.train.model.trained_model import OwnModel, call_factory
 
 DESCRIPTION = """example:
   python -m tools.check --model.factory=mine:build --model.args.layers=2 --tp 2
@@ -44,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises ConfigError and PlanError.
     """
     options, rest = make_parser().parse_known_args(arguments)
-    model, example, loss, described = build(options.factory, rest)
+    made, described = build(options.factory, rest)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
@@ -59,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     world_size = math.prod(degrees.values())
     batch = options.accumulation * options.dp_replicate * options.dp_shard
-    units = describe(model, example, **described)
-    shape = RunShape(world_size, world_size, max(1, tokens_of(example)), global_batch_size=batch)
+    units = describe(made.module, made.example, **described)
+    shape = RunShape(world_size, world_size, max(1, tokens_of(made.example)), global_batch_size=batch)
     plan = make_plan(config, units, shape)
     if not options.json:
         print(plan_to_table(plan), flush=True)
         if plan.mesh.tp > 1:
             print(f"tp={plan.mesh.tp} splits {units.tp_share:.0%} of the parameters", flush=True)
-    report = check(model, plan, example, loss, gradients=options.gradients)
+    report = check(made.module, plan, made.example, made.loss, gradients=options.gradients)
     print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
     if not report.same:
         sys.exit(1)
@@ -81,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         dest="factory",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="function that returns the model and an example of its arguments (a dict or a tuple)",
+        help="function that returns the model, and an example of its arguments (default: tokens) and a loss",
     )
     for axis, default in DEGREES.items():
         add(f"--{axis}", type=int, default=default, metavar="N", help=f"degree: 1 or 2 (default {default})")
@@ -105,18 +103,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build(
-    factory: str, arguments: Sequence[str]
-) -> tuple[nn.Module, Example, Loss | None, Mapping[str, Any]]:
+def build(factory: str, arguments: Sequence[str]) -> tuple[OwnModel, Mapping[str, Any]]:
     """Call the factory, and return what it does and the options of `describe`. Raises ConfigError for an
     argument that is not below `PREFIX`, if there is no such function, and if it returns something else."""
     if unknown := [each for each in arguments if not each.startswith(PREFIX)]:
         raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
     config = parse_config([f"--model.factory={factory}", *arguments]).model
-    made = call_factory(config, values=True)
-    if made.example is None:
-        raise ConfigError(f"model.factory={factory} must return a model and an example of its arguments")
-    return made.module, made.example, made.loss, config.described
+    return call_factory(config, values=True), config.described
 
 
 if __name__ == "__main__":

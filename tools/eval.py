@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's options."""
     parser = new_parser("eval", "CHECKPOINT_OR_RUN_OR_HF_DIR", DESCRIPTION, CONFIG_KEYS)
     add = parser.add_argument
-    model = "a checkpoint, a run (its newest checkpoint is used), or the folder of a Hugging Face Llama"
+    model = "a checkpoint, a run (its newest), or a Hugging Face folder, of a Llama or with --model.factory"
     add("model", metavar="CHECKPOINT_OR_RUN_OR_HF_DIR", help=model)
     data = (
         "evaluate on this source instead: all of a file, folder or glob of text; of a folder made by "
@@ -181,7 +181,9 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
     path = Path(options.model).expanduser()
     is_hf = (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
     folder = path if is_hf else find_newest(path)
-    if is_hf:  # the config that tools.checkpoint writes for it
+    if is_hf and any(key.startswith("--model.factory=") for key in overrides):
+        keys = []
+    elif is_hf:  # a Llama, whose config is what tools.checkpoint writes for it
         model = imported_config(open_folder(folder), None)
         keys = [f"--{key}={value_text(value)}" for key, value in leaves(model)]
     else:

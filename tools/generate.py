@@ -4,22 +4,21 @@ Shapes: T tokens of the context, V vocabulary.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright.models.config import LlamaConfig
-from meshwright.models.llama import Llama
-from meshwright.models.rope import rope_frequencies
 from meshwright.tools.cli import natural, new_parser, number_from, run_tool
-from meshwright.tools.load_weights import checkpoint_config, load_full_weights
+from meshwright.tools.load_weights import checkpoint_config, load_into
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
+from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
+from meshwright.train.data.sequences import Batch
 from meshwright.train.data.sources import find_files
 from meshwright.train.data.tokenizer import (
     FILE,
@@ -31,14 +30,17 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
 )
 from meshwright.train.errors import ConfigError, DataError
+from meshwright.train.model.trained_model import TrainedModel, model_of
 from meshwright.train.planning.resolve import dtype_on_device
 
 DESCRIPTION = """examples:
   python -m tools.generate --run runs/NAME --prompt "Once upon a time"
   python -m tools.generate --run runs/NAME/checkpoints/step-00000100 --temperature 0 --max_new_tokens 50
 
-Print a prompt and a trained model's continuation.
+Print a prompt and a trained model's continuation. A model of yours needs its
+--model.factory=MODULE:FUNCTION again, because reading a checkpoint runs no code.
 """
+LogitsOf = Callable[[Tensor], Tensor]  # tokens[1, T] -> logits[1, T or 1, V]
 BROKEN = "\ufffd"  # a decoder's character for bytes that are not, or not yet, a character
 
 
@@ -53,17 +55,20 @@ class Sampling:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the prompt and its continuation. Raises CheckpointError, ConfigError and DataError."""
-    options = make_parser().parse_args(arguments)
+    options, overrides = make_parser().parse_known_args(arguments)
     checkpoint = find_newest(Path(options.run))
-    config = checkpoint_config(checkpoint)
+    checkpoint_config(checkpoint)  # raises CheckpointError if there is none
+    config = parse_config([f"--config={checkpoint / 'config.yaml'}", *overrides])
+    source = model_of(config.model)
+    source.check(config.job)
     window = choose_window(options.window, config.job)
     tokenizer = find_model_tokenizer(checkpoint, config.data, options.tokenizer)
-    check_vocabulary(tokenizer.info, _shape(config.job).vocab_size)
+    check_vocabulary(tokenizer.info, source.vocab_size)
     context = make_context(tokenizer, options.prompt.encode("utf-8", "surrogateescape"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(checkpoint, config.job, device)
+    logits_of = last_logits(source, load_model(checkpoint, config.job, device), device)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    new_tokens = generate(model, context, options.max_new_tokens, sampling, window, tokenizer.info)
+    new_tokens = generate(logits_of, context, options.max_new_tokens, sampling, window, tokenizer.info)
     for piece in stream_text(tokenizer, context, new_tokens):
         print(piece, end="", flush=True)
 
@@ -88,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     window = (
         "maximum tokens of context, the oldest are dropped; 0, the default, is the run's "
-        "train.seq_len, because the model has not learned later positions; at most its model.max_seq_len"
+        "train.seq_len, because the model has not learned later positions; at most its positions"
     )
     add("--window", type=natural, default=0, metavar="T", help=window)
     return parser
@@ -143,43 +148,43 @@ def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
     return ids if tokenizer.info.bos is None else [tokenizer.info.bos, *ids]
 
 
-def _shape(job: TrainingJob) -> LlamaConfig:
-    """Return the shape of a job's Llama. Raises ConfigError for another model."""
-    if not isinstance(job.model, LlamaConfig):
-        raise ConfigError(
-            f"the run's model is built by {job.model.factory}, and this tool generates with our Llama only: "
-            "write a model of transformers with tools.checkpoint export, and use its generate()"
-        )
-    return job.model
-
-
 def choose_window(requested: int, job: TrainingJob) -> int:
-    """Return the maximum context; 0 is the run's seq_len. ConfigError if the position tables are shorter."""
-    longest = _shape(job).max_seq_len
-    if requested > longest:
-        raise ConfigError(f"--window={requested} must not exceed the run's model.max_seq_len={longest}")
+    """Return the maximum context; 0 is the run's seq_len. ConfigError if the model's positions end before."""
+    longest = model_of(job.model).max_seq_len
+    if longest is not None and requested > longest:
+        raise ConfigError(f"--window={requested} must not exceed the {longest} positions of the run's model")
     return requested or job.seq_len
 
 
-def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> Llama:
+def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> nn.Module:
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
-    CPU in float32."""
-    shape, weights = _shape(job), load_full_weights(checkpoint)
-    if shape.tie_embeddings:
-        weights["head.output.weight"] = weights["tok_embeddings.weight"]
-    with torch.device("meta"):
-        model = Llama(shape)
+    CPU in float32. Raises CheckpointError and ConfigError."""
+    model = model_of(job.model).unsharded(device).eval()
+    load_into(model, checkpoint, job.model)
     name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
-    model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
-    frequencies = rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
-    model.frequencies = frequencies.to(device)
-    return model.eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def last_logits(source: TrainedModel, model: nn.Module, device: torch.device) -> LogitsOf:
+    """Return the function of tokens[1, T] whose result[1, T or 1, V] ends with the next token's logits."""
+    if source.computes_loss:  # the other tokens' logits take the most memory
+        head = model.get_submodule(source.logits[0])
+        head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
+    narrow = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+    def logits_of(tokens: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, narrow):  # buffers stay in float32
+            return source.logits_of_batch(model, Batch(tokens.to(device), tokens))
+
+    return logits_of
 
 
 @torch.inference_mode()
 def generate(
-    model: Llama,
+    logits_of: LogitsOf,
     tokens: Sequence[int],
     max_new_tokens: int,
     sampling: Sampling,
@@ -190,17 +195,13 @@ def generate(
     the last `window` tokens, recomputed for every new token."""
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(tokens)
-    last_only = model.head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
-    try:
-        for _ in range(max_new_tokens):
-            inputs = torch.tensor([context[-window:]], device=model.frequencies.device)
-            token = choose_token(model(inputs)[0, -1, : tokenizer.vocab_size], sampling, generator)
-            if token == tokenizer.eos:
-                return
-            context.append(token)
-            yield token
-    finally:
-        last_only.remove()
+    for _ in range(max_new_tokens):
+        logits = logits_of(torch.tensor([context[-window:]]))[0, -1, : tokenizer.vocab_size]
+        token = choose_token(logits, sampling, generator)
+        if token == tokenizer.eos:
+            return
+        context.append(token)
+        yield token
 
 
 def choose_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor
@@ -42,6 +42,15 @@ def saved_weights(
                 f"{saved.get(fqn, 'missing')}, not of shape {list(shape)}: use another checkpoint"
             )
     return saved
+
+
+def load_into(model: nn.Module, checkpoint: Path, config: ModelConfig) -> None:
+    """Read parameters and saved buffers into an unsharded model, in place. Raises CheckpointError."""
+    manifest = verify_alone(checkpoint)
+    saved_weights(checkpoint, manifest, config)
+    named = {PREFIX + name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    into = {name: tensor for name, tensor in named.items() if name in manifest.tensors}
+    read_tensors(open_checkpoint(checkpoint, manifest), into)
 
 
 def load_full_weights(checkpoint: Path) -> dict[str, Tensor]:

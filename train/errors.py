@@ -8,6 +8,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used: the message names the checkpoint, the problem and the fix."""
 
 
+class NoPredictionError(PlanError):
+    """A model of the user's runs, but cannot be traced: it has no predicted memory and time."""
+
+
 class UnreadableError(CheckpointError):
     """The checkpoint cannot be read (I/O, permission), but may be intact: `resume: auto` must not skip it."""
 

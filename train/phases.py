@@ -132,7 +132,7 @@ def build_hooks(
     checkpoints = Checkpoints(open_saver(run, files, state), run, supervision, nonfinite, rows, clock)
     nonfinite.save_good = partial(checkpoints.save_if_due, last=True)
     norms = GradientNorms(training.sharded, run.is_reported) if config.metrics.gradient_norms else None
-    rates = make_rates(config.job, run.planned.plan, run.planned.device_name)
+    rates = make_rates(config.job, run.planned.plan, run.planned.device_name, print_)
     metrics = Metrics(run, hooks, clock, rates, norms, nonfinite.columns)
     hooks.extend(
         [

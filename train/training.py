@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.apply import apply_plan
+from meshwright.parallel.errors import first_of
+from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config, OptimConfig, TrainingJob
@@ -94,28 +96,37 @@ def shard_model(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude parameters from training by fqn pattern, such as layers.0.*; their gradients are not computed.
+    """Exclude parameters from training; their gradients are not computed. Raises as `frozen_parameters`."""
+    for parameter in frozen_parameters(model, patterns):
+        parameter.requires_grad_(False)
 
-    Raises ConfigError for a pattern without a match, and if nothing is left to train.
-    """
+
+def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
+    """Return the parameters that patterns of fqns, such as layers.0.*, match. Raises ConfigError for one
+    without a match, and if nothing is left to train."""
+    # remove_duplicate=False: a tied weight matches by either of its names
+    named, found = dict(model.named_parameters(remove_duplicate=False)), set[nn.Parameter]()
     for pattern in patterns:
-        # remove_duplicate=False: a tied weight matches by either of its names
-        matches = [
-            p
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if fnmatch.fnmatchcase(name, pattern)
-        ]
+        matches = fnmatch.filter(named, pattern)
         if not matches:
             raise ConfigError(
-                f"train.freeze: {pattern} matches no parameter: use a name such as tok_embeddings.weight or "
-                "layers.0.*"
+                f"train.freeze: {pattern} matches no parameter of the model: use patterns such as "
+                f"{first_of([*named])}.{nearest(pattern, named)}"
             )
-        for parameter in matches:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+        found.update(named[name] for name in matches)
+    if not any(parameter.requires_grad for parameter in named.values() if parameter not in found):
         raise ConfigError(
             f"train.freeze={list(patterns)} matches all parameters and leaves nothing to train: remove one"
         )
+    return found
+
+
+def describe_frozen(job: TrainingJob) -> str:
+    """Return how much `train.freeze` excludes, to follow the number of parameters; "" for nothing."""
+    model = model_of(job.model)
+    frozen = frozen_parameters(model.module, job.freeze) if job.freeze else ()
+    share, count = sum(p.numel() for p in frozen) / model.parameters, len([*model.module.parameters()])
+    return f", {share:.1%} of them frozen ({len(frozen)} of {count} tensors)" if frozen else ""
 
 
 def training_flops(job: TrainingJob) -> tuple[float, float]:

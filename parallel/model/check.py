@@ -9,6 +9,7 @@ random, because they hide what attention computes. The report names what of the 
 
 import copy
 import dataclasses
+import inspect
 import math
 import os
 import pickle
@@ -92,7 +93,9 @@ class CheckReport:
 
     def __str__(self) -> str:
         degrees = " x ".join(f"{axis} {getattr(self.degrees, axis)}" for axis in self.degrees.axes)
-        runs = f"eager and compiled ({self.graphs} graphs)" if self.graphs else "eager"
+        runs = (
+            f"eager and compiled ({self.graphs} graph{'s' * (self.graphs > 1)})" if self.graphs else "eager"
+        )
         head = f"{self.compared} outputs and gradients on {degrees}, {runs}"
         tail = LOSSES[self.loss] + (f"\nnot run: {'; '.join(self.not_run)}" if self.not_run else "")
         if self.same:
@@ -134,6 +137,11 @@ def check(
     The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises
     PlanError for a model that is too large, or that cannot be sharded or compiled so.
     """
+    if loss is not None:
+        try:
+            inspect.signature(loss).bind(None, example)
+        except TypeError as error:
+            raise PlanError(f"check: the loss must be a function of outputs and example: {error}") from error
     for mistake in written_mistakes(plan.mesh, observe(model, example).written):
         raise PlanError(f"check: {mistake.message}")
     cut, blocks = cut_model(model, plan)
@@ -147,8 +155,10 @@ def check(
             "model of the same classes and its plan"
         )
     narrow = small_plan(plan, cut, narrow=True)
-    found = run_processes(small, cut, example, loss, gradients, None if narrow == small else narrow)
+    found = run_processes(small, cut, example, gradients, None if narrow == small else narrow)
+    parts = found.pop("parts")
     found |= {
+        "loss": kind_of_loss(parts, loss) if loss else "",
         "differences": tuple(found["differences"]),
         "not_run": (*not_run(plan, small), *found["not_run"]),
     }
@@ -264,10 +274,9 @@ def _run_rank(rank: int, processes: int, folder: str) -> None:
     job = torch.load(f"{folder}/job.pt", weights_only=False)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
-        result = compare(*job)
+        torch.save(compare(*job), f"{folder}/{rank}.pt")
     except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    torch.save(result, f"{folder}/{rank}.pt")
+        torch.save({"error": f"{type(error).__name__}: {error}"}, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed
 
 
@@ -275,7 +284,6 @@ def compare(
     plan: Plan,
     model: nn.Module,
     example: Example,
-    loss: Loss | None = None,
     gradients: Gradients = "sum",
     narrow: Plan | None = None,
 ) -> dict[str, Any]:
@@ -287,6 +295,7 @@ def compare(
     from meshwright.parallel.compile.stats import count_compiled_graphs
 
     inductor.fallback_random = True  # the same random numbers as eager
+    inductor.compile_threads = 1  # no pool of processes, whose semaphores os._exit leaves behind
     graphs_before = count_compiled_graphs()
     runs = {"eager": _eager(plan)} | ({"compiled": _compilable_on_cpu(plan)} if plan.compile.enabled else {})
     mesh = build_mesh(plan.mesh, "cpu")
@@ -325,7 +334,7 @@ def compare(
         "largest": max(of_rank for _, of_rank in by_rank),
         "differences": _worst(found for found, _ in by_rank),
         "graphs": count_compiled_graphs() - graphs_before,
-        "loss": kind_of_loss(unsharded, example, loss) if loss else "",
+        "parts": outputs_of_parts(unsharded, example),
         "not_run": [f"buffer {name}, which every rank writes for itself" for name in written],
     }
 
@@ -481,14 +490,26 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     return _copy_with(model, lambda name, _: values[name].clone())
 
 
-def kind_of_loss(model: nn.Module, example: Example, loss: Loss) -> str:
-    """Return whether a loss is the "sum" or "mean" over an example's rows, by unequal parts, or "neither"."""
-    if (rows := _rows(example)) < 2:
-        return ""  # nothing to divide
-    parts = [_some_rows(example, 0, rows), _some_rows(example, 0, 1), _some_rows(example, 1, rows)]
-    with evaluating(model), torch.no_grad():  # no dropout
-        whole, first, rest = (float(loss(_call(model, part), part)) for part in parts)
-    kinds = {"sum": first + rest, "mean": (first + (rows - 1) * rest) / rows}
+def outputs_of_parts(model: nn.Module, example: Example) -> list[tuple[Any, Example]]:
+    """Return outputs without dropout, and what they are of: all rows of the example, the first, and the
+    others; nothing of a single row."""
+    rows = _rows(example)
+    ends = ((0, rows), (0, 1), (1, rows)) if rows > 1 else ()
+    with evaluating(model), torch.no_grad():
+        return [(_call(model, part), part) for part in (_some_rows(example, *each) for each in ends)]
+
+
+def kind_of_loss(parts: Sequence[tuple[Any, Example]], loss: Loss) -> str:
+    """Return whether a loss is the "sum" or "mean" over rows, or "neither", from the outputs of unequal
+    parts; "" if there are none. Raises PlanError if the loss fails."""
+    if not parts:
+        return ""
+    try:
+        whole, first, rest = (float(loss(outputs, part)) for outputs, part in parts)
+    except Exception as error:
+        raise PlanError(f"check: the loss fails on the model's outputs: {error!r}: correct it") from error
+    others = _rows(parts[2][1])
+    kinds = {"sum": first + rest, "mean": (first + others * rest) / (1 + others)}
     return next(
         (kind for kind, value in kinds.items() if math.isclose(value, whole, rel_tol=1e-4)), "neither"
     )

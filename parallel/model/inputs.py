@@ -159,14 +159,14 @@ def _shape(spec: TensorSpec) -> tuple[object, ...]:
 
 def alone_on_fakes(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of a module whose parameters are tensors of the current fake mode, in `dtype` as FSDP
-    gathers them; its buffers, and tensors that are plain attributes, have their own."""
+    gathers them; its buffers, and tensors in attributes, also in lists and mappings, have their own."""
     made: dict[int, Any] = {}
     for parameter in module.parameters():
         kept = dtype if parameter.is_floating_point() else parameter.dtype
         value = torch.empty(parameter.shape, dtype=kept, device="cpu")
         made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
-    for tensor in (*module.buffers(), *plain):
+    held = (leaf for part in module.modules() for leaf in tree_leaves(vars(part)))
+    for tensor in (leaf for leaf in held if isinstance(leaf, Tensor) and id(leaf) not in made):
         made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.deepcopy(module, made)
 

@@ -73,10 +73,15 @@ def shard(
 
 
 def _check_loss(model: nn.Module, example: Example, loss: "Loss", gradients: Gradients) -> None:
-    from meshwright.parallel.model.check import LOSSES, kind_of_loss  # late: few give a loss
+    from meshwright.parallel.model.check import (  # late: few give a loss
+        LOSSES,
+        kind_of_loss,
+        outputs_of_parts,
+    )
 
     device = next(model.parameters()).device
-    kind = kind_of_loss(model, tree_map_only(Tensor, lambda tensor: tensor.to(device), example), loss)
+    moved: Example = tree_map_only(Tensor, lambda tensor: tensor.to(device), example)
+    kind = kind_of_loss(outputs_of_parts(model, moved), loss)
     if kind and kind != {"sum": "sum", "mean_of_ranks": "mean"}[gradients]:
         raise PlanError(f"mw.shard: with gradients={gradients!r}: {LOSSES[kind].strip()}")
 

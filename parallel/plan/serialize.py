@@ -211,8 +211,8 @@ def _about_all_units(plan: Plan) -> list[str]:
     mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
     batch = (
-        f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
-        f"{mesh.data_parallel} x accumulation {plan.accumulation}"
+        f"{plan.global_batch_size} sequence{'s' * (plan.global_batch_size > 1)} = micro batch "
+        f"{plan.micro_batch_size} x data parallel {mesh.data_parallel} x accumulation {plan.accumulation}"
     )
     first = [f"mesh: {degrees} = {mesh.world_size} process{plural}", f"global batch: {batch}"]
     if plan.tensor.styles:

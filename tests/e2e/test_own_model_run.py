@@ -10,9 +10,13 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.tools.load_weights import checkpoint_config, load_full_weights
 from meshwright.train.checkpoint.commit import find_newest, list_checkpoints
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import call_factory
+from meshwright.train.planning.predict import run_workload
+from meshwright.train.planning.resolve import plan_run
 from meshwright.train.user_code import allow
-from tests.support.factories import RUN, causal_lm
+from tests.support.factories import RUN, Nano, causal_lm
 from tests.support.hf_models import make_tokens
 from tests.support.launch import EAGER, run, started
 from tests.support.run_faults import curve, rows
@@ -71,6 +75,20 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     assert json.loads(named.stdout)["sets"]["held_out"]["loss"] == pytest.approx(
         rows(folder)[-1]["eval_loss"], abs=1e-4
     )
+    text = ["--json", "--sequences=8", "--seq_len=32", "--tokenizer=bytes", data[0].replace(".source", "")]
+    scores = [
+        json.loads(run(1, str(path), *text, QWEN3[len(RUN)], *keys, module="tools.eval").stdout)["sets"]
+        for path, keys in ((folder, []), (tmp_path / "hf", [f"--model.args.folder={tmp_path / 'hf'}"]))
+    ]
+    (ours,), (of_folder,) = (each.values() for each in scores)
+    assert of_folder == pytest.approx(ours, abs=1e-4), "the exported folder, read by the same factory"
+    prompt = [f"--run={folder}", "--prompt=def f", "--temperature=0", "--max_new_tokens=8"]
+    generated = run(1, *prompt, QWEN3[len(RUN)], module="tools.generate")
+    begun = torch.tensor([list(b"def f")])
+    theirs = back.generate(
+        begun, do_sample=False, use_cache=True, max_new_tokens=8, suppress_tokens=[*range(257, 264)]
+    )
+    assert generated.stdout == bytes(theirs[0].tolist()).decode(errors="replace") + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +133,39 @@ def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(trained: Pa
     generated = run(1, f"--run={trained}", module="tools.generate")
     assert generated.returncode == 2
     assert "tests.support.factories:mixer" in generated.stderr
+
+
+@pytest.mark.sampled(3, day=2)
+def test_a_gpt_that_gives_logits_and_loss_trains_and_generates(data, tmp_path: Path) -> None:
+    """Its own forward unchanged, two of its parameters frozen, on two ranks."""
+    nano = "--model.factory=tests.support.factories:nano"
+    keys = [*RUN, *EAGER, *data, "--train.steps=2", "--checkpoint.every=-1", "--train.freeze=[h.0.norm.*]"]
+    done = run(2, *keys, nano, f"--run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    allow(["tests.support.factories:nano"])
+    model = Nano()
+    share = 64 / sum(parameter.numel() for parameter in model.parameters())
+    assert f"{share:.1%} of them frozen (2 of {len([*model.parameters()])} tensors)" in done.stdout
+    model.load_state_dict(load_full_weights(find_newest(tmp_path / "run")), strict=False)
+    ids = list(b"def f")
+    with torch.no_grad():
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids]))[0][0, -1, :257].argmax()))
+    options = [f"--run={tmp_path / 'run'}", "--prompt=def f", "--temperature=0", "--max_new_tokens=6"]
+    generated = run(1, *options, nano, module="tools.generate")
+    assert generated.returncode == 0, generated.stderr
+    assert generated.stdout == bytes(ids).decode(errors="replace") + "\n"
+
+
+def test_a_model_that_cannot_be_traced_loses_only_its_prediction(data, tmp_path: Path) -> None:
+    noting = [*RUN, *EAGER, "--model.factory=tests.support.factories:noting", "--model.blocks=[12]"]
+    done = run(1, *noting, *data, "--train.steps=1", f"--run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("no prediction: "))
+    assert "tests.support.factories:noting cannot be traced" in line
+    config = parse_config(noting)
+    with pytest.raises(NoPredictionError, match=r"parallel\.plan=manual"):
+        run_workload(config.job, plan_run(config.job, 1))
 
 
 def test_the_first_bad_value_of_a_model_of_ones_own_is_named(data, tmp_path: Path) -> None:

@@ -199,6 +199,10 @@ def test_hooks_are_told_of_everything_in_order_and_their_state_goes_on(
         ("--train.hooks=[broken:Hook]", "broken.py:2)"),
         ("--data.factory=mine:list_of", "not a builtins.list"),
         ("--optim.schedule=mine:falling", "returned -1 for step 5"),
+        (
+            "--train.loss=mine:list_of",
+            "must be a function of logits and targets: missing a required argument",
+        ),
         ("--train.loss=mine:weighted", "has parameters, which nothing would train"),
     ],
 )

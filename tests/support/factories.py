@@ -203,3 +203,55 @@ def dropping() -> nn.Module:
     drop = nn.Dropout(0.5)
     blocks = [part for _ in range(2) for part in (Mixer(32), drop)]
     return nn.Sequential(nn.Embedding(VOCABULARY, 32), *blocks, nn.Linear(32, VOCABULARY))
+
+
+class Nano(nn.Module):
+    """A GPT as nanoGPT writes it: its forward returns logits of the last token alone, or with targets those
+    of all tokens and a mean loss; it refuses a length that no config publishes."""
+
+    def __init__(self, longest: int = 48) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, 32), nn.Embedding(longest, 32)
+        self.h = nn.ModuleList(Attention(32, 4) for _ in range(2))
+        self.ln_f, self.lm_head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        assert idx.shape[1] <= self.wpe.num_embeddings, f"{idx.shape[1]} tokens are too many"
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
+        for block in self.h:
+            x = block(x)
+        x = self.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1]]), None
+        logits = self.lm_head(x)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def nano() -> tuple[nn.Module, dict[str, Tensor], Any]:
+    """That GPT, the example that makes it return all logits, and a loss that no process can be sent."""
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    return Nano(), {"idx": ids, "targets": ids}, lambda outputs, _: outputs[1]
+
+
+class Notes:
+    """What a block keeps between forwards, where nobody looks for tensors."""
+
+    last: Tensor | None = None
+
+
+class Noting(Mixer):
+    """A block whose forward keeps a tensor that has a gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.notes = Notes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.last = super().forward(x)
+        return self.notes.last
+
+
+def noting() -> nn.Module:
+    """A model that trains, but cannot be copied after a forward, and so not traced."""
+    return nn.Sequential(nn.Embedding(VOCABULARY, 32), Noting(32), Noting(32), nn.Linear(32, VOCABULARY))

@@ -21,6 +21,7 @@ from meshwright.tools.generate import (
     choose_window,
     find_model_tokenizer,
     generate,
+    last_logits,
     load_model,
     main,
     make_context,
@@ -29,7 +30,7 @@ from meshwright.tools.generate import (
 from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.config import DataConfig
-from meshwright.train.config_parser import load_config
+from meshwright.train.config_parser import load_config, parse_config
 from meshwright.train.data.prepare.prepare import prepare
 from meshwright.train.data.prepare.worker import PrepareSettings
 from meshwright.train.data.sequences import make_sequence_shape
@@ -37,6 +38,8 @@ from meshwright.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from meshwright.train.data.training_data import BatchShape
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.evaluation import set_batches
+from meshwright.train.model.trained_model import model_of
+from tests.support.factories import RUN, causal_lm
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
@@ -86,6 +89,21 @@ def test_greedy_is_the_argmax_of_the_whole_forward(model: Llama) -> None:
         for _ in range(20):
             expected.append(int(model(torch.tensor([expected]))[0, -1, :257].argmax()))
     assert list(generate(model, tokens, 20, GREEDY, 64, BYTES.info)) == expected[len(tokens) :]
+
+
+def test_a_qwen3_goes_on_as_transformers_own_generate() -> None:
+    source = model_of(parse_config([*RUN, *causal_lm("qwen3")]).model)
+    qwen3 = source.unsharded(CPU).eval()
+    tokens = list(b"def f(x):")
+    ours = [*generate(last_logits(source, qwen3, CPU), tokens, 20, GREEDY, 64, BYTES.info)]
+    theirs = qwen3.generate(  # type: ignore[operator]
+        torch.tensor([tokens]),
+        max_new_tokens=20,
+        do_sample=False,
+        use_cache=True,
+        suppress_tokens=[*range(257, 264)],
+    )
+    assert ours == theirs[0, len(tokens) :].tolist()
 
 
 def test_the_context_slides(model: Llama) -> None:
@@ -156,7 +174,7 @@ def test_tokens_of_a_vocabulary_are_written_as_they_settle(tmp_path: Path) -> No
 def test_the_window_is_what_was_trained(tied_run: Path) -> None:
     config = load_config(tied_run / "config.yaml")
     assert (choose_window(0, config.job), choose_window(64, config.job)) == (32, 64)
-    with pytest.raises(ConfigError, match="max_seq_len=64"):
+    with pytest.raises(ConfigError, match="64 positions"):
         choose_window(65, config.job)
 
 

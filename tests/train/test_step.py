@@ -150,7 +150,14 @@ def test_a_tied_weight_is_frozen_by_either_name():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "words"), [("layer.0.*", "layer.0.* matches no parameter"), ("*", "nothing to train")]
+    ("pattern", "words"),
+    [
+        (
+            "layer.0.*",
+            "layer.0.* matches no parameter of the model: use patterns such as tok_emb",
+        ),
+        ("*", "nothing to train"),
+    ],
 )
 def test_a_freeze_that_means_nothing_is_refused(trainer, pattern, words):
     with pytest.raises(ConfigError, match=f"train.freeze.*{re.escape(words)}"):

@@ -18,7 +18,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
-from meshwright.train.errors import OutOfMemory
+from meshwright.train.errors import NoPredictionError, OutOfMemory
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
 # The other ranks wait this long, so that rank 0 prints its message before torchrun ends all ranks.
@@ -117,7 +117,7 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
             yield (
                 f"(--parallel.plan={job.parallel.plan} overrides these keys: edit that plan, or leave it out)"
             )
-    except (RuntimeError, MemoryError, OSError, ImportError) as error:
+    except (RuntimeError, MemoryError, OSError, ImportError, NoPredictionError) as error:
         yield f"no advice, because computing it failed: {one_line(error, ERROR_SHOWN)}"
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.compile.stats import count_training_graphs
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.machine_memory import peak_resident_bytes
 from meshwright.parallel.memory_breakdown import GIB
@@ -83,13 +84,17 @@ class GradientNorms(Hook):
 Rates = Callable[[float], dict[str, float]]
 
 
-def make_rates(job: TrainingJob, plan: Plan, device_name: str) -> Rates:
+def make_rates(job: TrainingJob, plan: Plan, device_name: str, print_: Callable[[str], object]) -> Rates:
     """Return the function for a plan: tokens per second, with those of padding, and the MFU if the peak of
-    the devices, named `device_name`, is known."""
+    the devices, named `device_name`, and the model's operations are known."""
     from meshwright.parallel.planner.hardware import find_hardware  # late: needed once, by a run that starts
 
     hardware, dtype = find_hardware(device_name), plan.units[0].param_dtype
-    full, causal = training_flops(job)  # per token
+    try:
+        full, causal = training_flops(job) if hardware else (0.0, 0.0)  # per token
+    except PlanError as error:
+        print_(f"no MFU: the operations of the model cannot be counted: {error}")
+        hardware = None
 
     def rates(step_time_s: float) -> dict[str, float]:
         tokens_per_s = plan.global_batch_size * job.seq_len / step_time_s

@@ -26,6 +26,7 @@ from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
+from meshwright.train.training import describe_frozen
 
 if TYPE_CHECKING:
     from meshwright.parallel.planner.timeline import Timeline
@@ -165,13 +166,12 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
         "threads each"
     )
     console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
-    parameters = model_of(job.model).parameters
-    assert planned.peak_bytes is not None, "check_memory comes first"
-    console.print(f"model: {parameters:,} parameters")
+    console.print(f"model: {model_of(job.model).parameters:,} parameters{describe_frozen(job)}")
     # rows of a CPU have the peak of the process, which is several times this for a small model
     amount = "at most" if planned.bounded else "about"
     bound = " (a bound: there is ample)" if planned.bounded else ""
-    console.print(f"memory: {amount} {planned.peak_bytes / GIB:.2f} GiB of tensors per process{bound}")
+    tensors = f"memory: {amount} {(planned.peak_bytes or 0) / GIB:.2f} GiB of tensors per process{bound}"
+    console.print(f"no prediction: {why}" if (why := planned.no_prediction) else tensors)
     if job.parallel.strategy:
         console.print(describe_strategy(job.parallel.strategy, plan.mesh))
     console.print(plan_to_table(plan))

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.models.loss import IGNORE_INDEX, LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
-from meshwright.parallel.errors import one_line
+from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.constructor import construct_without
@@ -50,6 +50,8 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 HEADS = ("num_attention_heads", "n_heads")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads")
 WIDTH = ("hidden_size", "dim")
+# arguments of a forward that computes a loss too, which is not used: they get the tokens
+TARGETS = ("targets", "labels")
 
 # model, micro batch, divisor (None: 1) -> the loss in nats, summed over tokens and divided
 LossOf = Callable[[nn.Module, Batch, Tensor | None], Tensor]
@@ -78,10 +80,7 @@ class TrainedModel:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         made = call_factory(config)
-        self.module = made.module
-        ids = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64, device="meta")
-        name = getattr(self.module, "main_input_name", None)  # of a transformers model
-        self.example: Example = made.example or ({name: ids} if name else (ids,))
+        self.module, self.example = made.module, made.example
 
     @cached_property
     def units(self) -> ModelUnits:
@@ -102,10 +101,18 @@ class TrainedModel:
         return self.logits_shape()[-1]
 
     @cache  # noqa: B019 (a model lives as long as the process)
-    def logits_shape(self) -> tuple[int, ...]:
-        """Return the shape of the logits of two samples. Raises ConfigError if the model gives none."""
-        results = run_on_fakes(self.module, with_sizes(self.example, 2, 0), torch.float32)
-        return tuple(logits_of(results, self.config.factory).shape)
+    def logits_shape(self, seq_len: int = 0) -> tuple[int, ...]:
+        """Return the shape of the logits of two samples of `seq_len` tokens, 0: as many as the example has.
+        Raises ConfigError if they are not those of every token, and PlanError if the model does not run."""
+        example = with_sizes(self.example, 2, seq_len)
+        result = run_on_fakes(self.module, example, torch.float32)
+        shape = tuple(logits_of(result, self.config.factory).shape)
+        if shape[:2] != (2, tokens_of(example)):
+            raise ConfigError(
+                f"model.factory={self.config.factory} gives logits{[*shape]}, but train.main needs those of "
+                "all tokens: if they need targets, return these in the example: {'idx': ids, 'targets': ids}"
+            )
+        return shape
 
     @property
     def max_seq_len(self) -> int | None:
@@ -179,13 +186,20 @@ class TrainedModel:
                 f"{factory}: its example has no tokens[samples, tokens] of integers, and train.main has "
                 "nothing else: use your own loop (docs/your-model.md)"
             )
-        others = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, Tensor)]
-        if len(others) > 1:
+        named = self.example.items() if isinstance(self.example, Mapping) else enumerate(self.example)
+        given = [value for name, value in named if name not in TARGETS]
+        if (count := sum(isinstance(leaf, Tensor) for leaf in tree_leaves(given))) > 1:
             raise ConfigError(
-                f"{factory}: its example has {len(others)} tensors, but train.main gives only tokens: "
-                "return an example without the others"
+                f"{factory}: its example has {count} tensors beside {' and '.join(TARGETS)}, but train.main "
+                "gives only tokens: return an example without the others"
             )
         self.logits_shape()
+        try:
+            self.logits_shape(job.seq_len if longest is None else 0)
+        except PlanError as error:
+            raise ConfigError(
+                one_line(f"train.seq_len={job.seq_len}: {factory} does not run with it: {error.__cause__!r}")
+            ) from error
 
     def new(self, z_loss: float = 0.0) -> nn.Module:
         """Return the model anew, its parameters on the meta device. `z_loss`: of a model that computes its
@@ -214,6 +228,15 @@ class TrainedModel:
             sums = run_on_fakes(self.module, with_sizes(self.example, 1, seq_len), around=count)
         return sums["matmul"] / seq_len, sums["attention"] / seq_len
 
+    def unsharded(self, device: torch.device) -> nn.Module:
+        """Return the model anew on a device, with the values of its constructor or of what it publishes."""
+        if not hasattr(self.module, "initialise"):
+            return call_factory(self.config, values=True).module.to(device)
+        module = self.new().to_empty(device=device)
+        with torch.no_grad():
+            module.initialise(0, Tensor.copy_)  # type: ignore[operator]
+        return module
+
     def initialise(self, sharded: ShardedModel, seed: int, loaded: bool = False) -> None:
         """Allocate the tensors of a sharded model and write initial values, the same on every mesh: as the
         model publishes it, or as `model.init` says. `loaded`: parameters will be loaded."""
@@ -234,16 +257,17 @@ class TrainedModel:
         if name is not None:
             given = find_loss(name, self.vocab_size)
             return lambda model, batch, divisor: (
-                given(self._logits(model, batch), batch.targets) / (1.0 if divisor is None else divisor)
+                given(self.logits_of_batch(model, batch), batch.targets)
+                / (1.0 if divisor is None else divisor)
             )
         if self.computes_loss:
             return loss_of_forward
         loss = LogitsLoss(z_loss)
         if plan.compile.enabled:
             compile_module(loss, plan.compile)
-        return LossOfLogits(self._logits, loss)
+        return LossOfLogits(self.logits_of_batch, loss)
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logits_of_batch(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the logits[B, t, V] of a batch."""
         if self.computes_loss:
             logits = model(batch.tokens, None, batch.first, None, batch.positions)
@@ -293,6 +317,10 @@ def find_loss(name: str, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
         raise ConfigError(
             f"train.loss={name} has parameters, which nothing would train: put them in the model"
         )
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"train.loss={name} must be a function of logits and targets: {error}") from error
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 4, vocab_size, generator=generator, requires_grad=True)
     targets = torch.randint(vocab_size, (2, 4), generator=generator)
@@ -335,12 +363,13 @@ RESULT = "a model, or a model and an example of its arguments (a dict or a tuple
 class OwnModel:
     """What a factory returns.
 
-    `example`: arguments of one forward, of which only shapes and dtypes count; None: the factory gives none.
+    `example`: arguments of one forward, of which only shapes and dtypes count: tokens, if the factory returns
+    the model alone. `loss`: a function of outputs and example, for `check`.
     """
 
     module: nn.Module
-    example: Example | None = None
-    loss: "Loss | None" = None
+    example: Example
+    loss: "Loss | None"
 
 
 def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
@@ -363,7 +392,10 @@ def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
     parts = result if isinstance(result, tuple) else (result,)
     if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and _is_example(*parts[1:2])):
         raise ConfigError(f"{named} must return {RESULT}")
-    return OwnModel(*parts)
+    module, example, loss = (*parts, None, None)[:3]
+    ids = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64)
+    name = getattr(module, "main_input_name", None)  # of a transformers model
+    return OwnModel(module, example or ({name: ids} if name else (ids,)), loss)
 
 
 def _is_example(value: object = None) -> bool:

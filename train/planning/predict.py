@@ -3,8 +3,9 @@
 import dataclasses
 from functools import cache, partial
 
+from meshwright.models.config import LlamaConfig
 from meshwright.parallel.compile.apply import cache_folder
-from meshwright.parallel.errors import PlanError
+from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape
@@ -24,6 +25,7 @@ from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
+from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
@@ -127,17 +129,20 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
     """Return the model's workload under the plan, with its trained shares, the size of moments, and whether
     it is saved.
 
-    Raises ConfigError if a pattern of `train.freeze` matches nothing.
+    Raises ConfigError if a pattern of `train.freeze` matches nothing, and NoPredictionError for a model of
+    yours that cannot be traced.
     """
     frozen, trained = _frozen_and_trained(job.model, job.freeze)
-    work = model_workload(
-        job.model,
-        plan,
-        job.seq_len,
-        frozen,
-        job.document_mask,
-        cache_folder(job.parallel.compile),
-    )
+    cache = cache_folder(job.parallel.compile)
+    try:
+        work = model_workload(job.model, plan, job.seq_len, frozen, job.document_mask, cache)
+    except Exception as error:  # anything that its code does not do on fake tensors
+        if isinstance(job.model, LlamaConfig):
+            raise
+        raise NoPredictionError(
+            f"model.factory={job.model.factory} cannot be traced, which a prediction needs: "
+            f"{one_line(f'{type(error).__name__}: {error}', 300)}: parallel.plan=manual trains it without"
+        ) from error
     moment_bytes = DTYPE_BYTES[job.state_dtype]
     return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, saves=job.saves)
 

@@ -16,6 +16,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0, comparable_settings
 from meshwright.train.distributed.process_group import choose_device, init_distributed
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 
@@ -34,6 +35,7 @@ class RunPlan:
         bounded: `peak_bytes` is a bound, because there is several times as much
         prediction: of the planner, if it chose the plan
         predicted: the part of it that is compared with the run, by the names in metrics.jsonl
+        no_prediction: why there is no `peak_bytes` after `check_memory`
     """
 
     device: torch.device
@@ -43,6 +45,7 @@ class RunPlan:
     bounded: bool = False
     prediction: "Prediction | None" = None
     predicted: Mapping[str, float] = field(default_factory=dict)
+    no_prediction: str = ""
 
 
 def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
@@ -71,7 +74,7 @@ def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
 
 def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan:
     """Return `planned` with `peak_bytes`: a bound, if the rank that has the least memory has ample for it;
-    else a prediction.
+    else a prediction, or why there is none: the run may go on without.
 
     Every rank calls it: rank 0 traces the model for all ranks, and compares its needs with that memory.
     Raises PlanError if it is too little.
@@ -83,12 +86,16 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
     if bound_bytes is not None and is_ample(bound_bytes, min(smallest)):
         return replace(planned, peak_bytes=bound_bytes, bounded=True)
 
-    def predict_peak() -> int:
+    def predict_peak() -> dict[str, int | str]:
         from meshwright.train.planning.fit import check_run_fits  # late: the planner, and only on rank 0
 
-        return check_run_fits(job, planned.plan, planned.device, planned.device_name, ranks, smallest)
+        on_device = planned.device, planned.device_name, ranks, smallest
+        try:
+            return {"peak_bytes": check_run_fits(job, planned.plan, *on_device)}
+        except NoPredictionError as error:
+            return {"no_prediction": str(error)}
 
-    return replace(planned, peak_bytes=broadcast_from_rank0(ranks, predict_peak))
+    return replace(planned, **broadcast_from_rank0(ranks, predict_peak))  # type: ignore[arg-type]
 
 
 # A bound of the memory that a run needs, from sizes alone: without a trace, and without the planner. It is

@@ -18,6 +18,7 @@ from meshwright.parallel.model.check import (
     compare,
     kind_of_loss,
     not_run,
+    outputs_of_parts,
     relative_error,
     small_plan,
     with_random_ids,
@@ -341,7 +342,7 @@ def row_sum(outputs: Any, example: Any) -> Tensor:
 @pytest.mark.sampled(6)
 def test_a_check_starts_its_own_processes() -> None:
     made = stack()
-    report = check(made[0], split(made), made[1], row_sum)
+    report = check(made[0], split(made), made[1], lambda outputs, example: row_sum(outputs, example))
     assert report.same, report
     assert report.compared > 30
     assert "the same, largest difference" in str(report)
@@ -355,4 +356,10 @@ def test_the_kind_of_a_loss_is_told() -> None:
         "mean": lambda outputs, _: outputs.square().mean(),
         "neither": lambda outputs, _: outputs.square().sum().sqrt(),
     }
-    assert [kind_of_loss(model, example, loss) for loss in losses.values()] == [*losses]
+    parts = outputs_of_parts(model, example)
+    assert [kind_of_loss(parts, loss) for loss in losses.values()] == [*losses]
+    assert kind_of_loss(outputs_of_parts(model, {"input": example["input"][:1]}), row_sum) == ""
+    with pytest.raises(mw.PlanError, match="the loss fails on the model's outputs: AttributeError"):
+        kind_of_loss(parts, lambda outputs, _: outputs.loss)
+    with pytest.raises(mw.PlanError, match="must be a function of outputs and example"):
+        check(model, plan_of((model, example)), example, lambda outputs: outputs.sum())

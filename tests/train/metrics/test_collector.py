@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.parallel.errors import PlanError
+from meshwright.train.config_parser import parse_config
 from meshwright.train.hooks import Score
-from meshwright.train.metrics.collector import StepClock, scores_row
+from meshwright.train.metrics import collector
+from meshwright.train.metrics.collector import StepClock, make_rates, scores_row
+from meshwright.train.planning.resolve import plan_run
 from tests.support.metrics import log_losses, open_rows, rows_in, steps_in
 
 
@@ -27,6 +31,19 @@ def test_a_flushed_row_can_be_read_and_a_resumed_run_continues_the_file(tmp_path
         rows.close()
     assert steps_in(tmp_path) == [0, 5, 5, 10]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "without TensorBoard"
+
+
+def test_a_model_whose_operations_cannot_be_counted_has_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, lines = parse_config(["--config=llama_debug"]).job, list[str]()
+    case = job, plan_run(job, 1), "NVIDIA H100 80GB HBM3", lines.append
+    assert make_rates(*case)(1.0)["mfu"] > 0
+
+    def fail(_: object) -> None:
+        raise PlanError("an unknown operator")
+
+    monkeypatch.setattr(collector, "training_flops", fail)
+    assert make_rates(*case)(1.0).keys() == {"tokens_per_s", "tokens_per_s_per_gpu"}
+    assert [line.startswith("no MFU: ") for line in lines] == [True]
 
 
 def test_without_a_flush_rows_are_written_in_order_and_later_jobs_run_after_them(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_factory_is_called_when_a_command_names_it() -> None:
     model = call_factory(model_of(f"--model.factory={MIXER}", "--model.args.width=16"))
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     assert model.module[0].weight.shape == (264, 16)  # type: ignore[index]
-    assert model.example is None
+    assert model.example[0].shape == (2, 16)  # type: ignore[index]
     assert call_factory(FactoryConfig(MIXER), values=True).module[0].weight.device == torch.device("cpu")  # type: ignore[index]
 
 

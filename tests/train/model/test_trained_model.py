@@ -74,6 +74,8 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["shape ()", "logits[samples, tokens, ids]", "a loss of the model's own"],
     ),
     ([*causal_lm("llama"), "--train.seq_len=128"], ["train.seq_len=128", "64 positions"]),
+    ([f"{SUPPORT}:Nano"], ["logits[2, 1, 264]", "all tokens", "'targets': ids"]),
+    ([f"{SUPPORT}:nano", "--train.seq_len=64"], ["train.seq_len=64", "64 tokens are too many"]),
     ([*causal_lm("llama"), "--data.document_mask=true"], ["data.document_mask", "use false"]),
 ]
 
