@@ -1,26 +1,41 @@
 """`checkpoint.init_from`: start a run at step 0 from existing weights.
 
-The weights are a Hugging Face folder or one of our checkpoints, without its optimizer state and position.
-Each rank reads the slices of its own shards directly into its parameters, converted to their dtype: no rank
-holds the full model or sends weights to another.
+The weights are a safetensors file, a folder of such files, a file of torch.save, or one of our checkpoints,
+without its optimizer state and position. Each rank reads the slices of its own shards directly into its
+tensors, converted to their dtype: no rank holds the full model or sends weights to another.
 """
 
+import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import hf_name
 from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
-from meshwright.train.checkpoint.huggingface import DTYPES, HfWeights, open_folder, open_weights
-from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
-from meshwright.train.checkpoint.reader import StoredPart, open_checkpoint, open_full, read_tensors
+from meshwright.train.checkpoint.huggingface import HfWeights, open_folder, open_weights
+from meshwright.train.checkpoint.manifest import (
+    CONFIG,
+    FORMAT_DTYPES,
+    MANIFEST,
+    MODEL,
+    SavedTensor,
+    read_manifest,
+)
+from meshwright.train.checkpoint.reader import (
+    StoredPart,
+    equal_tensors,
+    open_checkpoint,
+    open_full,
+    read_tensors,
+)
+from meshwright.train.checkpoint.shards import dtype_name, state_names
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
@@ -30,61 +45,84 @@ from meshwright.train.files import user_path
 from meshwright.train.model.trained_model import model_of
 
 INIT_FROM = "checkpoint.init_from"
-PREFIX = "model."  # of the weights' names in our checkpoints
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # that are converted to a float of the model
+WRAPPERS = re.compile(r"(module\.|_orig_mod\.)+")  # of names, by DDP and torch.compile
+# tables that older versions of transformers saved among the weights
+COMPUTED = r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$"
+NAMED = 20  # tensors that a line about missing ones names
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The folder that contains a model's weights, each parameter's name in it by our fqn, and its tensors if
-    it is one of Hugging Face and not our checkpoint. `padded`: the rows of each name that has fewer than the
-    parameter, because the model's vocabulary is larger."""
+    """A model's weights in a file, a folder or one of our checkpoints.
 
-    folder: Path
+    Args:
+        path: of the file, folder or checkpoint
+        names: the name in it of each parameter and persistent buffer, by our fqn
+        tensors: its tensors by name; None if it is a checkpoint
+        padded: the rows of each name that has fewer than the parameter, because the model's vocabulary is
+            larger
+        missing: names that it does not have: the model's tensors keep their initial values
+        unexpected: names that the model does not have
+    """
+
+    path: Path
     names: dict[str, str]
     tensors: Mapping[str, StoredPart] | None = None
     padded: Mapping[str, int] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+    def describe(self) -> Iterator[str]:
+        """Yield a line about everything that is not taken as it is, by its name."""
+        wrapper = _wrapper(self.tensors or ())
+        if wrapper and not any(fqn.startswith(wrapper) for fqn in self.names):
+            yield f"weights: the names in {self.path} begin with {wrapper}, which is left out"
+        for name, rows in self.padded.items():
+            yield f"weights: {name} has {rows} rows, and is padded with their mean"
+        for names, problem in (
+            (self.missing, "of the model are not in {}, and keep their initial values"),
+            (self.unexpected, "of {} are not in the model, and are left out"),
+        ):
+            if names:
+                listed = first_of(names, most=NAMED)
+                yield f"warning: weights: {len(names)} tensors {problem.format(self.path)}: {listed}"
 
 
-def find_weights(init_from: str, model: ModelConfig, changed_model: bool = False) -> Weights:
+def find_weights(
+    init_from: str, model: ModelConfig, changed_model: bool = False, strict: bool = True
+) -> Weights:
     """Return the weights that `checkpoint.init_from` names, checked against the model by name and shape.
+    `strict`: names must be exactly the model's.
 
     Raises CheckpointError, and ConfigError for weights of a model with another config, unless
     `changed_model`.
     """
-    path = user_path(init_from, "checkpoint.init_from", CheckpointError)
+    path = user_path(init_from, INIT_FROM, CheckpointError)
     if (path / MANIFEST).is_file():
-        return _of_checkpoint(path, model, changed_model)
-    if (path / CONFIG).is_file():
-        return _of_folder(path, model, changed_model)
-    saved = [] if not path.is_dir() else [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
-    hint = f", such as {saved[-1]}" if saved else ""
-    problem = f" has neither {CONFIG} nor {MANIFEST}" if path.is_dir() else ": no such folder"
-    raise CheckpointError(
-        f"checkpoint.init_from={init_from}{problem}: name the folder of a Hugging Face model, or a "
-        f"checkpoint{hint}"
-    )
+        return _of_checkpoint(path, model, changed_model, strict)
+    if not path.exists():
+        raise CheckpointError(
+            f"{INIT_FROM}={init_from}: no such file or folder: name a safetensors file, a folder of them, a "
+            "state_dict of torch.save, or a checkpoint"
+        )
+    if saved := [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")] if path.is_dir() else []:
+        raise CheckpointError(
+            f"{INIT_FROM}={init_from} is a folder of checkpoints: name one, such as {saved[-1]}"
+        )
+    return _of_files(path, model, changed_model, strict)
 
 
 def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:
-    """Read each rank's slices into its parameters, in place, on any mesh; all ranks call it. Raises
+    """Read each rank's slices into its tensors, in place, on any mesh; all ranks call it. Raises
     CheckpointError, also if the weights are those of a checkpoint that fails verification."""
     if weights.tensors is None:
-        files = open_checkpoint(weights.folder, verify_together(weights.folder, verify))
+        files = open_checkpoint(weights.path, verify_together(weights.path, verify))
     else:
-        files = open_full(weights.folder, weights.tensors)
-    into = {weights.names[fqn]: parameter for fqn, parameter in model.named_parameters()}
+        files = open_full(weights.path, weights.tensors)
+    own = {first: tensor for tensor, (first, *_) in state_names(model).items()}
+    into = {name: own[fqn] for fqn, name in weights.names.items()}
     on_all_ranks(lambda: read_tensors(files, into, weights.padded))
-
-
-def _check_dtypes(folder: HfWeights, names: Iterable[str]) -> None:
-    unsupported = [
-        f"{name} ({folder.tensors[name].dtype})" for name in names if folder.tensors[name].dtype not in DTYPES
-    ]
-    if unsupported:
-        raise CheckpointError(
-            f"{folder.path}: {first_of(unsupported)} is stored in an unsupported dtype (supported: "
-            f"{', '.join(DTYPES)}): save the model without quantization"
-        )
 
 
 def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -93,49 +131,45 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
-def _of_folder(path: Path, model: ModelConfig, meant: bool) -> Weights:
-    if isinstance(model, LlamaConfig):
-        folder: HfWeights = (llama := open_folder(path))
-        changes = config_changes(llama.config, model, "model")
+def _of_files(path: Path, model: ModelConfig, meant: bool, strict: bool) -> Weights:
+    folder, changes = open_weights(path), list[Change]()
+    if folder.hf_config and isinstance(model, LlamaConfig):
+        changes = config_changes(open_folder(path).config, model, "model")
         way_out = f"`python -m tools.checkpoint import {path} OUT` writes a config.yaml for --config"
-    else:
-        folder = open_weights(path)
+    elif folder.hf_config:
         changes = _factory_changes(folder, model_of(model).module)
         way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
-    grown = refuse_other_model(INIT_FROM, path / CONFIG, changes, way_out, meant)
-    return match_folder(folder, model, grown)
+    grown = refuse_other_model(INIT_FROM, path / CONFIG, changes, way_out, meant) if changes else ()
+    return match_files(folder, model, grown, strict)
 
 
-def match_folder(folder: HfWeights, model: ModelConfig, grown: tuple[int, ...] = ()) -> Weights:
-    """Return the weights of a Hugging Face folder. Raises CheckpointError unless it contains exactly the
-    tensors of this model, in dtypes that we read. `grown`: as of `_check_tensors`.
+def match_files(
+    folder: HfWeights, model: ModelConfig, grown: Sequence[int] = (), strict: bool = True
+) -> Weights:
+    """Return the weights in files of full tensors. Raises CheckpointError as `_match` does.
 
-    A model that a factory builds has the folder's names, but for a prefix that one of them may lack; a tied
-    weight may be there under any of its names.
+    Names may begin with the wrappers of DDP and torch.compile. Those of our Llama are Hugging Face's or its
+    own; those of any other model its own, but for a `base_model_prefix` that one of them may lack.
     """
-    built = model_of(model).module
-    prefix = f"{getattr(built, 'base_model_prefix', '')}."
-    spellings: dict[nn.Parameter, list[str]] = {}
-    for fqn, parameter in built.named_parameters(remove_duplicate=False):
-        of_factory = fqn, fqn.removeprefix(prefix), f"{prefix}{fqn}"
-        spelled = [hf_name(fqn)] if isinstance(model, LlamaConfig) else of_factory
-        spellings.setdefault(parameter, []).extend(spelled)
-    names = {
-        fqn: next((name for name in spellings[parameter] if name in folder.tensors), spellings[parameter][0])
-        for fqn, parameter in built.named_parameters()
-    }
-    patterns = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ignored = re.compile("|".join((*patterns, COMPUTED)))
-    others = {name for spelled in spellings.values() for name in spelled} - set(names.values())
+    built: Any = model_of(model).module
+    wrapper, base = _wrapper(folder.tensors), f"{getattr(built, 'base_model_prefix', '')}."
+
+    def spell(fqn: str) -> list[str]:
+        is_llama = isinstance(model, LlamaConfig)
+        names = [hf_name(fqn), fqn] if is_llama else [fqn, fqn.removeprefix(base), f"{base}{fqn}"]
+        return [*names, *(f"{wrapper}{name}" for name in names)]
+
     saved = {
-        name: tensor.shape
+        name: SavedTensor(tensor.shape, FORMAT_DTYPES.get(tensor.dtype, tensor.dtype))
         for name, tensor in folder.tensors.items()
-        if name in names.values() or not (name in others or ignored.search(name))
     }
-    wanted = {names[fqn]: tuple(parameter.shape) for fqn, parameter in built.named_parameters()}
-    padded = _check_tensors(folder.path, wanted, saved, grown)
-    _check_dtypes(folder, names.values())
-    return Weights(folder.path, names, folder.tensors, padded)
+    return _match(Weights(folder.path, {}, folder.tensors), built, saved, spell, grown, strict)
+
+
+def _wrapper(names: Collection[str]) -> str:
+    """Return the prefix of all names that is none of the model's."""
+    found = WRAPPERS.match(min(names, default=""))
+    return found[0] if found and all(name.startswith(found[0]) for name in names) else ""
 
 
 def _factory_changes(folder: HfWeights, built: Any) -> list[Change]:
@@ -149,51 +183,86 @@ def _factory_changes(folder: HfWeights, built: Any) -> list[Change]:
     return hf_changes(saved, asked)
 
 
-# tables that older versions of transformers saved among the weights
-COMPUTED = r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$"
-
-
-def _of_checkpoint(path: Path, model: ModelConfig, meant: bool) -> Weights:
-    manifest = read_manifest(path)
+def _of_checkpoint(path: Path, model: ModelConfig, meant: bool, strict: bool) -> Weights:
+    manifest, config = read_manifest(path), path / "config.yaml"
     raise_damage(
-        path, find_damage(path, manifest, "full", [name for name in manifest.files if name == "config.yaml"])
+        path, find_damage(path, manifest, "full", [name for name in manifest.files if name == config.name])
     )
-    if not (path / "config.yaml").is_file():
-        raise CheckpointError(f"{path} has no config.yaml, so its model is unknown: use another checkpoint")
-    changes = config_changes(load_config(path / "config.yaml").model, model, "model")
-    way_out = f"Use the model section of {path}/config.yaml"
-    grown = refuse_other_model(INIT_FROM, path / "config.yaml", changes, way_out, meant)
-    shapes = weight_shapes(model)
-    names = {fqn: f"{PREFIX}{fqn}" for fqn in shapes}
-    padded = _check_tensors(
-        path,
-        {names[fqn]: shape for fqn, shape in shapes.items()},
-        {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
-        grown,
-    )
-    return Weights(path, names, None, padded)
+    grown: tuple[int, ...] = ()
+    if config.is_file():  # mw.save writes none
+        changes = config_changes(load_config(config).model, model, "model")
+        grown = refuse_other_model(INIT_FROM, config, changes, f"Use the model section of {config}", meant)
+    saved = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(MODEL)}
+    built = model_of(model).module
+    return _match(Weights(path, {}), built, saved, lambda fqn: [f"{MODEL}{fqn}"], grown, strict)
 
 
-def _check_tensors(
-    path: Path, wanted: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]], grown: Sequence[int]
-) -> dict[str, int]:
-    """Raise CheckpointError if names or shapes differ, but for rows of a vocabulary that has `grown` from a
-    size to another; return the saved rows of each such tensor."""
-    sizes = {name: (*shape[:1], *wanted.get(name, ())[:1]) for name, shape in saved.items()}
+def _match(
+    source: Weights,
+    built: nn.Module,
+    saved: Mapping[str, SavedTensor],
+    spell: Callable[[str], list[str]],
+    grown: Sequence[int],
+    strict: bool,
+) -> Weights:
+    """Return the source with the name of each tensor of the model: the first that is `saved` of the spellings
+    of its fqns. Raises CheckpointError for names that only one of them has, if `strict`; if no name is of the
+    model; and for tensors that it cannot have (`_misfits`) or of which copies differ."""
+    wanted, names, missing, known = dict[str, Tensor](), dict[str, str](), list[str](), set[str]()
+    for tensor, fqns in state_names(built).items():
+        spelled = dict.fromkeys(name for fqn in fqns for name in spell(fqn))
+        known.update(spelled)
+        if found := [name for name in spelled if name in saved]:
+            names[fqns[0]], wanted[found[0]] = found[0], tensor
+            _check_copies(source, found)
+        else:
+            missing.append(next(iter(spelled)))
+    patterns: Any = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = re.compile("|".join((*patterns, COMPUTED)))
+    unexpected = [name for name in saved if not (name in known or ignored.search(name))]
     padded = {
-        name: grown[0] for name in saved if grown == sizes[name] and saved[name][1:] == wanted[name][1:]
+        name: grown[0]
+        for name, own in wanted.items()
+        if grown and (*saved[name].shape[:1], *own.shape[:1]) == tuple(grown)
     }
-    shapes = [
-        f"{name} is {saved[name]}, not {wanted[name]}"
-        for name in wanted.keys() & saved.keys() - padded.keys()
-        if saved[name] != wanted[name]
-    ]
-    kinds = {
-        "missing": wanted.keys() - saved.keys(),
-        "unexpected": saved.keys() - wanted.keys(),
-        "with another shape": shapes,
-    }
-    problems = [f"{kind}: {first_of(sorted(names))}" for kind, names in kinds.items() if names]
+    problems = _misfits(wanted, saved, padded)
+    if (missing or unexpected) and (strict or not names):
+        near = [difflib.get_close_matches(name, unexpected, 1) for name in missing[:3]]
+        hints = [f"{name} (there is {n[0]})" if n else name for name, n in zip(missing, near, strict=False)]
+        others = {"missing": [*hints, *missing[3:]], "unexpected": unexpected}
+        problems = [f"{kind}: {first_of(each)}" for kind, each in others.items() if each] + problems
+        problems += ["checkpoint.init_strict=false starts a run without them"] if names else []
     if problems:
-        raise CheckpointError(f"{path} does not contain the weights of its config. {'. '.join(problems)}")
-    return padded
+        raise CheckpointError(
+            f"{source.path} does not contain the weights of this model. {'. '.join(problems)}"
+        )
+    return replace(source, names=names, padded=padded, missing=missing, unexpected=unexpected)
+
+
+def _misfits(
+    wanted: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], padded: Mapping[str, int]
+) -> list[str]:
+    """Return the tensors of another shape than the model's, but for the `padded` rows, and those of a dtype
+    that is not converted to the model's, as phrases of a message."""
+    shapes, dtypes = [], []
+    for name, own in wanted.items():
+        shape, dtype = saved[name].shape, saved[name].dtype
+        if shape[name in padded :] != own.shape[name in padded :]:
+            shapes.append(f"{name} is {shape}, not {tuple(own.shape)}")
+        if dtype != dtype_name(own.dtype) and not (dtype in FLOATS and own.is_floating_point()):
+            dtypes.append(f"{name} ({dtype})")
+    phrases = [f"with another shape: {first_of(shapes)}"] if shapes else []
+    if dtypes:
+        supported = f"only the model's and {', '.join(FLOATS)}: save the model without quantization"
+        phrases.append(f"in an unsupported dtype: {first_of(dtypes)}; {supported}")
+    return phrases
+
+
+def _check_copies(source: Weights, names: Sequence[str]) -> None:
+    """Raise CheckpointError if copies of a tied tensor differ."""
+    for name in names[1:]:
+        if source.tensors is not None and not equal_tensors(source.tensors, names[0], name):
+            raise CheckpointError(
+                f"{source.path}: {name} and {names[0]} differ, but are one tensor of the model: use a model "
+                "that does not tie them (of transformers: tie_word_embeddings=false in config.json)"
+            )

@@ -1,8 +1,7 @@
 """Reads checkpoints, and tensors from safetensors files, into tensors on any mesh; each rank reads its parts.
 
 The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
-contain elements of its parts, each once. The files of a Hugging Face folder have full tensors, and all their
-headers are read.
+contain elements of its parts, each once. Other files have full tensors, and all their headers are read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,13 +25,22 @@ from meshwright.train.checkpoint.shards import (
     set_numbers,
     training_tensors,
 )
+from meshwright.train.checkpoint.torch_file import TorchFile
 from meshwright.train.distributed.agreement import on_all_ranks
 from meshwright.train.errors import CheckpointError
+
+SAFETENSORS = ".safetensors"  # the ending of a file's name
+
+
+def open_tensors(file: Path) -> "safe_open | TorchFile":
+    """Open a safetensors file, or any other as one of torch.save. Raises OSError, SafetensorError and
+    ValueError."""
+    return safe_open(file, framework="pt") if file.suffix == SAFETENSORS else TorchFile(file)
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a tensor in a safetensors file; `dtype` is the format's name for it, such as BF16."""
+    """A part of a tensor in a file; `dtype` is the format's name for it, such as BF16."""
 
     file: Path
     part: TensorPart
@@ -66,7 +74,7 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
     layout = CheckpointLayout(manifest.tensors, tuple(manifest.mesh.items()))
 
     def find(name: str, wanted: TensorPart) -> list[StoredPart]:
-        dtype = _format_dtype(manifest.tensors[name])
+        dtype = DTYPES[manifest.tensors[name].dtype][0]
         stored = layout.stored(name, wanted)
         return [StoredPart(checkpoint / rank_file(rank), part, dtype) for rank, part in stored]
 
@@ -74,12 +82,12 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredPart]:
-    """Return the full tensors in safetensors files, by name. Raises CheckpointError, also for a name in two
+    """Return the full tensors in files, by name. Raises CheckpointError, also for a name in two
     files."""
     tensors: dict[str, StoredPart] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
+            with open_tensors(file) as opened:
                 headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
                 found = {
                     name: StoredPart(file, whole(header.get_shape()), header.get_dtype())
@@ -100,8 +108,18 @@ def open_full(folder: Path, tensors: Mapping[str, StoredPart]) -> TensorFiles:
     return TensorFiles(folder, lambda name, wanted: [tensors[name]] if name in tensors else [])
 
 
-def _format_dtype(tensor: SavedTensor) -> str:
-    return DTYPES[tensor.dtype][0]
+_ROWS = 4096  # of a matrix compared at a time: 128 MB if a row has 8,192 channels in float32
+
+
+def equal_tensors(tensors: Mapping[str, StoredPart], first: str, second: str) -> bool:
+    """Whether two of the full tensors have the same shape, dtype and values."""
+    a, b = tensors[first], tensors[second]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    rows = [(slice(row, row + _ROWS),) for row in range(0, a.shape[0], _ROWS)] if a.shape else [()]
+    with open_tensors(a.file) as file_a, open_tensors(b.file) as file_b:
+        values_a, values_b = file_a.get_slice(first), file_b.get_slice(second)
+        return all(torch.equal(values_a[each], values_b[each]) for each in rows)
 
 
 def plan_reads(files: TensorFiles, wanted: Mapping[str, TensorPart]) -> dict[Path, list[PartRead]]:
@@ -134,7 +152,7 @@ def read_tensors(
     stored = parts | {name: parts[name].overlap(whole(shape)) for name, shape in saved.items()}
     for file, reads in plan_reads(files, stored).items():
         try:
-            with safe_open(file, framework="pt") as opened:
+            with open_tensors(file) as opened:
                 for read in reads:
                     values = _read_part(opened, read)
                     local[read.name][read.part.within(parts[read.name])].copy_(values)
@@ -148,7 +166,7 @@ def read_tensors(
             local[name][first:] = mean.to(local[name])
 
 
-def _read_part(opened: safe_open, read: PartRead) -> Tensor:
+def _read_part(opened: "safe_open | TorchFile", read: PartRead) -> Tensor:
     """Return elements of a stored part. Raises ValueError if the file has another part."""
     stored, expected = opened.get_slice(read.name), read.stored
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
