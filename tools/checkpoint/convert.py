@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
     CONFIG,
     DTYPES,
-    FORMAT_DTYPES,
     GENERATION,
     JSON_BYTES,
     MANIFEST,
@@ -50,7 +49,7 @@ from meshwright.train.checkpoint.manifest import (
     rank_file,
     read_origin,
 )
-from meshwright.train.checkpoint.reader import open_checkpoint
+from meshwright.train.checkpoint.reader import open_checkpoint, read_headers
 from meshwright.train.checkpoint.shards import (
     TensorShard,
     code_versions,
@@ -88,13 +87,13 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
     folder = open_folder(source)
     names = {MODEL + fqn: name for fqn, name in match_files(folder, folder.config).names.items()}
     tensors = {name: folder.tensors[hf] for name, hf in names.items()}
-    described = {name: SavedTensor(t.shape, FORMAT_DTYPES[t.dtype]) for name, t in tensors.items()}
+    described = {name: stored.tensor for name, stored in tensors.items()}
     replicas = max(1, math.ceil(sum(tensor.size_bytes for tensor in described.values()) / limit_bytes))
     layout = CheckpointLayout(described, (("dp_replicate", replicas),))
 
     def read(name: str) -> TensorShard:
         with safe_open(tensors[name].file, framework="pt") as opened:
-            return TensorShard(opened.get_tensor(names[name]), (0,) * len(tensors[name].shape))
+            return TensorShard(opened.get_tensor(names[name]), (0,) * len(described[name].shape))
 
     with _new_folder(source, out, force) as partial:
         for rank in range(replicas):
@@ -108,10 +107,8 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
         head = HEAD.format(folder=folder.path)
         (partial / "config.yaml").write_text(head + config, encoding="utf-8")
         files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
-        tied = tied_names(model_of(folder.config).module)
-        manifest = CheckpointManifest(
-            TrainPosition(), files, described, dict(layout.mesh), code_versions(), tied
-        )
+        versions, tied = code_versions(), tied_names(model_of(folder.config).module)
+        manifest = CheckpointManifest(TrainPosition(), files, described, dict(layout.mesh), versions, tied)
         write_synced(partial / MANIFEST, manifest_to_text(manifest))
     return out
 
@@ -150,22 +147,20 @@ def export_model(checkpoint: Path, out: Path, force: bool, limit_bytes: int, dty
         has_config = (checkpoint / "config.yaml").is_file()  # mw.save writes none
         config = checkpoint_config(checkpoint) if has_config else None
         names, hf_config = _hf_form(checkpoint, manifest, config)
-        tensors = _converted_tensors(manifest, names, dtype)
-        origin = read_origin(checkpoint)
+        origin, rows = read_origin(checkpoint), dict[str, int]()
         for name, ours in names.items() if hf_config else ():
             # the padding that no token uses is left out
-            if rows := origin.padded.get(ours.removeprefix(MODEL)):
+            if unpadded := origin.padded.get(ours.removeprefix(MODEL)):
                 used = origin.tokenizer.vocab_size if origin.tokenizer else 0
-                shape = tensors[name].shape
-                rows = min(max(rows, used), shape[0])
-                hf_config["vocab_size"] = rows
-                tensors[name] = replace(tensors[name], shape=(rows, *shape[1:]))
-        write_files(partial, tensors, _reader(checkpoint, manifest, names, tensors), limit_bytes)
+                rows[name] = min(max(unpadded, used), manifest.tensors[ours].shape[0])
+                hf_config["vocab_size"] = rows[name]
+        tensors, read = _open_model(checkpoint, manifest, names, dtype, rows)
+        write_files(partial, tensors, read, limit_bytes)
         if hf_config:
             sizes = Counter[str]()
             for tensor in tensors.values():
                 sizes[tensor.dtype] += tensor.size_bytes
-            hf_config = for_every_version(hf_config, sizes.most_common(1)[0][0])
+            hf_config = for_every_version(hf_config, max(sizes, key=sizes.__getitem__))
             kept = checkpoint / FILE
             tokenizer = kept if kept.is_file() or not config else find_tokenizer_file(config.data)
             for file, content in make_export(hf_config, checkpoint, tokenizer).items():
@@ -180,12 +175,11 @@ def export_file(checkpoint: Path, target: Path, force: bool, dtype: str | None) 
     if target.exists() and not force:
         raise CheckpointError(f"{target} exists: name another file, or add --force to replace it")
     manifest = verify_alone(checkpoint)
-    names = state_dict_names(manifest)
-    tensors = _converted_tensors(manifest, names, dtype)
+    opened = _open_model(checkpoint, manifest, state_dict_names(manifest), dtype, {})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as partial:
-            write_weights(partial, tensors, _reader(checkpoint, manifest, names, tensors))
+            write_weights(partial, *opened)
     except OSError as error:
         raise CheckpointError(f"cannot write {target} ({_reason(error)}): name another path") from None
     return target
@@ -207,33 +201,28 @@ def _hf_form(
     return once, read_json(checkpoint / HF_CONFIG, JSON_BYTES)
 
 
-def _converted_tensors(
-    manifest: CheckpointManifest, names: Mapping[str, str], dtype: str | None
-) -> dict[str, SavedTensor]:
-    """Return the tensors to write by name: floats in `dtype`; None leaves all as they were saved."""
-    tensors = {name: manifest.tensors[ours] for name, ours in names.items()}
-    if dtype is None:
-        return tensors
-    floats = {name for name, tensor in tensors.items() if getattr(torch, tensor.dtype).is_floating_point}
-    return {name: replace(t, dtype=dtype) if name in floats else t for name, t in tensors.items()}
-
-
-def _reader(
+def _open_model(
     checkpoint: Path,
     manifest: CheckpointManifest,
     names: Mapping[str, str],
-    tensors: Mapping[str, SavedTensor],
-) -> Callable[[str], Tensor]:
-    """Return a function that reads one of the tensors to write, converted, and with its first rows only if it
-    has fewer than the saved one."""
-    files = open_checkpoint(checkpoint, manifest)
+    dtype: str | None,
+    rows: Mapping[str, int],
+) -> tuple[dict[str, SavedTensor], Callable[[str], Tensor]]:
+    """Return the tensors to write by name, floats in `dtype` (None: all as saved), of those in `rows` so many
+    rows only; and a function that reads one of them."""
+    files, tensors = open_checkpoint(checkpoint, manifest), dict[str, SavedTensor]()
+    for name, ours in names.items():
+        saved = manifest.tensors[ours]
+        shape = (rows[name], *saved.shape[1:]) if name in rows else saved.shape
+        is_float = getattr(torch, saved.dtype).is_floating_point
+        tensors[name] = SavedTensor(shape, dtype if dtype and is_float else saved.dtype)
 
     def read(name: str) -> Tensor:
         full = read_full_tensors(files, manifest, [names[name]])[names[name]]
         first_rows = full[tuple(map(slice, tensors[name].shape))]
         return _converted(name, first_rows, getattr(torch, tensors[name].dtype))
 
-    return read
+    return tensors, read
 
 
 def write_files(
@@ -251,10 +240,8 @@ def write_files(
         write_weights(file, content, read)
         places |= dict.fromkeys(content, file.name)
     if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.size_bytes for tensor in tensors.values())},
-            "weight_map": places,
-        }
+        total = sum(tensor.size_bytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -273,20 +260,13 @@ def write_weights(file: Path, tensors: Mapping[str, SavedTensor], read: Callable
 def describe(path: Path) -> dict[str, Any]:
     """Return elements, dtypes, size and files of an imported or exported folder, or of one file, read from
     the headers of its safetensors files."""
-    elements, size_bytes, dtypes = 0, 0, set()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    for file in files:
-        size_bytes += file.stat().st_size
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                elements += math.prod(opened.get_slice(name).get_shape())
-                dtypes.add(FORMAT_DTYPES[opened.get_slice(name).get_dtype()])
     others = sorted(file.name for file in path.iterdir() if file not in files) if path.is_dir() else []
     return {
         "path": str(path),
-        "elements": elements,
-        "dtype": ", ".join(sorted(dtypes)),
-        "size_gb": size_bytes / 1e9,
+        "elements": sum(stored.part.numel for stored in read_headers(files).values()),
+        "dtype": ", ".join(sorted({stored.dtype for stored in read_headers(files).values()})),
+        "size_gb": sum(file.stat().st_size for file in files) / 1e9,
         "files": len(files),
         "beside": others,
     }

@@ -105,8 +105,8 @@ def _find_files(path: Path) -> tuple[Path, ...]:
             f"only {pickles[0]}, which checkpoint.init_from takes by its name" if pickles else "no weights"
         )
         raise CheckpointError(
-            f"{path} contains {content}: a folder needs {ONE_FILE}, or {INDEX} with its files. Transformers "
-            "writes them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+            f"{path} contains {content}: a folder needs {ONE_FILE}, or {INDEX} with its files. "
+            "tools.checkpoint export writes them, and transformers' save_pretrained"
         )
     weight_map = read_hf_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

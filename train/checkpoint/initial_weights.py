@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import hf_name
@@ -20,22 +20,9 @@ from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.changes import Change, config_changes, hf_changes, refuse_other_model
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import HfWeights, open_folder, open_weights
-from meshwright.train.checkpoint.manifest import (
-    CONFIG,
-    FORMAT_DTYPES,
-    MANIFEST,
-    MODEL,
-    SavedTensor,
-    read_manifest,
-)
-from meshwright.train.checkpoint.reader import (
-    StoredPart,
-    equal_tensors,
-    open_checkpoint,
-    open_full,
-    read_tensors,
-)
-from meshwright.train.checkpoint.shards import dtype_name, state_names
+from meshwright.train.checkpoint.manifest import CONFIG, MANIFEST, MODEL, SavedTensor, read_manifest
+from meshwright.train.checkpoint.reader import StoredPart, is_copy, open_checkpoint, open_full, read_tensors
+from meshwright.train.checkpoint.shards import describe_tensor, state_names
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import ModelConfig, VerifyMode
 from meshwright.train.config_parser import load_config
@@ -45,7 +32,7 @@ from meshwright.train.files import user_path
 from meshwright.train.model.trained_model import model_of
 
 INIT_FROM = "checkpoint.init_from"
-FLOATS = ("float32", "bfloat16", "float16", "float64")  # that are converted to a float of the model
+FLOATS = {"float64", "float32", "bfloat16", "float16"}  # any of which is converted to any other
 WRAPPERS = re.compile(r"(module\.|_orig_mod\.)+")  # of names, by DDP and torch.compile
 # tables that older versions of transformers saved among the weights
 COMPUTED = r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$"
@@ -159,10 +146,7 @@ def match_files(
         names = [hf_name(fqn), fqn] if is_llama else [fqn, fqn.removeprefix(base), f"{base}{fqn}"]
         return [*names, *(f"{wrapper}{name}" for name in names)]
 
-    saved = {
-        name: SavedTensor(tensor.shape, FORMAT_DTYPES.get(tensor.dtype, tensor.dtype))
-        for name, tensor in folder.tensors.items()
-    }
+    saved = {name: stored.tensor for name, stored in folder.tensors.items()}
     return _match(Weights(folder.path, {}, folder.tensors), built, saved, spell, grown, strict)
 
 
@@ -207,14 +191,19 @@ def _match(
 ) -> Weights:
     """Return the source with the name of each tensor of the model: the first that is `saved` of the spellings
     of its fqns. Raises CheckpointError for names that only one of them has, if `strict`; if no name is of the
-    model; and for tensors that it cannot have (`_misfits`) or of which copies differ."""
-    wanted, names, missing, known = dict[str, Tensor](), dict[str, str](), list[str](), set[str]()
+    model; for another shape, but for rows of a vocabulary that has `grown` from a size to another; for dtypes
+    that are not converted; and for copies of a tied tensor that differ."""
+    wanted, names, missing, known = dict[str, SavedTensor](), dict[str, str](), list[str](), set[str]()
     for tensor, fqns in state_names(built).items():
         spelled = dict.fromkeys(name for fqn in fqns for name in spell(fqn))
         known.update(spelled)
         if found := [name for name in spelled if name in saved]:
-            names[fqns[0]], wanted[found[0]] = found[0], tensor
-            _check_copies(source, found)
+            names[fqns[0]], wanted[found[0]] = found[0], describe_tensor(tensor)
+            if others := [name for name in found[1:] if not is_copy(source.tensors or {}, found[0], name)]:
+                raise CheckpointError(
+                    f"{source.path}: {others[0]} and {found[0]} differ, but are one tensor of the model: use "
+                    "one that does not tie them (of transformers: tie_word_embeddings=false)"
+                )
         else:
             missing.append(next(iter(spelled)))
     patterns: Any = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -225,44 +214,33 @@ def _match(
         for name, own in wanted.items()
         if grown and (*saved[name].shape[:1], *own.shape[:1]) == tuple(grown)
     }
-    problems = _misfits(wanted, saved, padded)
-    if (missing or unexpected) and (strict or not names):
-        near = [difflib.get_close_matches(name, unexpected, 1) for name in missing[:3]]
-        hints = [f"{name} (there is {n[0]})" if n else name for name, n in zip(missing, near, strict=False)]
-        others = {"missing": [*hints, *missing[3:]], "unexpected": unexpected}
-        problems = [f"{kind}: {first_of(each)}" for kind, each in others.items() if each] + problems
-        problems += ["checkpoint.init_strict=false starts a run without them"] if names else []
-    if problems:
+    problems = {
+        "missing": [_with_near(name, unexpected) for name in missing[:3]] + missing[3:],
+        "unexpected": unexpected,
+        "of another shape, or of a dtype that is not converted": [
+            f"{name} is {saved[name]}, not {own}"
+            for name, own in wanted.items()
+            if not _fits(saved[name], own, name in padded)
+        ],
+    }
+    if names and not strict:
+        problems |= {"missing": [], "unexpected": []}
+    if any(problems.values()):
+        listed = [f"{kind}: {first_of(each)}" for kind, each in problems.items() if each]
+        if names and (problems["missing"] or problems["unexpected"]):
+            listed.append("checkpoint.init_strict=false takes only what both have")
         raise CheckpointError(
-            f"{source.path} does not contain the weights of this model. {'. '.join(problems)}"
+            f"{source.path} does not contain the weights of this model. {'. '.join(listed)}"
         )
     return replace(source, names=names, padded=padded, missing=missing, unexpected=unexpected)
 
 
-def _misfits(
-    wanted: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], padded: Mapping[str, int]
-) -> list[str]:
-    """Return the tensors of another shape than the model's, but for the `padded` rows, and those of a dtype
-    that is not converted to the model's, as phrases of a message."""
-    shapes, dtypes = [], []
-    for name, own in wanted.items():
-        shape, dtype = saved[name].shape, saved[name].dtype
-        if shape[name in padded :] != own.shape[name in padded :]:
-            shapes.append(f"{name} is {shape}, not {tuple(own.shape)}")
-        if dtype != dtype_name(own.dtype) and not (dtype in FLOATS and own.is_floating_point()):
-            dtypes.append(f"{name} ({dtype})")
-    phrases = [f"with another shape: {first_of(shapes)}"] if shapes else []
-    if dtypes:
-        supported = f"only the model's and {', '.join(FLOATS)}: save the model without quantization"
-        phrases.append(f"in an unsupported dtype: {first_of(dtypes)}; {supported}")
-    return phrases
+def _with_near(name: str, others: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, others, 1)
+    return f"{name} (there is {near[0]})" if near else name
 
 
-def _check_copies(source: Weights, names: Sequence[str]) -> None:
-    """Raise CheckpointError if copies of a tied tensor differ."""
-    for name in names[1:]:
-        if source.tensors is not None and not equal_tensors(source.tensors, names[0], name):
-            raise CheckpointError(
-                f"{source.path}: {name} and {names[0]} differ, but are one tensor of the model: use a model "
-                "that does not tie them (of transformers: tie_word_embeddings=false in config.json)"
-            )
+def _fits(saved: SavedTensor, own: SavedTensor, is_padded: bool) -> bool:
+    """Whether a tensor of the model can have the values of a saved one, converted to its dtype."""
+    same_dtype = saved.dtype == own.dtype or {saved.dtype, own.dtype} <= FLOATS
+    return same_dtype and saved.shape[is_padded:] == own.shape[is_padded:]

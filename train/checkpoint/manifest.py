@@ -50,7 +50,6 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-FORMAT_DTYPES = {stored: name for name, (stored, _) in DTYPES.items()}  # torch's name by that in safetensors
 MODEL = "model."  # begins the names of the model's parameters and persistent buffers
 
 
