@@ -114,7 +114,7 @@ tools.checkpoint ls {tmp}/nowhere -> {tmp}/nowhere ... runs/NAME
 tools.checkpoint verify {tmp}/changed -> {tmp}/changed ... rank-00000.safetensors
 tools.checkpoint verify {tmp}/lacks --json -> {tmp}/lacks ... rank-00000.safetensors ... missing
 tools.checkpoint show {tmp}/manifest -> {tmp}/manifest/manifest.json ... another
-tools.checkpoint export {tmp}/good {own}.pt -> OUT={own}.pt ... safetensors
+tools.checkpoint export {tmp}/good {own}.pt -> own.pt ... FILE.safetensors
 tools.checkpoint import {tmp}/hf {own} -> {tmp}/hf/config.json ... model_type=gpt2
 tools.checkpoint export {tmp}/good {tmp}/empty -> {tmp}/empty ... --force
 tools.prepare_data {tmp}/field.jsonl {tmp}/empty -> {tmp}/empty ... another folder

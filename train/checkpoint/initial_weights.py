@@ -119,14 +119,15 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _of_files(path: Path, model: ModelConfig, meant: bool, strict: bool) -> Weights:
-    folder, changes = open_weights(path), list[Change]()
-    if folder.hf_config and isinstance(model, LlamaConfig):
-        changes = config_changes(open_folder(path).config, model, "model")
+    if isinstance(model, LlamaConfig) and (path / CONFIG).is_file():
+        folder: HfWeights = (llama := open_folder(path))
+        changes = config_changes(llama.config, model, "model")
         way_out = f"`python -m tools.checkpoint import {path} OUT` writes a config.yaml for --config"
-    elif folder.hf_config:
+    else:
+        folder = open_weights(path)
         changes = _factory_changes(folder, model_of(model).module)
         way_out = "Give the factory the same: models.from_transformers:causal_lm takes model.args.folder"
-    grown = refuse_other_model(INIT_FROM, path / CONFIG, changes, way_out, meant) if changes else ()
+    grown = refuse_other_model(INIT_FROM, path / CONFIG, changes, way_out, meant)
     return match_files(folder, model, grown, strict)
 
 
@@ -159,7 +160,7 @@ def _wrapper(names: Collection[str]) -> str:
 def _factory_changes(folder: HfWeights, built: Any) -> list[Change]:
     """Return every key of a folder's config.json that a model of transformers has otherwise."""
     config: Any = getattr(built, "config", None)
-    if not (hasattr(config, "to_dict") and hasattr(config, "from_dict")):
+    if not (folder.hf_config and hasattr(config, "to_dict") and hasattr(config, "from_dict")):
         return []
     # through the class, which fills in defaults and rewrites old keys
     saved, asked = type(config).from_dict(dict(folder.hf_config)).to_dict(), config.to_dict()
@@ -229,9 +230,7 @@ def _match(
         listed = [f"{kind}: {first_of(each)}" for kind, each in problems.items() if each]
         if names and (problems["missing"] or problems["unexpected"]):
             listed.append("checkpoint.init_strict=false takes only what both have")
-        raise CheckpointError(
-            f"{source.path} does not contain the weights of this model. {'. '.join(listed)}"
-        )
+        raise CheckpointError(f"{source.path} does not contain the model's weights. {'. '.join(listed)}")
     return replace(source, names=names, padded=padded, missing=missing, unexpected=unexpected)
 
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints, and tensors from safetensors files, into tensors on any mesh; each rank reads its parts.
+"""Reads checkpoints, and tensors from other files, into tensors on any mesh; each rank reads its parts.
 
 The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
 contain elements of its parts, each once. Other files have full tensors, and all their headers are read.
@@ -41,13 +41,13 @@ def open_tensors(file: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the tensors in a file, of which slices can be read. Raises OSError, SafetensorError and
     ValueError."""
     if file.suffix != SAFETENSORS:
-        yield load_state_dict(file)
+        yield map_state_dict(file)
         return
     with safe_open(file, framework="pt") as opened:
         yield {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
 
 
-def load_state_dict(file: Path) -> dict[str, Tensor]:
+def map_state_dict(file: Path) -> dict[str, Tensor]:
     """Map the state_dict that a file of torch.save has, alone or under a key of NESTED. Raises ValueError if
     there is none, and if the file needs code."""
     try:
@@ -117,8 +117,7 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredPart]:
-    """Return the full tensors in files, by name. Raises CheckpointError, also for a name in two
-    files."""
+    """Return the full tensors in files, by name. Raises CheckpointError, also for a name in two files."""
     tensors: dict[str, StoredPart] = {}
     for file in files:
         try:

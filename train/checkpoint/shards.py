@@ -198,9 +198,7 @@ def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> SavedFile
 
 def _pieces(shards: Mapping[str, TensorShard]) -> Iterator[memoryview]:
     offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
-    described = {
-        name: SavedTensor(tuple(s.values.shape), dtype_name(s.values.dtype)) for name, s in shards.items()
-    }
+    described = {name: describe_tensor(shard.values) for name, shard in shards.items()}
     # the names of torch's distributed checkpoint
     yield memoryview(file_header(described, DCP_VERSION="1.0", DCP_SHARDING_INFO=json.dumps(offsets)))
     for shard in shards.values():
