@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
-from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor
+from meshwright.train.checkpoint.initial_weights import weight_shapes
+from meshwright.train.checkpoint.manifest import MODEL, CheckpointManifest, SavedTensor
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint, read_tensors
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config, ModelConfig
@@ -34,7 +34,7 @@ def saved_weights(
     """Return the manifest's entries of the model's parameters, by fully qualified name. CheckpointError if a
     name or shape does not match the config."""
     shapes = weight_shapes(model)
-    saved = {fqn: manifest.tensors[PREFIX + fqn] for fqn in shapes if PREFIX + fqn in manifest.tensors}
+    saved = {fqn: manifest.tensors[MODEL + fqn] for fqn in shapes if MODEL + fqn in manifest.tensors}
     for fqn, shape in shapes.items():
         if fqn not in saved or saved[fqn].shape != shape:
             raise CheckpointError(
@@ -48,9 +48,16 @@ def load_into(model: nn.Module, checkpoint: Path, config: ModelConfig) -> None:
     """Read parameters and saved buffers into an unsharded model, in place. Raises CheckpointError."""
     manifest = verify_alone(checkpoint)
     saved_weights(checkpoint, manifest, config)
-    named = {PREFIX + name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    named = {MODEL + name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     into = {name: tensor for name, tensor in named.items() if name in manifest.tensors}
     read_tensors(open_checkpoint(checkpoint, manifest), into)
+
+
+def state_dict_names(manifest: CheckpointManifest) -> dict[str, str]:
+    """Return the name in the manifest by that in the model's state_dict, where a tied tensor has all of its
+    names; of a checkpoint of an older version its first name only."""
+    stored = {name: name for name in manifest.tensors if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL): ours for name, ours in {**stored, **manifest.tied}.items()}
 
 
 def load_full_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -62,7 +69,7 @@ def load_full_weights(checkpoint: Path) -> dict[str, Tensor]:
     """
     manifest = verify_alone(checkpoint)
     saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint).model)
-    names = {PREFIX + name: name for name in saved}
+    names = {MODEL + name: name for name in saved}
     tensors = read_full_tensors(open_checkpoint(checkpoint, manifest), manifest, list(names))
     return {names[name]: tensor for name, tensor in tensors.items()}
 

@@ -47,9 +47,11 @@ class CheckpointConfig:
             run.dir without newer checkpoints of another start. The same command again goes on
         verify: comparison with the manifest before loading: full hashes every byte, size compares file sizes
             only
-        init_from: initial weights at step 0: folder of a Hugging Face Llama (config.json, *.safetensors), or
-            a checkpoint, whose optimizer state is not loaded; null is random initialization. Ignored by a
-            run that resumes
+        init_from: initial weights at step 0: a safetensors file or a folder of them, such as a Hugging Face
+            model's; a state_dict of torch.save (alone, or under model or state_dict); or a checkpoint, whose
+            optimizer state is not loaded; null is random initialization. Ignored by a run that resumes
+        init_strict: refuse init_from unless its names are exactly the model's; false leaves others out, and
+            tensors that it does not have keep their random initialization
         changed_model: resume, or take weights, although the saved config is of another model of equal shapes
             (other heads, rope_theta, an argument of the factory ...), which is refused otherwise
     """
@@ -62,6 +64,7 @@ class CheckpointConfig:
     resume: str = "auto"
     verify: VerifyMode = "full"
     init_from: str | None = None
+    init_strict: bool = True
     changed_model: bool = False
 
 

@@ -91,8 +91,7 @@ def restore(
         from meshwright.train.checkpoint.initial_weights import load_weights  # late: few runs have them
 
         load_weights(weights, sharded.model, config.checkpoint.verify)
-        for name, rows in weights.padded.items():
-            console.print(f"weights: {name} has {rows} rows, and is padded with their mean")
+        console.print_lines(weights.describe())
 
 
 def load_states(start: Start, states: Mapping[str, Tensor]) -> list[str]:

@@ -126,10 +126,7 @@ def test_a_profiled_run_is_compared_with_its_plan_if_its_factory_is_named(traine
 
 
 @pytest.mark.sampled(3, day=1)
-def test_an_export_of_a_model_that_is_not_of_transformers_is_refused(trained: Path, tmp_path: Path) -> None:
-    refused = run(1, "export", str(trained), str(tmp_path / "hf"), module="tools.checkpoint")
-    assert refused.returncode == 2
-    assert "not one of transformers" in refused.stderr
+def test_text_of_a_model_that_is_not_our_llama_is_refused(trained: Path) -> None:
     generated = run(1, f"--run={trained}", module="tools.generate")
     assert generated.returncode == 2
     assert "tests.support.factories:mixer" in generated.stderr

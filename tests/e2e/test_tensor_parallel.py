@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.tools.checkpoint.convert import export_plain_names
+from meshwright.tools.checkpoint.convert import export_file
 from tests.e2e.conftest import SMALL
 from tests.support.launch import read_metrics, read_status, run
 
@@ -46,7 +46,7 @@ def curve(folder: Path) -> dict[int, list[float]]:
 def weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Consolidated weights of the newest checkpoint of a run."""
     newest = max((folder / "checkpoints").iterdir())
-    return load_file(export_plain_names(newest, out, force=False, dtype="float32"))
+    return load_file(export_file(newest, out, force=False, dtype="float32"))
 
 
 @pytest.mark.sampled(3, day=2)

@@ -79,7 +79,8 @@ TRAIN = """
 --data.source={tmp}/prepared-changed -> {tmp}/prepared-changed/train-00000.bin ... again
 --data.source={tmp}/prepared-lacks -> {tmp}/prepared-lacks/train-00000.bin ... again
 --data.source={tmp}/prepared-manifest -> {tmp}/prepared-manifest/manifest.json ... again
---checkpoint.init_from={tmp}/nowhere -> checkpoint.init_from={tmp}/nowhere ... no such folder ... checkpoint
+--checkpoint.init_from={tmp}/nowhere -> checkpoint.init_from={tmp}/nowhere ... no such file ... checkpoint
+--checkpoint.init_from={tmp}/file -> {tmp}/file ... torch.save(model.state_dict(), FILE)
 --checkpoint.init_from={tmp}/hf -> {tmp}/hf/config.json ... model_type=gpt2 ... hidden_size
 --checkpoint.resume={tmp}/nowhere -> checkpoint.resume={tmp}/nowhere ... checkpoints/step-
 --checkpoint.resume={tmp}/changed -> {tmp}/changed ... rank-00000.safetensors ... another
@@ -113,7 +114,7 @@ tools.checkpoint ls {tmp}/nowhere -> {tmp}/nowhere ... runs/NAME
 tools.checkpoint verify {tmp}/changed -> {tmp}/changed ... rank-00000.safetensors
 tools.checkpoint verify {tmp}/lacks --json -> {tmp}/lacks ... rank-00000.safetensors ... missing
 tools.checkpoint show {tmp}/manifest -> {tmp}/manifest/manifest.json ... another
-tools.checkpoint export {tmp}/good {tmp}/file --plain_names -> {tmp}/file ... File exists
+tools.checkpoint export {tmp}/good {own}.pt -> own.pt ... FILE.safetensors
 tools.checkpoint import {tmp}/hf {own} -> {tmp}/hf/config.json ... model_type=gpt2
 tools.checkpoint export {tmp}/good {tmp}/empty -> {tmp}/empty ... --force
 tools.prepare_data {tmp}/field.jsonl {tmp}/empty -> {tmp}/empty ... another folder

@@ -255,3 +255,39 @@ class Noting(Mixer):
 def noting() -> nn.Module:
     """A model that trains, but cannot be copied after a forward, and so not traced."""
     return nn.Sequential(nn.Embedding(VOCABULARY, 32), Noting(32), Noting(32), nn.Linear(32, VOCABULARY))
+
+
+class Scaled(nn.Module):
+    """A product with a buffer that is saved, before one that is not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.empty(width))
+        self.register_buffer("shift", torch.empty(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.scale.copy_(torch.linspace(0.5, 1.5, self.scale.numel()))
+        self.shift.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+class NanoGPT(nn.Module):
+    """A GPT as researchers write it: learned positions, and a head tied to the embedding."""
+
+    def __init__(self, width: int = 32, layers: int = 2) -> None:
+        super().__init__()
+        parts = {"wte": nn.Embedding(VOCABULARY, width), "wpe": nn.Embedding(64, width)}
+        blocks = nn.ModuleList(Attention(width, 4) for _ in range(layers))
+        self.transformer = nn.ModuleDict({**parts, "h": blocks, "scaled": Scaled(width)})
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.transformer.wte(ids) + self.transformer.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.transformer.h:
+            x = block(x)
+        logits: Tensor = self.lm_head(self.transformer.scaled(x))
+        return logits

@@ -29,6 +29,7 @@ from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     Origin,
+    SavedTensor,
     TrainPosition,
     beside_weights,
     hash_file,
@@ -269,16 +270,17 @@ def test_old_tables_and_equal_copies_are_left_out(tmp_path: Path) -> None:
 
 def test_files_are_as_few_as_the_limit_allows_and_written_one_after_another(tmp_path: Path) -> None:
     sizes, written = {"a": 400, "b": 400, "c": 900, "d": 400, "e": 400, "f": 400}, list[int]()
+    tensors = {name: SavedTensor((size // 4,), "float32") for name, size in sizes.items()}
 
     def read(name: str) -> torch.Tensor:
         written.append(len(list(tmp_path.iterdir())))
         return torch.full((sizes[name] // 4,), float(ord(name)))
 
-    write_files(tmp_path, sizes, read, 800)
+    write_files(tmp_path, tensors, read, 800)
     places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     files = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 3, "f": 4}
     assert places == {name: f"model-0000{number}-of-00004.safetensors" for name, number in files.items()}
-    assert written == [0, 0, 1, 2, 2, 3], "a file is written before the next one's tensors are read"
+    assert written == [1, 1, 2, 3, 3, 4], "a file is written before the next one's tensors are read"
     assert {name: tensor[0].item() for name, tensor in read_all(tmp_path).items()} == {
         n: ord(n) for n in sizes
     }
@@ -364,12 +366,12 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     done = tool("checkpoint", "import", str(hf_dir), str(tmp_path / "ours"), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     written = json.loads(done.stdout)
-    assert written["parameters"] == sum(tensor.numel() for tensor in read_all(hf_dir).values())
+    assert written["elements"] == sum(tensor.numel() for tensor in read_all(hf_dir).values())
     assert (written["dtype"], written["files"]) == ("float32", 1)
     assert "config.yaml" in written["beside"]
     done = tool("checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "back"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{written['parameters']:,} parameters, float32" in done.stdout
+    assert f"{written['elements']:,} elements, float32" in done.stdout
     with pytest.raises(CheckpointError, match="is a Hugging Face folder, not a checkpoint"):
         main(["export", str(hf_dir), str(tmp_path / "no")])
     wrong = json.loads((hf_dir / "config.json").read_text()) | {"model_type": "qwen2", "attention_bias": True}

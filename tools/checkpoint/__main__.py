@@ -38,7 +38,10 @@ COMMANDS = {
     ),
     "export": (
         NEWEST,
-        ("OUT", "the folder to write, in Hugging Face's form; or FILE.safetensors, with plain names"),
+        (
+            "OUT",
+            "the folder to write, in Hugging Face's form; or FILE.safetensors, with the model's own names",
+        ),
     ),
 }
 
@@ -85,13 +88,13 @@ def _convert(options: argparse.Namespace, source: Path, out: Path) -> Path:
     if options.command == "import":
         return convert.import_model(source, out, options.force, limit_bytes)
     checkpoint = convert.find_exported(source)
-    is_file = out.suffix == ".safetensors" and not out.is_dir()
-    if not (is_file or options.plain_names):
+    if out.suffix in (".pt", ".pth", ".bin"):
+        raise CheckpointError(f"OUT={out}: only safetensors are written: name FILE.safetensors, or a folder")
+    if out.suffix != ".safetensors" or out.is_dir():
         return convert.export_model(checkpoint, out, options.force, limit_bytes, options.dtype)
     if options.shard_gb:
-        raise CheckpointError("plain names are written into one file: omit --shard_gb")
-    target = out if is_file else out / "model.safetensors"
-    return convert.export_plain_names(checkpoint, target, options.force, options.dtype or "float32")
+        raise CheckpointError(f"OUT={out} is one file: omit --shard_gb, or name a folder")
+    return convert.export_file(checkpoint, out, options.force, options.dtype)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -116,14 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
         size_help = "size of a file in gigabytes (default 5); one tensor may exceed it"
         command.add_argument("--shard_gb", type=number_from(1e-9), metavar="GB", help=size_help)
         command.add_argument("--force", action="store_true", help="replace OUT and everything in it")
-    dtype_help = "dtype of the weights (default: as saved; with --plain_names float32)"
+    dtype_help = "dtype of the floats among the weights (default: as saved)"
     command.add_argument("--dtype", choices=EXPORT_DTYPES, help=dtype_help)
-    command.add_argument(
-        "--plain_names",
-        action="store_true",
-        help="write one model.safetensors into the folder OUT, with the model's own parameter names, a tied "
-        "weight once; needs host memory for the model",
-    )
     return parser
 
 

@@ -1,12 +1,13 @@
-"""Import and export of models: Hugging Face folders, and files with the model's own parameter names.
+"""Import and export of models: Hugging Face folders, and files with the names of the model's state_dict.
 
-Hugging Face's tensors are converted file by file: host memory for one file (`--shard_gb`), not for the model.
+An import needs host memory for one file (`--shard_gb`), an export for one tensor, not for the model.
 """
 
 import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.models.config import LlamaConfig
@@ -23,26 +23,21 @@ from meshwright.models.hf import config_to_hf, for_every_version, hf_name
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.tools.load_weights import (
     checkpoint_config,
-    load_full_weights,
     read_full_tensors,
     saved_weights,
+    state_dict_names,
 )
 from meshwright.train.checkpoint.commit import find_newest, list_checkpoints, write_synced
-from meshwright.train.checkpoint.huggingface import (
-    DTYPES,
-    INDEX,
-    ONE_FILE,
-    HfFolder,
-    make_export,
-    open_folder,
-)
-from meshwright.train.checkpoint.initial_weights import PREFIX, match_folder
+from meshwright.train.checkpoint.huggingface import INDEX, ONE_FILE, HfFolder, make_export, open_folder
+from meshwright.train.checkpoint.initial_weights import match_files
 from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
     CONFIG,
+    DTYPES,
     GENERATION,
     JSON_BYTES,
     MANIFEST,
+    MODEL,
     ORIGIN,
     CheckpointManifest,
     Origin,
@@ -54,16 +49,23 @@ from meshwright.train.checkpoint.manifest import (
     rank_file,
     read_origin,
 )
-from meshwright.train.checkpoint.reader import open_checkpoint
-from meshwright.train.checkpoint.shards import TensorShard, code_versions, dtype_name, write_shard_file
+from meshwright.train.checkpoint.reader import open_checkpoint, read_headers
+from meshwright.train.checkpoint.shards import (
+    TensorShard,
+    code_versions,
+    file_header,
+    memory_of,
+    tied_names,
+    write_shard_file,
+)
 from meshwright.train.checkpoint.verify import verify_alone
-from meshwright.train.config import Config, ModelConfig
+from meshwright.train.config import Config
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.tokenizer import FILE
 from meshwright.train.data.tokenizer import FILES as TOKENIZER_FILES
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, replacing
-from meshwright.train.model.trained_model import HF_CONFIG
+from meshwright.train.model.trained_model import HF_CONFIG, model_of
 
 # checkpoint.every (optimizer steps) in the config of an imported model, as in the shipped configs of its
 # size: the default is only at the end
@@ -83,15 +85,15 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
             "--checkpoint.init_from, or write a Hugging Face folder of it with tools.checkpoint export"
         )
     folder = open_folder(source)
-    names = {PREFIX + fqn: name for fqn, name in match_folder(folder, folder.config).names.items()}
+    names = {MODEL + fqn: name for fqn, name in match_files(folder, folder.config).names.items()}
     tensors = {name: folder.tensors[hf] for name, hf in names.items()}
-    described = {name: SavedTensor(t.shape, dtype_name(DTYPES[t.dtype])) for name, t in tensors.items()}
+    described = {name: stored.tensor for name, stored in tensors.items()}
     replicas = max(1, math.ceil(sum(tensor.size_bytes for tensor in described.values()) / limit_bytes))
     layout = CheckpointLayout(described, (("dp_replicate", replicas),))
 
     def read(name: str) -> TensorShard:
         with safe_open(tensors[name].file, framework="pt") as opened:
-            return TensorShard(opened.get_tensor(names[name]), (0,) * len(tensors[name].shape))
+            return TensorShard(opened.get_tensor(names[name]), (0,) * len(described[name].shape))
 
     with _new_folder(source, out, force) as partial:
         for rank in range(replicas):
@@ -105,7 +107,8 @@ def import_model(source: Path, out: Path, force: bool, limit_bytes: int) -> Path
         head = HEAD.format(folder=folder.path)
         (partial / "config.yaml").write_text(head + config, encoding="utf-8")
         files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
-        manifest = CheckpointManifest(TrainPosition(), files, described, dict(layout.mesh), code_versions())
+        versions, tied = code_versions(), tied_names(model_of(folder.config).module)
+        manifest = CheckpointManifest(TrainPosition(), files, described, dict(layout.mesh), versions, tied)
         write_synced(partial / MANIFEST, manifest_to_text(manifest))
     return out
 
@@ -133,123 +136,137 @@ def find_exported(source: Path) -> Path:
 
 
 def export_model(checkpoint: Path, out: Path, force: bool, limit_bytes: int, dtype: str | None) -> Path:
-    """Verify a checkpoint and write its model as a folder of transformers; return its path. Raises
-    CheckpointError."""
+    """Verify a checkpoint and write its model: as a folder of transformers if it is a Llama of ours or has a
+    config.json, else as a folder of safetensors with the names of the model's state_dict. Runs no code of the
+    model. Returns the folder's path. Raises CheckpointError."""
     manifest = verify_alone(checkpoint)
     with _new_folder(checkpoint, out, force) as partial:
         for name in (*TOKENIZER_FILES, ORIGIN, GENERATION, HF_CONFIG):
             if (checkpoint / name).exists() and name not in manifest.files:
                 raise CheckpointError(f"{checkpoint / name} is not a file that the manifest names: remove it")
-        config = checkpoint_config(checkpoint)
-        names, hf_config = _hf_form(checkpoint, manifest, config.model)
-        shapes = {name: manifest.tensors[ours].shape for name, ours in names.items()}
-        origin = read_origin(checkpoint)
-        for name, ours in names.items():
+        has_config = (checkpoint / "config.yaml").is_file()  # mw.save writes none
+        config = checkpoint_config(checkpoint) if has_config else None
+        names, hf_config = _hf_form(checkpoint, manifest, config)
+        origin, rows = read_origin(checkpoint), dict[str, int]()
+        for name, ours in names.items() if hf_config else ():
             # the padding that no token uses is left out
-            if rows := origin.padded.get(ours.removeprefix(PREFIX)):
+            if unpadded := origin.padded.get(ours.removeprefix(MODEL)):
                 used = origin.tokenizer.vocab_size if origin.tokenizer else 0
-                rows = min(max(rows, used), shapes[name][0])
-                shapes[name], hf_config["vocab_size"] = (rows, *shapes[name][1:]), rows
-        dtypes = {name: getattr(torch, dtype or manifest.tensors[ours].dtype) for name, ours in names.items()}
-        sizes = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in names}
-        files = open_checkpoint(checkpoint, manifest)
-
-        def read(name: str) -> Tensor:
-            tensor = read_full_tensors(files, manifest, [names[name]])[names[name]]
-            return _converted(name, tensor[tuple(map(slice, shapes[name]))], dtypes[name])
-
-        write_files(partial, sizes, read, limit_bytes)
-        main_dtype = max(
-            dtypes.values(), key=lambda each: sum(sizes[name] for name in names if dtypes[name] == each)
-        )
-        tokenizer = checkpoint / FILE if (checkpoint / FILE).is_file() else find_tokenizer_file(config.data)
-        hf_config = for_every_version(hf_config, str(main_dtype).removeprefix("torch."))
-        for file, content in make_export(hf_config, checkpoint, tokenizer).items():
-            (partial / file).write_bytes(content)
+                rows[name] = min(max(unpadded, used), manifest.tensors[ours].shape[0])
+                hf_config["vocab_size"] = rows[name]
+        tensors, read = _open_model(checkpoint, manifest, names, dtype, rows)
+        write_files(partial, tensors, read, limit_bytes)
+        if hf_config:
+            sizes = Counter[str]()
+            for tensor in tensors.values():
+                sizes[tensor.dtype] += tensor.size_bytes
+            hf_config = for_every_version(hf_config, max(sizes, key=sizes.__getitem__))
+            kept = checkpoint / FILE
+            tokenizer = kept if kept.is_file() or not config else find_tokenizer_file(config.data)
+            for file, content in make_export(hf_config, checkpoint, tokenizer).items():
+                (partial / file).write_bytes(content)
     return out
 
 
-def _hf_form(
-    checkpoint: Path, manifest: CheckpointManifest, model: ModelConfig
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the name in the manifest by that of transformers, and config.json. The run of a model that a
-    factory built has saved config.json beside its weights."""
-    if isinstance(model, LlamaConfig):
-        saved = saved_weights(checkpoint, manifest, model)
-        return {hf_name(fqn): PREFIX + fqn for fqn in saved}, config_to_hf(model)
-    if not (checkpoint / HF_CONFIG).is_file():
-        raise CheckpointError(
-            f"{checkpoint} has no {HF_CONFIG}: its model is not one of transformers, which a Hugging Face "
-            "folder needs. Read its weights with meshwright.load, or from its safetensors files"
-        )
-    names = (name for name in manifest.tensors if name.startswith(PREFIX))
-    return {name.removeprefix(PREFIX): name for name in names}, read_json(checkpoint / HF_CONFIG, JSON_BYTES)
-
-
-def export_plain_names(checkpoint: Path, target: Path, force: bool, dtype: str) -> Path:
-    """Write the full model under its own parameter names into one safetensors file, which appears by one
-    rename; return its path. Raises CheckpointError, also if the file exists and not `force`."""
+def export_file(checkpoint: Path, target: Path, force: bool, dtype: str | None) -> Path:
+    """Verify a checkpoint and write its model, with the names of its state_dict, into one safetensors file,
+    which appears by one rename; return its path. Raises CheckpointError, also if the file exists and not
+    `force`."""
     if target.exists() and not force:
         raise CheckpointError(f"{target} exists: name another file, or add --force to replace it")
-    saved = load_full_weights(checkpoint)
-    weights = {name: _converted(name, tensor, getattr(torch, dtype)) for name, tensor in saved.items()}
+    manifest = verify_alone(checkpoint)
+    opened = _open_model(checkpoint, manifest, state_dict_names(manifest), dtype, {})
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as partial:
-            write_weights(partial, weights)
-    except (OSError, SafetensorError) as error:
+            write_weights(partial, *opened)
+    except OSError as error:
         raise CheckpointError(f"cannot write {target} ({_reason(error)}): name another path") from None
     return target
 
 
+def _hf_form(
+    checkpoint: Path, manifest: CheckpointManifest, config: Config | None
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the name in the manifest by that in the folder, and config.json, {} if the model has none. The
+    run of a model that a factory built has saved config.json beside its weights; transformers writes a tied
+    weight once."""
+    if config and isinstance(config.model, LlamaConfig):
+        saved = saved_weights(checkpoint, manifest, config.model)
+        return {hf_name(fqn): MODEL + fqn for fqn in saved}, config_to_hf(config.model)
+    names = state_dict_names(manifest)
+    if not (checkpoint / HF_CONFIG).is_file():
+        return names, {}
+    once = {name: ours for name, ours in names.items() if ours == MODEL + name}
+    return once, read_json(checkpoint / HF_CONFIG, JSON_BYTES)
+
+
+def _open_model(
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    names: Mapping[str, str],
+    dtype: str | None,
+    rows: Mapping[str, int],
+) -> tuple[dict[str, SavedTensor], Callable[[str], Tensor]]:
+    """Return the tensors to write by name, floats in `dtype` (None: all as saved), of those in `rows` so many
+    rows only; and a function that reads one of them."""
+    files, tensors = open_checkpoint(checkpoint, manifest), dict[str, SavedTensor]()
+    for name, ours in names.items():
+        saved = manifest.tensors[ours]
+        shape = (rows[name], *saved.shape[1:]) if name in rows else saved.shape
+        is_float = getattr(torch, saved.dtype).is_floating_point
+        tensors[name] = SavedTensor(shape, dtype if dtype and is_float else saved.dtype)
+
+    def read(name: str) -> Tensor:
+        full = read_full_tensors(files, manifest, [names[name]])[names[name]]
+        first_rows = full[tuple(map(slice, tensors[name].shape))]
+        return _converted(name, first_rows, getattr(torch, tensors[name].dtype))
+
+    return tensors, read
+
+
 def write_files(
-    folder: Path, sizes: Mapping[str, int], read: Callable[[str], Tensor], limit_bytes: int
+    folder: Path, tensors: Mapping[str, SavedTensor], read: Callable[[str], Tensor], limit_bytes: int
 ) -> None:
-    """Write tensors of these sizes in bytes, in order, into as few files as the limit allows, and the index
-    of several."""
-    files: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if files[-1] and sum(sizes[other] for other in files[-1]) + size > limit_bytes:
-            files.append([])
-        files[-1].append(name)
+    """Write tensors, in order, into as few files as the limit allows, and the index of several."""
+    files: list[dict[str, SavedTensor]] = [{}]
+    for name, tensor in tensors.items():
+        if files[-1] and sum(t.size_bytes for t in files[-1].values()) + tensor.size_bytes > limit_bytes:
+            files.append({})
+        files[-1][name] = tensor
     places: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
+    for number, content in enumerate(files, 1):
         file = folder / (ONE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors")
-        write_weights(file, {name: read(name) for name in names})
-        places |= dict.fromkeys(names, file.name)
+        write_weights(file, content, read)
+        places |= dict.fromkeys(content, file.name)
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        total = sum(tensor.size_bytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and sync it to disk. Raises OSError and SafetensorError."""
-    file.touch()
-    # the mode of the user's umask: safetensors makes the file readable only by its owner
-    mode = file.stat().st_mode
-    save_file(dict(tensors), file, metadata={"format": "pt"})
-    file.chmod(mode)
-    with open(file, "rb") as written:
+def write_weights(file: Path, tensors: Mapping[str, SavedTensor], read: Callable[[str], Tensor]) -> None:
+    """Write a safetensors file with one tensor in memory at a time, and sync it to disk. Raises OSError."""
+    # the largest elements first, so that every tensor is aligned to its element size
+    ordered = dict(sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype][1]))
+    with open(file, "wb") as written:
+        written.write(file_header(ordered))
+        for name in ordered:
+            written.write(memory_of(read(name)))
+        written.flush()
         os.fsync(written.fileno())
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return parameters, dtypes, size and files of an imported or exported folder, or of one file, read from
+    """Return elements, dtypes, size and files of an imported or exported folder, or of one file, read from
     the headers of its safetensors files."""
-    parameters, size_bytes, dtypes = 0, 0, set()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    for file in files:
-        size_bytes += file.stat().st_size
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                parameters += math.prod(opened.get_slice(name).get_shape())
-                dtypes.add(str(DTYPES[opened.get_slice(name).get_dtype()]).removeprefix("torch."))
     others = sorted(file.name for file in path.iterdir() if file not in files) if path.is_dir() else []
     return {
         "path": str(path),
-        "parameters": parameters,
-        "dtype": ", ".join(sorted(dtypes)),
-        "size_gb": size_bytes / 1e9,
+        "elements": sum(stored.part.numel for stored in read_headers(files).values()),
+        "dtype": ", ".join(sorted({stored.dtype for stored in read_headers(files).values()})),
+        "size_gb": sum(file.stat().st_size for file in files) / 1e9,
         "files": len(files),
         "beside": others,
     }
@@ -257,7 +274,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 def description_text(described: dict[str, Any]) -> str:
     """Return a description as a line."""
-    line = "{path}: {parameters:,} parameters, {dtype}, {size_gb:.3f} GB in {files} file{s}"
+    line = "{path}: {elements:,} elements, {dtype}, {size_gb:.3f} GB in {files} file{s}"
     others = f"; other files: {', '.join(described['beside'])}" if described["beside"] else ""
     return line.format(**described, s="s" * (described["files"] > 1)) + others
 

@@ -1,17 +1,12 @@
-"""A Hugging Face folder on disk: config.json, and safetensors files that can be read slice by slice. Pickle
-files are never read.
-"""
+"""A Hugging Face folder on disk: config.json, and safetensors files that can be read slice by slice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from meshwright.models.config import LlamaConfig
-from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
+from meshwright.models.hf import config_from_hf
 from meshwright.parallel.errors import first_of, one_line
 from meshwright.train.checkpoint.manifest import (
     BOS_ID,
@@ -36,14 +31,13 @@ from meshwright.train.errors import CheckpointError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_NAME_BYTES = 255  # the limit of common file systems
-_ROWS = 4096  # of a matrix compared at a time: 128 MB if a row has 8,192 channels in float32
 
 
 @dataclass(frozen=True)
 class HfWeights:
-    """A model saved by Hugging Face's libraries: its config, and the file of each tensor."""
+    """A model's weights in a folder of Hugging Face's form, or in one file: its config, {} if there is none,
+    and the file of each tensor."""
 
     path: Path
     hf_config: dict[str, Any]
@@ -83,13 +77,14 @@ def _merge_ids(generation: Mapping[str, Any], tokenizer: TokenizerInfo, vocab_si
 
 
 def open_weights(path: Path) -> HfWeights:
-    """Read the config and the safetensors headers of a folder of any model. Raises CheckpointError."""
-    return HfWeights(path, read_hf_json(path / CONFIG), read_headers(_find_files(path)))
+    """Read the config, if there is one, and the tensors' headers of a folder of any model, or of one file.
+    Raises CheckpointError."""
+    config, files = path / CONFIG, (path,) if path.is_file() else _find_files(path)
+    return HfWeights(path, read_hf_json(config) if config.is_file() else {}, read_headers(files))
 
 
 def open_folder(path: Path) -> HfFolder:
-    """Read a folder of a Llama. Weights are read only to compare the two copies of a tied one. Raises
-    CheckpointError."""
+    """Read a folder of a Llama. Raises CheckpointError."""
     hf_config = read_hf_json(path / CONFIG)
     try:
         config = config_from_hf(hf_config)
@@ -97,8 +92,6 @@ def open_folder(path: Path) -> HfFolder:
         raise CheckpointError(one_line(f"{path / CONFIG}: {error}")) from None
     folder = HfFolder(**vars(open_weights(path)), config=config)
     _check_blocks(folder)
-    if config.tie_embeddings and OUTPUT in folder.tensors and EMBEDDING in folder.tensors:
-        _check_copies(folder)
     return folder
 
 
@@ -108,10 +101,12 @@ def _find_files(path: Path) -> tuple[Path, ...]:
         return (path / ONE_FILE,)
     if not (path / INDEX).is_file():
         pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
-        content = f"only {pickles[0]}, and unpickling runs any code in that file" if pickles else "no weights"
+        content = (
+            f"only {pickles[0]}, which checkpoint.init_from takes by its name" if pickles else "no weights"
+        )
         raise CheckpointError(
-            f"{path} contains {content}: {ONE_FILE} is required, or {INDEX} with its files. Write them with "
-            "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+            f"{path} contains {content}: a folder needs {ONE_FILE}, or {INDEX} with its files. "
+            "tools.checkpoint export writes them, and transformers' save_pretrained"
         )
     weight_map = read_hf_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -143,19 +138,4 @@ def _check_blocks(folder: HfFolder) -> None:
             f"{folder.path} does not contain the weights of its config: {CONFIG} sets num_hidden_layers="
             f"{folder.config.n_layers:,}, but the files contain {len(folder.tensors):,} tensors: download "
             "the folder again"
-        )
-
-
-def _check_copies(folder: HfFolder) -> None:
-    """Raise CheckpointError if the two saved copies of a tied weight differ: the model has only one."""
-    embedding, output = folder.tensors[EMBEDDING], folder.tensors[OUTPUT]
-    same = (embedding.shape, embedding.dtype) == (output.shape, output.dtype)
-    with safe_open(embedding.file, framework="pt") as first, safe_open(output.file, framework="pt") as second:
-        a, b = first.get_slice(EMBEDDING), second.get_slice(OUTPUT)
-        starts = range(0, embedding.shape[0] if same else 0, _ROWS)
-        same = same and all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in starts)
-    if not same:
-        raise CheckpointError(
-            f"{folder.path}: {OUTPUT} and {EMBEDDING} differ, but {CONFIG} sets tie_word_embeddings=true: "
-            "set it to false in that file"
         )

@@ -50,6 +50,7 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+MODEL = "model."  # begins the names of the model's parameters and persistent buffers
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class SavedTensor:
 class CheckpointManifest:
     """The contents of a checkpoint: its files by name (without the manifest), its tensors by name
     (`model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`), the mesh of the ranks that wrote it
-    (axis -> degree, outermost first), and the versions.
+    (axis -> degree, outermost first), the versions, and the other names of tied tensors, each with its name
+    in `tensors`.
 
     The mesh and the tensors' shardings determine each file's contents (layout.py).
     """
@@ -117,6 +119,7 @@ class CheckpointManifest:
     tensors: Mapping[str, SavedTensor]
     mesh: Annotated[Mapping[str, Count], msgspec.Meta(max_length=MOST_AXES)]
     code: Mapping[str, str] = field(default_factory=lambda: {"meshwright": __version__})
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def rank_file(rank: int) -> str:
@@ -133,6 +136,7 @@ def manifest_to_text(manifest: CheckpointManifest) -> str:
         "tensors": {name: _tensor_to_text(tensor) for name, tensor in manifest.tensors.items()},
         "code": manifest.code,
         "mesh": manifest.mesh,
+        **({"tied": manifest.tied} if manifest.tied else {}),
     }
     body = json.dumps(content, indent=1)
     return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
@@ -175,6 +179,8 @@ def _manifest_from(content: bytes) -> CheckpointManifest:
     for name, tensor in manifest.tensors.items():
         if name.startswith("random.") and not (_RANDOM_STATE.fullmatch(name) and len(tensor.shape) == 1):
             raise ValueError("a random state without a rank, or of several dims")
+    if not {*manifest.tied.values()} <= manifest.tensors.keys():
+        raise ValueError("a tied name of a tensor that is not there")
     _check_mesh(manifest)
     return manifest
 

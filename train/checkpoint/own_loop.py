@@ -21,6 +21,7 @@ from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.errors import CheckpointError, SaveError
+from meshwright.train.model.trained_model import texts_of
 
 EXTRA, OPTIMIZER = "extra.json", "optimizer.json"
 
@@ -49,6 +50,7 @@ def save(
     config = CheckpointConfig(asynchronous=False, keep=keep)
     convert_fields(config, "mw.save")
     texts = {"plan.yaml": plan_to_yaml(sharded.plan), EXTRA: json.dumps(dict(extra or {}))}
+    texts |= texts_of(sharded.model)
     texts[OPTIMIZER] = json.dumps(groups_of(sharded.model, optimizer), default=Tensor.tolist)
     saver = CheckpointSaver(config, Path(folder), sharded.model, optimizer, sharded.mesh, texts)
     try:

@@ -1,13 +1,15 @@
-"""Reads checkpoints, and tensors from safetensors files, into tensors on any mesh; each rank reads its parts.
+"""Reads checkpoints, and tensors from other files, into tensors on any mesh; each rank reads its parts.
 
 The contents of a checkpoint's files are computed from its manifest, so a rank opens only the files that
-contain elements of its parts, each once. The files of a Hugging Face folder have full tensors, and all their
-headers are read.
+contain elements of its parts, each once. Other files have full tensors, and all their headers are read.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,19 +31,60 @@ from meshwright.train.checkpoint.shards import (
 from meshwright.train.distributed.agreement import on_all_ranks
 from meshwright.train.errors import CheckpointError
 
+SAFETENSORS = ".safetensors"  # the ending of a file's name; any other file is one of torch.save
+NESTED = ("model", "state_dict")  # keys of a training's file that may have the state_dict
+TORCH_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # of safetensors' dtypes
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the tensors in a file, of which slices can be read. Raises OSError, SafetensorError and
+    ValueError."""
+    if file.suffix != SAFETENSORS:
+        yield map_state_dict(file)
+        return
+    with safe_open(file, framework="pt") as opened:
+        yield {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+
+def map_state_dict(file: Path) -> dict[str, Tensor]:
+    """Map the state_dict that a file of torch.save has, alone or under a key of NESTED. Raises ValueError if
+    there is none, and if the file needs code."""
+    try:
+        content: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # of the unpickler: any, if the file is damaged
+        # not all of its message, which advises to run the code in the file
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it calls {code[1]}, and no code in a file is run" if code else one_line(str(error), 150)
+        raise ValueError(f"{reason}; torch.save(model.state_dict(), FILE) writes another") from None
+    outer = content if isinstance(content, Mapping) else {}
+    found = next((outer[key] for key in NESTED if isinstance(outer.get(key), Mapping)), outer)
+    tensors = {str(name): value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+    if not tensors:
+        keys = ", ".join(map(str, list(outer)[:8])) or type(content).__name__
+        raise ValueError(f"no tensors, alone or under {' or '.join(NESTED)}, but {keys}")
+    return tensors
+
+
+def _describe(stored: Any) -> SavedTensor:
+    """Return shape and dtype of a tensor in an open file."""
+    if isinstance(stored, Tensor):
+        return describe_tensor(stored)
+    return SavedTensor(tuple(stored.get_shape()), TORCH_NAMES.get(stored.get_dtype(), stored.get_dtype()))
+
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a tensor in a safetensors file; `dtype` is the format's name for it, such as BF16."""
+    """A part of a tensor in a file; `dtype` is torch's name, or the format's if torch's has none."""
 
     file: Path
     part: TensorPart
     dtype: str
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        return self.part.sizes
+    def tensor(self) -> SavedTensor:
+        """Shape and dtype of the part."""
+        return SavedTensor(self.part.sizes, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -66,7 +109,7 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
     layout = CheckpointLayout(manifest.tensors, tuple(manifest.mesh.items()))
 
     def find(name: str, wanted: TensorPart) -> list[StoredPart]:
-        dtype = _format_dtype(manifest.tensors[name])
+        dtype = manifest.tensors[name].dtype
         stored = layout.stored(name, wanted)
         return [StoredPart(checkpoint / rank_file(rank), part, dtype) for rank, part in stored]
 
@@ -74,17 +117,13 @@ def open_checkpoint(checkpoint: Path, manifest: CheckpointManifest) -> TensorFil
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredPart]:
-    """Return the full tensors in safetensors files, by name. Raises CheckpointError, also for a name in two
-    files."""
+    """Return the full tensors in files, by name. Raises CheckpointError, also for a name in two files."""
     tensors: dict[str, StoredPart] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
-                headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-                found = {
-                    name: StoredPart(file, whole(header.get_shape()), header.get_dtype())
-                    for name, header in headers.items()
-                }
+            with open_tensors(file) as opened:
+                described = {name: _describe(stored) for name, stored in opened.items()}
+            found = {name: StoredPart(file, whole(t.shape), t.dtype) for name, t in described.items()}
         except (OSError, SafetensorError, ValueError) as error:
             raise _unreadable(file, error) from None
         for name in found.keys() & tensors.keys():
@@ -100,8 +139,16 @@ def open_full(folder: Path, tensors: Mapping[str, StoredPart]) -> TensorFiles:
     return TensorFiles(folder, lambda name, wanted: [tensors[name]] if name in tensors else [])
 
 
-def _format_dtype(tensor: SavedTensor) -> str:
-    return DTYPES[tensor.dtype][0]
+_ROWS = 4096  # of a matrix compared at a time: 128 MB if a row has 8,192 channels in float32
+
+
+def is_copy(tensors: Mapping[str, StoredPart], first: str, second: str) -> bool:
+    """Whether two full tensors have the same shape, dtype and values."""
+    a, b = tensors[first], tensors[second]
+    shape = a.tensor.shape
+    rows = [(slice(row, row + _ROWS),) for row in range(0, shape[0], _ROWS)] if shape else [()]
+    with open_tensors(a.file) as of_a, open_tensors(b.file) as of_b:
+        return a.tensor == b.tensor and all(torch.equal(of_a[first][r], of_b[second][r]) for r in rows)
 
 
 def plan_reads(files: TensorFiles, wanted: Mapping[str, TensorPart]) -> dict[Path, list[PartRead]]:
@@ -134,7 +181,7 @@ def read_tensors(
     stored = parts | {name: parts[name].overlap(whole(shape)) for name, shape in saved.items()}
     for file, reads in plan_reads(files, stored).items():
         try:
-            with safe_open(file, framework="pt") as opened:
+            with open_tensors(file) as opened:
                 for read in reads:
                     values = _read_part(opened, read)
                     local[read.name][read.part.within(parts[read.name])].copy_(values)
@@ -148,15 +195,14 @@ def read_tensors(
             local[name][first:] = mean.to(local[name])
 
 
-def _read_part(opened: safe_open, read: PartRead) -> Tensor:
+def _read_part(opened: Mapping[str, Any], read: PartRead) -> Tensor:
     """Return elements of a stored part. Raises ValueError if the file has another part."""
-    stored, expected = opened.get_slice(read.name), read.stored
-    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if (shape, dtype) != (expected.part.sizes, expected.dtype):
-        raise ValueError(
-            f"{read.name} is {dtype}{list(shape)}, expected {expected.dtype}{list(expected.part.sizes)}"
-        )
-    return stored[read.part.within(expected.part)]  # type: ignore[no-any-return]
+    if read.name not in opened:
+        raise ValueError(f"it has no {read.name}")
+    stored, expected = opened[read.name], read.stored.tensor
+    if _describe(stored) != expected:
+        raise ValueError(f"{read.name} is {_describe(stored)}, expected {expected}")
+    return stored[read.part.within(read.stored.part)]  # type: ignore[no-any-return]
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:

@@ -206,4 +206,4 @@ def choose_weights(config: CheckpointConfig, model: ModelConfig, start: Start) -
         return None
     from meshwright.train.checkpoint.initial_weights import find_weights  # late: few runs start from weights
 
-    return find_weights(config.init_from, model, config.changed_model)
+    return find_weights(config.init_from, model, config.changed_model, config.init_strict)

@@ -48,6 +48,7 @@ from meshwright.train.checkpoint.shards import (
     local_shards,
     needed_bytes,
     random_state,
+    tied_names,
     training_tensors,
     write_shard_file,
 )
@@ -108,6 +109,7 @@ class CheckpointSaver:
         self._texts_bytes = _MANIFEST_BYTES + sum(map(len, texts.values()))
         self._host_bytes = host_bytes
         self._model, self._optimizer, self._mesh, self._hooks = model, optimizer, mesh, hooks
+        self._tied = tied_names(model)
         self._hook_state = {name: describe_tensor(tensor) for name, tensor in hooks().items()}
         # A group of its own: saves run beside training.
         self._group = dist.new_group(backend="gloo", timeout=group_timeout, group_desc="checkpoint")
@@ -320,7 +322,7 @@ class CheckpointSaver:
         except OSError as error:
             raise SaveError(f"{self._named(job)} cannot be written ({error.strerror})") from None
         manifest = CheckpointManifest(
-            job.position, files, tensors, dict(degrees(self._mesh)), code_versions()
+            job.position, files, tensors, dict(degrees(self._mesh)), code_versions(), self._tied
         )
         path = commit(folder, manifest)
         delete_others(self._folder, self._config.keep, self._config.keep_every)

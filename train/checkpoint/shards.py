@@ -26,7 +26,7 @@ from meshwright import __version__
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, part_of, whole
-from meshwright.train.checkpoint.manifest import DTYPES, SavedFile, SavedTensor, Sharding
+from meshwright.train.checkpoint.manifest import DTYPES, MODEL, SavedFile, SavedTensor, Sharding
 from meshwright.train.errors import SaveError
 
 
@@ -44,10 +44,8 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
     Raises SaveError for state that is neither a tensor nor a number, and for a dtype that cannot be saved.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-    persistent = model.state_dict().keys()
-    tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
+    names = {tensor: first for tensor, (first, *_) in state_names(model).items()}
+    tensors = {f"{MODEL}{name}": tensor.detach() for tensor, name in names.items()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, int | float):
@@ -66,6 +64,26 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
             "convert it, or register a buffer that can be computed with persistent=False"
         )
     return tensors
+
+
+def state_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Return parameters and persistent buffers, each with its names in the model: of a tied one several."""
+    persistent, names = model.state_dict().keys(), dict[Tensor, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:
+            names.setdefault(buffer, []).append(name)
+    return names
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied tensors, each with the one under which the tensor is saved."""
+    return {
+        f"{MODEL}{other}": f"{MODEL}{first}"
+        for first, *others in state_names(model).values()
+        for other in others
+    }
 
 
 def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
@@ -179,25 +197,26 @@ def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> SavedFile
 
 
 def _pieces(shards: Mapping[str, TensorShard]) -> Iterator[memoryview]:
-    yield memoryview(file_header(shards))
+    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
+    described = {name: describe_tensor(shard.values) for name, shard in shards.items()}
+    # the names of torch's distributed checkpoint
+    yield memoryview(file_header(described, DCP_VERSION="1.0", DCP_SHARDING_INFO=json.dumps(offsets)))
     for shard in shards.values():
         content = memory_of(shard.values)
         for start in range(0, len(content), _PIECE_BYTES):
             yield content[start : start + _PIECE_BYTES]
 
 
-def file_header(shards: Mapping[str, TensorShard]) -> bytes:
-    """Return the beginning of a file: the length of its header, and the header."""
-    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
-    # the names of torch's distributed checkpoint
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    header: dict[str, object] = {"__metadata__": metadata}
+def file_header(tensors: Mapping[str, SavedTensor], **metadata: str) -> bytes:
+    """Return the beginning of a file that has these tensors in this order: the length of its header, and the
+    header."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
-    for name, shard in shards.items():
-        start, end = end, end + shard.values.nbytes
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.size_bytes
         header[name] = {
-            "dtype": DTYPES[dtype_name(shard.values.dtype)][0],
-            "shape": list(shard.values.shape),
+            "dtype": DTYPES[tensor.dtype][0],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()

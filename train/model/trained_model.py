@@ -282,9 +282,13 @@ class TrainedModel:
 
     def texts(self) -> Mapping[str, str]:
         """Return files about the model that each checkpoint keeps, by name."""
-        config = getattr(self.module, "config", None)
-        to_json = getattr(config, "to_json_string", None)
-        return {HF_CONFIG: to_json(use_diff=False)} if to_json else {}
+        return texts_of(self.module)
+
+
+def texts_of(model: nn.Module) -> Mapping[str, str]:
+    """Return the files of `TrainedModel.texts`."""
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    return {HF_CONFIG: to_json(use_diff=False)} if to_json else {}
 
 
 def loss_of_forward(model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:

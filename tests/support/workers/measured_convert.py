@@ -3,8 +3,8 @@ process in bytes."""
 
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from meshwright.models.config import LlamaConfig
 from meshwright.tools.checkpoint.__main__ import main
 from meshwright.train.checkpoint.initial_weights import weight_shapes
 
-save = tool.write_weights
+read_full = tool.read_full_tensors
 highest_bytes = 0
 
 
@@ -24,16 +24,16 @@ def anonymous_bytes() -> int:
     return 1024 * int(match[1])
 
 
-def save_and_look(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """write_weights of the tool, with a measurement before and after."""
+def read_and_look(*arguments: Any) -> dict[str, torch.Tensor]:
+    """read_full_tensors of the tool, with a measurement after it."""
     global highest_bytes
+    tensors = read_full(*arguments)
     highest_bytes = max(highest_bytes, anonymous_bytes())
-    save(file, tensors)
-    highest_bytes = max(highest_bytes, anonymous_bytes())
+    return tensors
 
 
 if __name__ == "__main__":
-    tool.write_weights = save_and_look
+    tool.read_full_tensors = read_and_look
     weight_shapes(LlamaConfig())  # do late imports now, so that they are not counted
     before_bytes = anonymous_bytes()
     main(sys.argv[1:])

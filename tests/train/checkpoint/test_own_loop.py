@@ -1,15 +1,19 @@
 """mw.save and mw.load in a loop of one's own."""
 
+import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import meshwright as mw
+from meshwright.tools.checkpoint.__main__ import main as checkpoint_tool
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError, SaveError
@@ -92,3 +96,16 @@ def test_other_groups_and_a_negative_keep_are_refused_and_what_is_skipped_is_nam
         pytest.raises(CheckpointError, match=r"optimizer\.json has other groups .* saved with$"),
     ):
         mw.load(tmp_path, sharded, regrouped)
+
+
+def test_the_config_of_a_model_of_transformers_goes_out_with_its_weights(group: None, tmp_path: Path) -> None:
+    sharded, model, optimizer = build(random.Random(0))
+    saved = dict(model.named_parameters())
+    model.config = SimpleNamespace(to_json_string=lambda use_diff: '{"model_type": "mine"}')
+    mw.save(tmp_path / "run", sharded, optimizer, 1)
+    checkpoint_tool(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=bfloat16"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("mine", "bfloat16")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], saved[name].full_tensor().bfloat16()) for name in saved)

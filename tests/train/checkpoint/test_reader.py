@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[Callable[[Shards], object], str]] = {
     "no tensor": (lambda shards: shards.pop(WEIGHT), WEIGHT),
     "fewer rows": (replaced(WEIGHT, VALUES[WEIGHT][5:9], 5, 0), WEIGHT),
     "more rows": (replaced(BIAS, torch.zeros(9, dtype=torch.bfloat16), 4), ""),
-    "another dtype": (replaced(WEIGHT, VALUES[WEIGHT][5:].to(torch.int32), 5, 0), "I32"),
+    "another dtype": (replaced(WEIGHT, VALUES[WEIGHT][5:].to(torch.int32), 5, 0), "int32"),
     "more dims": (replaced(BIAS, torch.zeros(3, 1, dtype=torch.bfloat16), 4, 0), ""),
 }
 
