@@ -58,18 +58,15 @@ def build(case: Case) -> nn.Module:
     return case.build()
 
 
-def shard(case: Case, model: nn.Module, **parallel: Any) -> mw.ShardedModel:
+def shard(case: Case, model: nn.Module) -> mw.ShardedModel:
     """Shard the model over all ranks, with full recomputation, eager."""
-    plan = make_plan(case, model, **parallel)
-    return mw.apply_plan(model, plan, mw.build_mesh(plan.mesh, "cpu"), gradients="mean_of_ranks")
-
-
-def make_plan(case: Case, model: nn.Module, compiled: bool = False, **parallel: Any) -> mw.Plan:
-    size = dist.get_world_size()
-    compiling = mw.CompileConfig(enabled=compiled, backend="aot_eager")
-    config = mw.ParallelConfig(compile=compiling, **{"activation_checkpoint": "full", **parallel})
-    units = mw.describe(model, case.batch(0), styles=case.styles)
-    return mw.make_plan(config, units, mw.RunShape(size, size, seq_len=1))
+    return mw.shard(
+        model,
+        own_rows(case.batch(0)),
+        parallel=mw.ParallelConfig(activation_checkpoint="full", compile=mw.CompileConfig(enabled=False)),
+        loss=case.loss,
+        styles=case.styles,
+    )
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -78,52 +75,54 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
-def unequal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> Found:
+def bitwise(tensors: dict[str, Tensor], expected: dict[str, Tensor], of: str = "") -> Found:
     """Compare tensors bitwise."""
     names = [
         name
-        for name in tensors.keys() | expected.keys()
+        for name in sorted(tensors.keys() | expected.keys())
         if name not in tensors or name not in expected or not torch.equal(tensors[name], expected[name])
     ]
-    return Found(not names, 0.0 if not names else math.inf, f"{sorted(names)[0]} differs" if names else "")
+    return Found(True) if not names else Found(False, math.inf, f"{names[0]} differs{of}")
 
 
 def initial_values(case: Case) -> Found:
-    """Compare the values of a model that was built, then sharded, with those of its constructor."""
-    return unequal(whole(shard(case, build(case)).model), whole(build(case)))
+    """Compare the values of a model that was built and then sharded, and those of one that is built when it
+    is sharded, with those of its constructor."""
+    expected = whole(build(case))
+    kept = bitwise(whole(shard(case, build(case)).model), expected, ": built, then sharded")
+    with torch.device("meta"):
+        empty = case.build()
+    sharded = shard(case, empty)
+    mw.materialize(sharded, SEED, build=case.build)
+    made = bitwise(whole(sharded.model), expected, ": sharded, then built")
+    return kept if not kept.right else made
 
 
 def computation(case: Case, compiled: bool = False, **parallel: Any) -> Found:
     """Compare outputs and every gradient with those of the unsharded model."""
-    model = build(case)
-    plan = make_plan(case, model, compiled, **parallel)
+    model, size = build(case), dist.get_world_size()
+    config = mw.ParallelConfig(
+        compile=mw.CompileConfig(enabled=compiled, backend="aot_eager"),
+        **{"activation_checkpoint": "full", **parallel},
+    )
+    units = mw.describe(model, case.batch(0), styles=case.styles)
+    if config.tp > 1 and not units.styles:
+        return Found(True, math.nan, units.why_no_styles or "no styles")
+    plan = mw.make_plan(config, units, mw.RunShape(size, size, seq_len=1))
     found = compare(plan, model, case.batch(0), case.loss, "mean_of_ranks")
     wrong = [f"{each.run} {each.name} is off by {each.error:.1e}" for each in found["differences"]]
     return Found(found["largest"] <= TOLERANCE, found["largest"], "".join(wrong[:1]))
 
 
-def tensor_parallel(case: Case) -> Found | None:
-    """The same, split over 2 ranks; None for a model without styles, which is refused."""
-    units = mw.describe(build(case), case.batch(0), styles=case.styles)
-    if not units.styles:
-        return Found(True, math.nan, units.why_no_styles) if units.why_no_styles else None
-    return computation(case, tp=2, activation_checkpoint="none")
-
-
-def losses_of(case: Case, model: nn.Module, sharded: mw.ShardedModel | None) -> list[float]:
-    """Train for STEPS steps of AdamW, and return their losses, the means of all ranks. None: plain torch."""
+def losses_of(case: Case, model: nn.Module) -> list[float]:
+    """Train for STEPS steps of AdamW, in the loop of plain torch, and return their losses, the means of all
+    ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
     for step in range(STEPS):
-        batch = case.batch(step)
-        if sharded is None:
-            loss = case.loss(model(**batch), batch)
-            loss.backward()
-        else:
-            own = own_rows(batch, sharded.data_rank, dist.get_world_size())
-            for part, divisor in sharded.micro_batches([own]):
-                loss = case.loss(model(**part), part)
-                (loss / divisor).backward()
+        batch = own_rows(case.batch(step))
+        loss = case.loss(model(**batch), batch)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
@@ -132,27 +131,26 @@ def losses_of(case: Case, model: nn.Module, sharded: mw.ShardedModel | None) -> 
     return losses
 
 
-def own_rows(batch: Batch, rank: int, ranks: int) -> Batch:
+def own_rows(batch: Batch) -> Batch:
+    """Return this rank's rows of a batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     return {name: tensor.tensor_split(ranks)[rank] for name, tensor in batch.items()}
 
 
 def trained_alone(case: Case) -> tuple[list[float], list[float]]:
-    """Return the losses of plain torch and of a plan of one process."""
-    plain, model = build(case), build(case)
-    return losses_of(case, plain, None), losses_of(case, model, shard(case, model))
+    """Return the losses of plain torch, and those of the sharded model, on one process."""
+    return losses_of(case, build(case)), losses_of(case, shard(case, build(case)).model)
 
 
 def trained_and_exported(case: Case) -> tuple[list[float], Found]:
-    """Return the losses of all ranks; and whether the weights, saved and exported, are those of the ranks in
-    the plain model that loads them."""
-    model = build(case)
-    sharded = shard(case, model)
-    losses = losses_of(case, model, sharded)
-    expected, found = whole(model), [Found(True)]
+    """Return the losses on all ranks; and what was found of the weights, saved, exported and loaded into the
+    plain model."""
+    sharded = shard(case, build(case))
+    losses, expected, found = losses_of(case, sharded.model), whole(sharded.model), [Found(True)]
     with tempfile.TemporaryDirectory() as name:
         folder = [name]
         dist.broadcast_object_list(folder)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(sharded.model.parameters())
         saved = mw.save(Path(folder[0], "saved"), sharded, optimizer, STEPS)
         if dist.get_rank() == 0:
             found = [exported(case, saved, Path(name, "out"), expected)]
@@ -202,7 +200,7 @@ def try_case(case: Case) -> dict[str, Found | None]:
         "initial values": attempt(2, initial_values, case),
         "FSDP": attempt(2, computation, case),
         "compiled": attempt(2, computation, case, compiled=True) if case.compiled else None,
-        "TP": attempt(2, tensor_parallel, case),
+        "TP": attempt(2, computation, case, tp=2, activation_checkpoint="none"),
         "losses": failure or compared_losses(alone, both[0]),
         "weights": both if isinstance(both, Found) else both[1],
     }
@@ -268,11 +266,11 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 def cell(found: dict[str, Any] | None) -> str:
     """Return what a column shows."""
     if found is None:
-        return "-"
+        return ""
     if not found["right"]:
         return "**wrong**"
     if math.isnan(found["largest"]):
-        return "refused"
+        return "-"
     return f"{found['largest']:.1e}" if found["largest"] else "bitwise"
 
 
