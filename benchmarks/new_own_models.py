@@ -22,7 +22,7 @@ from benchmarks.support.forked_ranks import RankError, run_forked
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from benchmarks.zoo.case import Batch, Case
 from benchmarks.zoo.models import CASES
-from meshwright.parallel.model.check import compare
+from meshwright.parallel.model.check import Loss, compare
 from meshwright.tools.processes import BenchError
 from meshwright.tools.checkpoint.__main__ import main as checkpoint_command
 
@@ -58,13 +58,13 @@ def build(case: Case) -> nn.Module:
     return case.build()
 
 
-def shard(case: Case, model: nn.Module) -> mw.ShardedModel:
-    """Shard the model over all ranks, with full recomputation, eager."""
+def shard(case: Case, model: nn.Module, loss: Loss | None = None) -> mw.ShardedModel:
+    """Shard the model over all ranks, with full recomputation, eager. `loss`: to be checked."""
     return mw.shard(
         model,
         own_rows(case.batch(0)),
         parallel=mw.ParallelConfig(activation_checkpoint="full", compile=mw.CompileConfig(enabled=False)),
-        loss=case.loss,
+        loss=loss,
         styles=case.styles,
     )
 
@@ -106,7 +106,7 @@ def computation(case: Case, compiled: bool = False, **parallel: Any) -> Found:
         **{"activation_checkpoint": "full", **parallel},
     )
     units = mw.describe(model, case.batch(0), styles=case.styles)
-    if config.tp > 1 and not units.styles:
+    if "tp" in parallel and not units.styles:
         return Found(True, math.nan, units.why_no_styles or "no styles")
     plan = mw.make_plan(config, units, mw.RunShape(size, size, seq_len=1))
     found = compare(plan, model, case.batch(0), case.loss, "mean_of_ranks")
@@ -139,13 +139,13 @@ def own_rows(batch: Batch) -> Batch:
 
 def trained_alone(case: Case) -> tuple[list[float], list[float]]:
     """Return the losses of plain torch, and those of the sharded model, on one process."""
-    return losses_of(case, build(case)), losses_of(case, shard(case, build(case)).model)
+    return losses_of(case, build(case)), losses_of(case, shard(case, build(case), case.loss).model)
 
 
 def trained_and_exported(case: Case) -> tuple[list[float], Found]:
     """Return the losses on all ranks; and what was found of the weights, saved, exported and loaded into the
     plain model."""
-    sharded = shard(case, build(case))
+    sharded = shard(case, build(case), case.loss)
     losses, expected, found = losses_of(case, sharded.model), whole(sharded.model), [Found(True)]
     with tempfile.TemporaryDirectory() as name:
         folder = [name]
@@ -166,7 +166,7 @@ def exported(case: Case, checkpoint: Path, out: Path, expected: dict[str, Tensor
         checkpoint_command(["export", str(checkpoint), str(out)])
         plain = case.build()
         plain.load_state_dict(load_file(out / "model.safetensors"), strict=True)
-        return unequal(whole(plain), expected)
+        return bitwise(whole(plain), expected)
     except Exception as error:  # of any kind: it is the row's message
         return Found(False, math.inf, f"{type(error).__name__}: {error}")
 
