@@ -23,8 +23,9 @@ from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from benchmarks.zoo.case import Batch, Case
 from benchmarks.zoo.models import CASES
 from meshwright.parallel.model.check import Loss, compare
-from meshwright.tools.processes import BenchError
+from meshwright.parallel.model.constructor import tensors_by_name
 from meshwright.tools.checkpoint.__main__ import main as checkpoint_command
+from meshwright.tools.processes import BenchError
 
 SEED, STEPS, RATE = 7, 10, 1e-3
 TOLERANCE = 1e-5  # of a relative difference: of outputs and gradients with tp, and of losses
@@ -65,13 +66,13 @@ def shard(case: Case, model: nn.Module, loss: Loss | None = None) -> mw.ShardedM
         own_rows(case.batch(0)),
         parallel=mw.ParallelConfig(activation_checkpoint="full", compile=mw.CompileConfig(enabled=False)),
         loss=loss,
-        styles=case.styles,
+        **case.asked,
     )
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers, gathered; every rank calls it."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Return parameters and buffers by all of their names, gathered; every rank calls it."""
+    tensors = tensors_by_name(model)
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
@@ -105,7 +106,7 @@ def computation(case: Case, compiled: bool = False, **parallel: Any) -> Found:
         compile=mw.CompileConfig(enabled=compiled, backend="aot_eager"),
         **{"activation_checkpoint": "full", **parallel},
     )
-    units = mw.describe(model, case.batch(0), styles=case.styles)
+    units = mw.describe(model, case.batch(0), **case.asked)
     if "tp" in parallel and not units.styles:
         return Found(True, math.nan, units.why_no_styles or "no styles")
     plan = mw.make_plan(config, units, mw.RunShape(size, size, seq_len=1))
@@ -166,7 +167,8 @@ def exported(case: Case, checkpoint: Path, out: Path, expected: dict[str, Tensor
         checkpoint_command(["export", str(checkpoint), str(out)])
         plain = case.build()
         plain.load_state_dict(load_file(out / "model.safetensors"), strict=True)
-        return bitwise(whole(plain), expected)
+        stored = plain.state_dict()
+        return bitwise(stored, {name: expected[name] for name in stored})
     except Exception as error:  # of any kind: it is the row's message
         return Found(False, math.inf, f"{type(error).__name__}: {error}")
 
@@ -179,7 +181,9 @@ def compared_losses(alone: tuple[list[float], list[float]], together: list[float
         for losses in (one, together)
         for loss, expected in zip(losses, plain, strict=True)
     )
-    return Found(error <= TOLERANCE, error, "" if error <= TOLERANCE else f"{plain[-1]}, {one[-1]}, {together[-1]}")
+    return Found(
+        error <= TOLERANCE, error, "" if error <= TOLERANCE else f"{plain[-1]}, {one[-1]}, {together[-1]}"
+    )
 
 
 def attempt(ranks: int, function: Callable[..., Any], *arguments: Any, **keys: Any) -> Any:
@@ -213,11 +217,11 @@ def try_model(name: str) -> dict[str, Any]:
         found = try_case(case)
     except ModuleNotFoundError as error:
         return row | {"refused": "", "columns": {}, "right": False, "missing": str(error)}
-    fsdp, refused, change = found["FSDP"], "", case.way_out
+    fsdp, refused = found["FSDP"], ""
     if fsdp is not None and fsdp.message.startswith("PlanError: "):
         refused = fsdp.message
-        if change is not None:
-            found = try_case(dataclasses.replace(case, build=lambda: change(case.build())))
+        if case.way_out is not None:
+            found = try_case(case.way_out(case))
     columns = {column: dataclasses.asdict(each) for column, each in found.items() if each is not None}
     return row | {
         "refused": refused,

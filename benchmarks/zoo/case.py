@@ -1,7 +1,7 @@
 """A model to try: how it is built, a batch of it, and its loss."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ class Case:
         build: returns the model, with the values of its constructor
         batch: function of a seed; returns the keyword arguments of a forward, whose rows are the samples
         loss: function of outputs and batch; the mean over samples
-        styles: tensor-parallel styles; None: those that the model publishes
+        asked: arguments of `describe` beside the example
         compiled: whether blocks are compiled in the comparison too
-        way_out: what a refusal of the model advises, done to it; None if it is taken as it is
-        advised: arguments of `describe` that a refusal advises
+        way_out: does what the refusal of the model advises; None if it is to be taken as it is
     """
 
     kind: str
@@ -32,10 +31,9 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     loss: Callable[[Any, Any], Tensor]
-    styles: Mapping[str, str] | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
     compiled: bool = False
-    way_out: Callable[[nn.Module], nn.Module] | None = None
-    advised: Mapping[str, Any] | None = None
+    way_out: "Callable[[Case], Case] | None" = None
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -154,7 +154,9 @@ class ReferenceLlama(nn.Module):
 class LucidFeedForward(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.net = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -484,6 +486,4 @@ class DiT(nn.Module):
         for block in self.blocks:
             h = block(h, c)
         p, side = self.patch, x.shape[-1] // self.patch
-        return rearrange(
-            self.final_layer(h, c), "b (h w) (p q c) -> b c (h p) (w q)", h=side, p=p, q=p
-        )
+        return rearrange(self.final_layer(h, c), "b (h w) (p q c) -> b c (h p) (w q)", h=side, p=p, q=p)

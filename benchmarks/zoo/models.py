@@ -1,5 +1,6 @@
 """The models to try, by name."""
 
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.zoo import handwritten as by_hand
@@ -39,12 +40,21 @@ def by_hand_lm(special: str, build: object, name: str = "tokens", **more: object
     return Case("hand-written", special, build, tokens_as(name), next_token, **more)  # type: ignore[arg-type]
 
 
+def with_frozen_norms(case: Case) -> Case:
+    """Return the case with batch norms in eval mode, in which they write no running statistics."""
+    return replace(case, build=lambda: hub.freeze_norms(case.build()))
+
+
 def sounds(seed: int) -> Batch:
     return {"input_values": numbers(ROWS, 64, seed=seed)}
 
 
 def diffusion_batch(seed: int) -> Batch:
-    return {"x": numbers(ROWS, 3, 16, 16, seed=seed), "t": ids(seed, tokens=1)[:, 0], "y": ids(seed)[:, 0] % 11}
+    return {
+        "x": numbers(ROWS, 3, 16, 16, seed=seed),
+        "t": ids(seed, tokens=1)[:, 0],
+        "y": ids(seed)[:, 0] % 11,
+    }
 
 
 def pairs(seed: int) -> Batch:
@@ -81,9 +91,7 @@ CASES: dict[str, Case] = {
     ),
     "Gemma 2": causal("Gemma2", "two kinds of attention in turn, soft caps", **hub.ALTERNATING),
     "Gemma 3": causal("Gemma3Text", "two kinds of attention, norms of each head", True, **hub.ALTERNATING),
-    "GPT-2": causal(
-        "GPT2", "Conv1D, learned positions, tied head", True, **hub.GPT2, **hub.GPT2_DROPOUT
-    ),
+    "GPT-2": causal("GPT2", "Conv1D, learned positions, tied head", True, **hub.GPT2, **hub.GPT2_DROPOUT),
     "Mixtral": causal("Mixtral", "experts", num_local_experts=4),
     "Qwen3-MoE": causal("Qwen3Moe", "experts", num_experts=4, decoder_sparse_step=1, **hub.EXPERTS),
     "DeepSeek-V3": causal(
@@ -101,7 +109,9 @@ CASES: dict[str, Case] = {
         "RecurrentGemma", "a recurrence with every third attention", lru_width=32, attention_window_size=8
     ),
     "Mamba": causal("Mamba", "state space", **hub.STATES, time_step_rank=4),
-    "Mamba 2": causal("Mamba2", "state space, heads", **hub.STATES, num_heads=4, head_dim=16, n_groups=1, chunk_size=4),
+    "Mamba 2": causal(
+        "Mamba2", "state space, heads", **hub.STATES, num_heads=4, head_dim=16, n_groups=1, chunk_size=4
+    ),
     "Falcon-Mamba": causal("FalconMamba", "state space, norms inside", **hub.STATES, time_step_rank=4),
     "BERT": encoder("BertForMaskedLM", "BertConfig", "token types, a tied decoder"),
     "RoBERTa": encoder("RobertaForMaskedLM", "RobertaConfig", "positions from padding"),
@@ -114,9 +124,7 @@ CASES: dict[str, Case] = {
         partial(hub.hf, "ViTForImageClassification", "ViTConfig", **hub.NO_DROPOUT, **hub.TINY_IMAGES),
         "pixel_values",
     ),
-    "wav2vec 2.0": Case(
-        "encoder", "sound: convolutions, weight norm", hub.wav2vec2, sounds, sign_class
-    ),
+    "wav2vec 2.0": Case("encoder", "sound: convolutions, weight norm", hub.wav2vec2, sounds, sign_class),
     "T5": Case(
         "encoder-decoder",
         "one embedding for both, relative positions in the first blocks",
@@ -132,11 +140,15 @@ CASES: dict[str, Case] = {
         target_tokens,
     ),
     "Whisper": Case(
-        "encoder-decoder", "sound: convolutions, frozen positions", hub.whisper, hub.whisper_batch, target_tokens
+        "encoder-decoder",
+        "sound: convolutions, frozen positions",
+        hub.whisper,
+        hub.whisper_batch,
+        target_tokens,
     ),
     "torchvision ViT": image_classes("vision", "bare class token and positions", hub.torchvision_vit),
     "torchvision ResNet-18": image_classes(
-        "vision", "batch norms, which write statistics", hub.resnet18, way_out=hub.frozen_norms
+        "vision", "batch norms, which write statistics", hub.resnet18, way_out=with_frozen_norms
     ),
     "torchvision Swin": image_classes("vision", "shifted windows, bare tables", hub.swin),
     "torchvision ConvNeXt": image_classes("vision", "bare layer scales", hub.convnext),
@@ -144,7 +156,13 @@ CASES: dict[str, Case] = {
         "vision",
         "bare class token and positions",
         partial(
-            hub.timm_model, "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=4
+            hub.timm_model,
+            "vit_tiny_patch16_224",
+            img_size=16,
+            patch_size=4,
+            embed_dim=32,
+            depth=3,
+            num_heads=4,
         ),
     ),
     "timm DeiT": image_classes(
@@ -172,18 +190,18 @@ CASES: dict[str, Case] = {
         by_hand.DiT,
         diffusion_batch,
         squared_error,
-        DIT_STYLES,
+        {"styles": DIT_STYLES},
     ),
     "U-Net": Case("diffusion", "skips over levels", by_hand.UNet, images_as("x"), squared_error),
     "nanoGPT": by_hand_lm(
         "scaled initialisation in the constructor, tied head",
         by_hand.NanoGPT,
         "idx",
-        styles=NANO_STYLES,
+        asked={"styles": NANO_STYLES},
         compiled=True,
     ),
     "Meta's reference Llama": by_hand_lm(
-        "complex rotations as a buffer", by_hand.ReferenceLlama, styles=LLAMA_STYLES
+        "complex rotations as a buffer", by_hand.ReferenceLlama, asked={"styles": LLAMA_STYLES}
     ),
     "lucidrains' ViT": image_classes(
         "hand-written",
@@ -192,16 +210,21 @@ CASES: dict[str, Case] = {
         "img",
     ),
     "soft MoE": by_hand_lm("as many experts as layers", by_hand.SoftMoE),
-    "LSTM": by_hand_lm("no blocks", by_hand.LSTMLanguageModel),
+    "LSTM": by_hand_lm(
+        "no blocks", by_hand.LSTMLanguageModel, way_out=lambda case: replace(case, asked={"blocks": "rnn"})
+    ),
     "looped transformer": by_hand_lm("blocks that run three times", by_hand.LoopedTransformer),
     "nn.Transformer": Case(
         "hand-written", "initialised as a whole", by_hand.Translator, translations, target_tokens
     ),
     "nn.TransformerEncoder": by_hand_lm("post-norm", partial(by_hand.Encoder, 0.0), "input_ids"),
-    "CLIP": Case(
-        "hand-written", "two towers, a scalar parameter", by_hand.Clip, pairs, by_hand.matching
-    ),
+    "CLIP": Case("hand-written", "two towers, a scalar parameter", by_hand.Clip, pairs, by_hand.matching),
     "MLP-Mixer": image_classes(
-        "hand-written", "a Sequential of everything", by_hand.Mixer, "input", styles=MIXER_STYLES, compiled=True
+        "hand-written",
+        "a Sequential of everything",
+        by_hand.Mixer,
+        "input",
+        asked={"styles": MIXER_STYLES},
+        compiled=True,
     ),
 }

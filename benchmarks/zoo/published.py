@@ -46,7 +46,14 @@ SIZES: dict[str, Any] = {
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TINY_IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 5}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 4,
+}
 STATES = {"state_size": 8, "conv_kernel": 4, "expand": 2}
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -131,8 +138,8 @@ def resnet18() -> nn.Module:
     return made
 
 
-def frozen_norms(model: nn.Module) -> nn.Module:
-    """Put batch norms into eval mode, in which they write no running statistics."""
+def freeze_norms(model: nn.Module) -> nn.Module:
+    """Put batch norms into eval mode."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
