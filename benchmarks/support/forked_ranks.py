@@ -1,5 +1,5 @@
-"""Runs a function on the ranks of a gloo group, forked from this process: a fork costs a fraction of a second,
-where a start that imports torch and transformers takes ten."""
+"""Runs a function on the ranks of a gloo group, forked from this process: a fork takes a fraction of a
+second, a start that imports torch and transformers ten."""
 
 import multiprocessing
 import os

@@ -6,6 +6,8 @@ from functools import partial
 from benchmarks.zoo import handwritten as by_hand
 from benchmarks.zoo import published as hub
 from benchmarks.zoo.case import (
+    ROWS,
+    Batch,
     Case,
     each_token,
     ids,
@@ -17,7 +19,6 @@ from benchmarks.zoo.case import (
     target_tokens,
     tokens_as,
 )
-from benchmarks.zoo.case import ROWS, Batch
 
 
 def causal(kind: str, special: str, compiled: bool = False, **changes: object) -> Case:

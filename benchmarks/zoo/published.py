@@ -1,33 +1,33 @@
 """Tiny models of transformers, torchvision and timm."""
 
+import importlib
 import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.zoo.case import ROWS, TOKENS, VOCABULARY, Batch, ids, numbers
 
 LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
-def import_torchvision() -> bool:
-    """Import torchvision; False if it is not installed. One that was built for another torch cannot load its
-    kernels, and asks for two of them: they are declared, and never called."""
+def import_torchvision() -> None:
+    """Import torchvision, if it is installed. One that was built for another torch cannot load its kernels,
+    and asks for two of them: they are declared, and never called."""
     try:
-        import torchvision  # noqa: F401
+        importlib.import_module("torchvision")
     except ModuleNotFoundError:
-        return False
+        return
     except RuntimeError:  # operator torchvision::nms does not exist
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
         for name in ("nms", "qnms"):
             LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision  # noqa: F401
-    return True
+        importlib.import_module("torchvision")
 
 
-HAS_TORCHVISION = import_torchvision()  # before transformers, which imports it too
+import_torchvision()  # before transformers, which imports it too
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
