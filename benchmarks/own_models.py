@@ -1,209 +1,295 @@
-"""Models of transformers and torch, tiny, with an example of their arguments, and the plans under which each
-must compute the same as on one process. The tests of models of one's own use them too."""
+"""Tries tiny models as people write and publish them: initial values, sharding, tensor parallelism, training
+and weights, each against plain torch."""
 
 import argparse
 import dataclasses
-import itertools
+import importlib
+import math
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import meshwright as mw
+from benchmarks.support.forked_ranks import RankError, run_forked
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
-from meshwright.parallel.config import CompileConfig, ParallelConfig
-from meshwright.parallel.model.check import compare
-from meshwright.parallel.model.describe import describe
-from meshwright.parallel.plan.make import RunShape, make_plan
-from meshwright.tools.cli import format_table
-from meshwright.tools.workers import run_workers
+from benchmarks.zoo.case import Batch, Case
+from benchmarks.zoo.models import CASES
+from meshwright.parallel.model.check import Loss, compare
+from meshwright.parallel.model.constructor import tensors_by_name
+from meshwright.tools.checkpoint.__main__ import main as checkpoint_command
+from meshwright.tools.processes import BenchError
 
-VOCABULARY, TOKENS, ROWS = 96, 12, 4
-MADE = tuple[nn.Module, dict[str, Any]]
-
-
-def ids(rows: int = ROWS) -> Tensor:
-    return torch.randint(VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
-
-
-def _transformers(kind: str, **changes: Any) -> MADE:
-    import transformers
-
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 64,
-        "use_cache": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
-    made = transformers.AutoModelForCausalLM.from_config(config)
-    return made, {"input_ids": ids()}
-
-
-def hf_llama(**changes: Any) -> MADE:
-    return _transformers("Llama", **changes)
-
-
-def vit(**changes: Any) -> MADE:
-    """An encoder of images: a convolution, a class token, no ids."""
-    import transformers
-
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "image_size": 16,
-        "patch_size": 4,
-        "num_labels": 5,
-    }
-    pixels = torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    config = transformers.ViTConfig(**{**sizes, **changes})
-    return transformers.ViTForImageClassification(config), {"pixel_values": pixels}
-
-
-def gemma(**changes: Any) -> MADE:
-    model, example = _transformers("Gemma", **changes)
-    mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
-    mask[1, 5:] = 0  # padding: a mask made outside of the blocks
-    return model, example | {"attention_mask": mask}
-
-
-class Encoder(nn.Module):
-    """nn.TransformerEncoder between an embedding and a head; post-norm, with biases and dropout."""
-
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.encoder(self.embedding(input_ids)))
-        return logits
-
-
-def encoder() -> MADE:
-    return Encoder(), {"input_ids": ids()}
-
-
-def linears() -> MADE:
-    stack = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Dropout(0.2)) for _ in range(4)))
-    return stack, {"input": torch.randn(ROWS, 24, generator=torch.Generator().manual_seed(0))}
-
-
-ALTERNATING = {
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 4,
-}
-MODELS: dict[str, Callable[..., MADE]] = {
-    "transformers' Llama": hf_llama,
-    "transformers' Qwen2": partial(_transformers, "Qwen2"),  # biases of queries, keys and values
-    "transformers' Qwen3": partial(_transformers, "Qwen3"),  # norms of queries and keys
-    "transformers' Mistral": partial(_transformers, "Mistral", sliding_window=4),
-    "transformers' OLMo 2": partial(_transformers, "Olmo2"),  # norms after the blocks
-    # attention and feed-forward of one norm, in parallel, with biases; half of each head is rotated
-    "transformers' Phi": partial(_transformers, "Phi", partial_rotary_factor=0.5),
-    "transformers' Phi 3": partial(_transformers, "Phi3"),  # queries, keys and values in one product
-    # Conv1D in place of nn.Linear, learned positions, a tied head, dropout
-    "transformers' GPT-2": partial(_transformers, "GPT2", n_embd=32, n_layer=3, n_head=4, n_positions=64),
-    "transformers' ViT": vit,
-    "transformers' Gemma": gemma,
-    "transformers' Gemma 2": partial(_transformers, "Gemma2", **ALTERNATING),  # four norms, soft caps
-    "transformers' Gemma 3": partial(_transformers, "Gemma3Text", **ALTERNATING),
-    "torch's TransformerEncoder": encoder,
-    "linears with dropout": linears,
-}
-
-
-def on_meta(make: Callable[..., MADE], **changes: Any) -> MADE:
-    """The model without values."""
-    with torch.device("meta"):
-        model, _ = make(**changes)
-    return model, make(**changes)[1]
-
-
-# name -> processes and keys of ParallelConfig; tp only for models that publish how to split them
-PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp": (2, {"activation_checkpoint": "none"}),
-    "fsdp, full recomputation": (2, {"activation_checkpoint": "full"}),
-    "fsdp, selective recomputation": (2, {"activation_checkpoint": "selective"}),
-    "hsdp": (2, {"dp_replicate": 2, "activation_checkpoint": "full"}),
-    "tp": (2, {"tp": 2, "activation_checkpoint": "full"}),
-    "hsdp x tp": (4, {"dp_replicate": 2, "tp": 2, "activation_checkpoint": "full"}),
-}
-
-
-# models that do not publish how to split them
-WITHOUT_STYLES = (
-    "transformers' GPT-2",
-    "transformers' ViT",
-    "torch's TransformerEncoder",
-    "linears with dropout",
+SEED, STEPS, RATE = 7, 10, 1e-3
+TOLERANCE = 1e-5  # of a relative difference: of outputs and gradients with tp, and of losses
+# imported once, before the ranks are forked
+PRELOADED = (
+    *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "meshwright.parallel.apply"),
+    *("torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict", "safetensors.torch"),
+    *("meshwright.parallel.model.materialize", "meshwright.train.checkpoint.own_loop", "sympy"),
+    *("meshwright.tools.checkpoint.convert", "torch.distributed.tensor.experimental"),
 )
 
 
-def compare_in_worker(device: torch.device, name: str, plans: dict[str, Any]) -> dict[str, Any]:
-    """Compare a model under each plan with the same model on one process."""
-    results = {}
-    for plan_name, keys in plans.items():
-        torch._dynamo.reset()
-        model, example = on_meta(MODELS[name])
-        config = ParallelConfig(compile=CompileConfig(backend="aot_eager"), **keys)
-        size = dist.get_world_size()
-        plan = make_plan(config, describe(model, example), RunShape(size, size, seq_len=1))
-        result = compare(plan, model, example)
-        differences = [dataclasses.asdict(each) for each in result["differences"]]
-        results[plan_name] = result | {"differences": differences}
-    return results
+@dataclass(frozen=True)
+class Found:
+    """What a comparison found.
+
+    Args:
+        right: whether it is as it should be
+        largest: the largest relative difference; 0 is bitwise
+        message: what is not right, or why nothing was compared
+    """
+
+    right: bool
+    largest: float = 0.0
+    message: str = ""
 
 
-def compare_all(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Compare every model under every plan. Raises BenchError if a process fails."""
-    rows = []
-    for name, processes in itertools.product(MODELS, (2, 4)):
-        plans = {
-            plan: keys
-            for plan, (count, keys) in PLANS.items()
-            if count == processes and ("tp" not in keys or name not in WITHOUT_STYLES)
-        }
-        if plans:
-            settings = {"name": name, "plans": plans}
-            found = run_workers("benchmarks.own_models:compare_in_worker", processes, 1, "cpu", settings)[0]
-            rows += [{"model": name, "plan": plan, **result} for plan, result in found.items()]
-    head = ("model", "plan", "compared", "largest difference", "above 1e-4")
-    cells = [
-        (
-            row["model"],
-            row["plan"],
-            str(row["compared"]),
-            f"{row['largest']:.1e}",
-            str(len(row["differences"])),
-        )
-        for row in rows
+def build(case: Case) -> nn.Module:
+    """Return the model with its constructor's values of SEED."""
+    torch.manual_seed(SEED)
+    return case.build()
+
+
+def shard(case: Case, model: nn.Module, loss: Loss | None = None) -> mw.ShardedModel:
+    """Shard the model over all ranks, with full recomputation, eager. `loss`: to be checked."""
+    return mw.shard(
+        model,
+        own_rows(case.batch(0)),
+        parallel=mw.ParallelConfig(activation_checkpoint="full", compile=mw.CompileConfig(enabled=False)),
+        loss=loss,
+        **case.asked,
+    )
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by all of their names, gathered; every rank calls it."""
+    tensors = tensors_by_name(model)
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+
+def bitwise(tensors: dict[str, Tensor], expected: dict[str, Tensor], of: str = "") -> Found:
+    """Compare tensors bitwise."""
+    names = [
+        name
+        for name in sorted(tensors.keys() | expected.keys())
+        if name not in tensors or name not in expected or not torch.equal(tensors[name], expected[name])
     ]
-    return BenchResult(None, {"rows": rows}, format_table(head, cells))
+    return Found(True) if not names else Found(False, math.inf, f"{names[0]} differs{of}")
+
+
+def initial_values(case: Case) -> Found:
+    """Compare the values of a model that was built and then sharded, and those of one that is built when it
+    is sharded, with those of its constructor."""
+    expected = whole(build(case))
+    kept = bitwise(whole(shard(case, build(case)).model), expected, ": built, then sharded")
+    with torch.device("meta"):
+        empty = case.build()
+    sharded = shard(case, empty)
+    mw.materialize(sharded, SEED, build=case.build)
+    made = bitwise(whole(sharded.model), expected, ": sharded, then built")
+    return kept if not kept.right else made
+
+
+def computation(case: Case, compiled: bool = False, **parallel: Any) -> Found:
+    """Compare outputs and every gradient with those of the unsharded model."""
+    model, size = build(case), dist.get_world_size()
+    config = mw.ParallelConfig(
+        compile=mw.CompileConfig(enabled=compiled, backend="aot_eager"),
+        **{"activation_checkpoint": "full", **parallel},
+    )
+    units = mw.describe(model, case.batch(0), **case.asked)
+    if "tp" in parallel and not units.styles:
+        return Found(True, math.nan, units.why_no_styles or "no styles")
+    plan = mw.make_plan(config, units, mw.RunShape(size, size, seq_len=1))
+    found = compare(plan, model, case.batch(0), case.loss, "mean_of_ranks")
+    wrong = [f"{each.run} {each.name} is off by {each.error:.1e}" for each in found["differences"]]
+    return Found(found["largest"] <= TOLERANCE, found["largest"], "".join(wrong[:1]))
+
+
+def losses_of(case: Case, model: nn.Module) -> list[float]:
+    """Train for STEPS steps of AdamW, in the loop of plain torch, and return their losses, the means of all
+    ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(STEPS):
+        batch = own_rows(case.batch(step))
+        loss = case.loss(model(**batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def own_rows(batch: Batch) -> Batch:
+    """Return this rank's rows of a batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return {name: tensor.tensor_split(ranks)[rank] for name, tensor in batch.items()}
+
+
+def trained_alone(case: Case) -> tuple[list[float], list[float]]:
+    """Return the losses of plain torch, and those of the sharded model, on one process."""
+    return losses_of(case, build(case)), losses_of(case, shard(case, build(case), case.loss).model)
+
+
+def trained_and_exported(case: Case) -> tuple[list[float], Found]:
+    """Return the losses on all ranks; and what was found of the weights, saved, exported and loaded into the
+    plain model."""
+    sharded = shard(case, build(case), case.loss)
+    losses, expected, found = losses_of(case, sharded.model), whole(sharded.model), [Found(True)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = [name]
+        dist.broadcast_object_list(folder)
+        optimizer = torch.optim.AdamW(sharded.model.parameters())
+        saved = mw.save(Path(folder[0], "saved"), sharded, optimizer, STEPS)
+        if dist.get_rank() == 0:
+            found = [exported(case, saved, Path(name, "out"), expected)]
+        dist.broadcast_object_list(found)
+    return losses, found[0]
+
+
+def exported(case: Case, checkpoint: Path, out: Path, expected: dict[str, Tensor]) -> Found:
+    """Export a checkpoint, load it into the plain model, and compare the weights."""
+    from safetensors.torch import load_file
+
+    try:
+        checkpoint_command(["export", str(checkpoint), str(out)])
+        plain = case.build()
+        plain.load_state_dict(load_file(out / "model.safetensors"), strict=True)
+        stored = plain.state_dict()
+        return bitwise(stored, {name: expected[name] for name in stored})
+    except Exception as error:  # of any kind: it is the row's message
+        return Found(False, math.inf, f"{type(error).__name__}: {error}")
+
+
+def compared_losses(alone: tuple[list[float], list[float]], together: list[float]) -> Found:
+    """Compare the losses of one and two processes with those of plain torch."""
+    plain, one = alone
+    error = max(
+        abs(loss / expected - 1)
+        for losses in (one, together)
+        for loss, expected in zip(losses, plain, strict=True)
+    )
+    return Found(
+        error <= TOLERANCE, error, "" if error <= TOLERANCE else f"{plain[-1]}, {one[-1]}, {together[-1]}"
+    )
+
+
+def attempt(ranks: int, function: Callable[..., Any], *arguments: Any, **keys: Any) -> Any:
+    """Return what the function returns on ranks of its own, or the failure."""
+    try:
+        return run_forked(ranks, lambda: function(*arguments, **keys))
+    except RankError as error:
+        return Found(False, math.inf, str(error))
+
+
+def try_case(case: Case) -> dict[str, Found | None]:
+    """Return what each comparison found, by column; None for one that does not apply."""
+    with torch.device("meta"):
+        case.build()  # imports its library once
+    alone, both = attempt(1, trained_alone, case), attempt(2, trained_and_exported, case)
+    failure = next((each for each in (alone, both) if isinstance(each, Found)), None)
+    return {
+        "initial values": attempt(2, initial_values, case),
+        "FSDP": attempt(2, computation, case),
+        "compiled": attempt(2, computation, case, compiled=True) if case.compiled else None,
+        "TP": attempt(2, computation, case, tp=2, activation_checkpoint="none"),
+        "losses": failure or compared_losses(alone, both[0]),
+        "weights": both if isinstance(both, Found) else both[1],
+    }
+
+
+def try_model(name: str) -> dict[str, Any]:
+    """Return a model's row. If it is refused, the columns are those of the refusal's way out."""
+    case, row = CASES[name], {"model": name, "kind": CASES[name].kind, "special": CASES[name].special}
+    try:
+        found = try_case(case)
+    except ModuleNotFoundError as error:
+        return row | {"refused": "", "columns": {}, "right": False, "missing": str(error)}
+    fsdp, refused = found["FSDP"], ""
+    if fsdp is not None and fsdp.message.startswith("PlanError: "):
+        refused = fsdp.message
+        if case.way_out is not None:
+            found = try_case(case.way_out(case))
+    columns = {column: dataclasses.asdict(each) for column, each in found.items() if each is not None}
+    return row | {
+        "refused": refused,
+        "columns": columns,
+        "right": all(each.right for each in found.values() if each is not None),
+    }
+
+
+def try_all(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
+    """Try the models that are named, or all. Raises BenchError for a name that is none of them."""
+    if unknown := [name for name in options.names if name not in CASES]:
+        raise BenchError(f"there is no model {unknown[0]!r}: use some of {', '.join(CASES)}")
+    for module in PRELOADED:
+        importlib.import_module(module)
+    rows = []
+    for name in options.names or CASES:
+        rows.append(row := try_model(name))
+        print(line_of(row), file=sys.stderr, flush=True)
+    return BenchResult(None, {"rows": rows}, markdown(rows))
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a line for a row, and one for each thing that is not right."""
+    lines = [f"{row['model']}: {'right' if row['right'] else 'not right'}"]
+    lines += [f"  refused: {row['refused']}"] if row["refused"] else []
+    lines += [
+        f"  {column}: {found['message']}" for column, found in row["columns"].items() if found["message"]
+    ]
+    return "\n".join(lines)
+
+
+COLUMNS = ("initial values", "FSDP", "TP", "losses", "weights")
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of docs/your-model.md."""
+    lines = [f"| {' | '.join(('model', 'what is special', *COLUMNS))} |", "|" + "---|" * (2 + len(COLUMNS))]
+    for row in rows:
+        cells = [row["model"], row["special"] + (" (after its way out)" if row["refused"] else "")]
+        cells += [cell(row["columns"].get(column)) for column in COLUMNS]
+        lines.append(f"| {' | '.join(cells)} |")
+    right = sum(row["right"] for row in rows)
+    return "\n".join([*lines, "", f"{right} of {len(rows)} right"])
+
+
+def cell(found: dict[str, Any] | None) -> str:
+    """Return what a column shows."""
+    if found is None:
+        return ""
+    if not found["right"]:
+        return "**wrong**"
+    if math.isnan(found["largest"]):
+        return "-"
+    return f"{found['largest']:.1e}" if found["largest"] else "bitwise"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models to try; all if none is given")
 
 
 MEASUREMENT = Measurement(
     "own_models",
-    lambda parser: None,
-    compare_all,
+    add_options,
+    try_all,
     description=(
-        "Compare outputs and gradients of tiny models of transformers and torch, sharded, recomputed, "
-        "compiled and split over 2 and 4 gloo processes, with the unsharded models."
+        "Try tiny models as people write and publish them: their initial values, outputs and gradients under "
+        "FSDP and tensor parallelism, ten steps on 1 and 2 processes, and their weights, saved and exported; "
+        "each against plain torch."
     ),
     takes_keys=False,
 )

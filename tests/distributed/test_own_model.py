@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import meshwright as mw
-from benchmarks.own_models import MODELS, PLANS, WITHOUT_STYLES, compare_in_worker
 from tests.support.factories import HF_SIZES, VOCABULARY
 from tests.support.hf_models import make_tokens
 from tests.support.worlds import run_ranks
+from tests.support.zoo import MODELS, PLANS, WITHOUT_STYLES, compare_plans
 
 EVERYDAY = "torch's TransformerEncoder"
 # Compiling takes the time: each model has one plan, the most difficult one that it can have on two ranks.
@@ -34,7 +34,7 @@ def test_the_same_outputs_and_gradients_as_one_process(name: str) -> None:
     """With one graph for each kind of block. The input of ViT's first block has other strides, that of the
     first linear layer needs no gradient."""
     processes, keys = PLANS[PLAN_OF[name]]
-    (result,) = run_ranks(processes, compare_in_worker, torch.device("cpu"), name, {"": keys})[0].values()
+    (result,) = run_ranks(processes, compare_plans, name, {"": keys})[0].values()
     assert result["differences"] == []
     assert result["compared"] > 10
     assert result["largest"] < 1e-5

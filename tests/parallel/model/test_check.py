@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from benchmarks.own_models import MADE, linears
 from meshwright.parallel import tensor_parallel
 from meshwright.parallel.model.check import (
     CheckReport,
@@ -26,6 +25,7 @@ from meshwright.parallel.model.check import (
 from meshwright.parallel.model.check import on_meta as on_the_meta_device
 from tests.support.factories import Positioned, rooted
 from tests.support.worlds import run_ranks
+from tests.support.zoo import MADE, linears
 
 EAGER, DYNAMO = mw.CompileConfig(enabled=False), mw.CompileConfig(backend="eager")
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from benchmarks.own_models import MODELS, Encoder, gemma, hf_llama, ids, on_meta
+from benchmarks.zoo.case import ids
 from meshwright.parallel.model.describe import describe, find_blocks, run_on_fakes
 from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.tracing.eager import record_call
+from tests.support.zoo import MODELS, encoder, gemma, hf_llama, on_meta
 
 
 class Positions(nn.Module):
@@ -138,7 +139,7 @@ def test_blocks_are_the_outermost_lists_without_small_ones() -> None:
 
 
 def test_blocks_by_pattern_class_and_size() -> None:
-    model = Encoder()
+    model = encoder()[0]
     layers = [f"encoder.layers.{i}" for i in range(3)]
     assert find_blocks(model) == find_blocks(model, "encoder.layers.*") == layers
     assert find_blocks(model, nn.TransformerEncoderLayer) == layers
@@ -147,7 +148,7 @@ def test_blocks_by_pattern_class_and_size() -> None:
 
 
 def test_units_inside_blocks_and_parameters_that_stay_whole() -> None:
-    model = Encoder()
+    model = encoder()[0]
     units = describe(model, {"input_ids": ids()}, units=["encoder.layers.*.linear2"], unsharded=["head.bias"])
     assert units.units[1] == ("encoder.layers.0.linear2",)
     assert units.units[2] == ("encoder.layers.0",)

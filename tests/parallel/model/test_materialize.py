@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from benchmarks.own_models import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
 from meshwright.parallel.model.constructor import tensors_by_name
 from tests.support.worlds import run_ranks
+from tests.support.zoo import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
 
 EVERYDAY = [name for name in MODELS if not name.startswith("transformers'")] + ["transformers' Llama"]
 
