@@ -1,6 +1,7 @@
 """docs/your-model.md: its script runs as it stands, on any number of processes, and resumes after a kill; and
 `tools.check` in a folder of somebody else."""
 
+import os
 import re
 import subprocess
 import sys
@@ -25,13 +26,39 @@ def start(folder: Path, processes: int, script: str = "mine.py") -> subprocess.P
         f"--nproc-per-node={processes}",
         script,
     ]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    paths = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=folder, text=True, env=paths, **output)  # type: ignore[call-overload, no-any-return]
 
 
 def norms(done: subprocess.Popen[str]) -> list[float]:
     output, _ = done.communicate(timeout=LIMIT_S)
     assert done.returncode == 0, output
     return [float(norm) for norm in re.findall(r"step 20, gradient norm (\d+\.\d+)", output)]
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(5)
+def test_a_script_for_ddp_trains_the_same_with_the_lines_of_the_page_changed(tmp_path: Path) -> None:
+    block = re.search(r"```diff\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
+    assert block
+    lines = block[1].splitlines()
+    (tmp_path / "gpt.py").write_text("from tests.support.factories import NanoGPT as GPT\n")
+    losses = {}
+    for name, processes, left_out in (("ddp", 2, "+"), ("shard", 2, "-"), ("shard", 4, "-")):
+        script = "\n".join(line[1:] for line in lines if not line.startswith(left_out))
+        eager = "parallel=mw.ParallelConfig(compile=mw.CompileConfig(enabled=False))"
+        (tmp_path / f"{name}.py").write_text(
+            script.replace("mw.shard(model,", f"mw.shard(model, {eager}, example=")
+        )
+        done = start(tmp_path, processes, f"{name}.py")
+        output, _ = done.communicate(timeout=LIMIT_S)
+        assert done.returncode == 0, output
+        steps = [list(map(float, re.findall(rf"step {i}: loss (\d+\.\d{{6}})", output))) for i in range(10)]
+        assert {len(step) for step in steps} == {processes}
+        losses[name, processes] = [sum(step) / processes for step in steps]
+    for together in losses.values():
+        assert together == pytest.approx(losses["ddp", 2], rel=1e-5)
 
 
 @pytest.fixture
