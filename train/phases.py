@@ -79,7 +79,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
             write_texts(folder, texts, ranks, console)
 
-            loaded = weights is not None or start.checkpoint is not None
+            loaded = start.checkpoint is not None or (weights is not None and not weights.missing)
             training = build_training(config, plan, mesh, timeout, loaded)
             restore(training, start, weights, config, data, console)
             built = Run(config, planned, training, data, folder, ranks, console)
