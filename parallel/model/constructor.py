@@ -5,10 +5,11 @@ Parameters can go to the meta device as soon as modules register them. What is l
 and has all that is no parameter as the constructor made it: buffers, and tensors that are plain attributes.
 """
 
+import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.machine_memory import free_host_bytes
@@ -24,6 +26,7 @@ from meshwright.parallel.model.inputs import kind_of
 from meshwright.parallel.plan.schema import Plan
 
 Build = Callable[[], nn.Module]
+LARGE = 2**28  # elements
 MODULES = "model.init=modules of train.main, or materialize(..., init='modules')"
 
 
@@ -49,9 +52,23 @@ def construct_without(
         order.append(parameter)
         return parameter
 
+    def built() -> Any:
+        with nullcontext() if stays else _LargeToMeta():
+            return build()
+
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(place).remove)
-        return construct(build, seed), order
+        return construct(built, seed), order
+
+
+class _LargeToMeta(TorchFunctionMode):
+    """Mode in which a large `torch.empty`, as which parameters begin, is on the meta device at once: it may
+    be more than this machine has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        size = args[0] if args and isinstance(args[0], Sequence) else args
+        large = func is torch.empty and math.prod(size) >= LARGE
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if large else {}))
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
