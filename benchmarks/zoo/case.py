@@ -23,6 +23,7 @@ class Case:
         loss: function of outputs and batch; the mean over samples
         asked: arguments of `describe` beside the example
         compiled: whether blocks are compiled in the comparison too
+        needs_values: whether the forward looks at values, so that it must be built with them
         way_out: does what the refusal of the model advises; None if it is to be taken as it is
     """
 
@@ -33,6 +34,7 @@ class Case:
     loss: Callable[[Any, Any], Tensor]
     asked: Mapping[str, Any] = field(default_factory=dict)
     compiled: bool = False
+    needs_values: bool = False
     way_out: "Callable[[Case], Case] | None" = None
 
 

@@ -216,9 +216,14 @@ CASES: dict[str, Case] = {
     ),
     "looped transformer": by_hand_lm("blocks that run three times", by_hand.LoopedTransformer),
     "nn.Transformer": Case(
-        "hand-written", "initialised as a whole", by_hand.Translator, translations, target_tokens
+        "hand-written",
+        "initialised as a whole, its forward looks at a mask",
+        by_hand.Translator,
+        translations,
+        target_tokens,
+        needs_values=True,
     ),
-    "nn.TransformerEncoder": by_hand_lm("post-norm", partial(by_hand.Encoder, 0.0), "input_ids"),
+    "nn.TransformerEncoder": by_hand_lm("post-norm", partial(by_hand.Encoder, dropout=0.0), "input_ids"),
     "CLIP": Case("hand-written", "two towers, a scalar parameter", by_hand.Clip, pairs, by_hand.matching),
     "MLP-Mixer": image_classes(
         "hand-written",

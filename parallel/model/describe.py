@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, _meta_registrations, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -390,7 +390,8 @@ def run_on_fakes(
     dtype: torch.dtype | None = None,
     around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
 ) -> Any:
-    """Return the result of a forward of the example, on fake tensors of a CPU: nothing is computed.
+    """Return the result of a forward of the example, on fake tensors of a CPU: nothing is computed. A model
+    whose forward looks at values is run as it is, if it has them.
 
     Args:
         dtype: of the parameters; None: their own
@@ -398,20 +399,35 @@ def run_on_fakes(
 
     Raises PlanError if the model cannot run so.
     """
+    named = (*model.named_parameters(), *model.named_buffers())
+    device = next((tensor.device for _, tensor in named), None)
+
+    def fake(tensor: Tensor) -> Tensor:
+        changed = dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        made = torch.empty(tensor.shape, dtype=dtype if changed else tensor.dtype, device="cpu")
+        return made.requires_grad_(tensor.requires_grad)
+
+    def real(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().to(device, copy=True)
+
+    def run(on: Callable[[Tensor], Tensor]) -> Any:
+        values = {name: on(tensor) for name, tensor in named}
+        for own in map(vars, model.modules()):  # tensors that are plain attributes
+            own.update({key: on(value) for key, value in own.items() if isinstance(value, Tensor)})
+        args, kwargs = call_arguments(tree_map_only(Tensor, on, example))
+        return around(lambda: functional_call(model, values, args, kwargs))
+
     try:
         with _nothing_changed(model), fake_tensors():
-
-            def fake(tensor: Tensor) -> Tensor:
-                changed = dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-                made = torch.empty(tensor.shape, dtype=dtype if changed else tensor.dtype, device="cpu")
-                return made.requires_grad_(tensor.requires_grad)
-
-            named = (*model.named_parameters(), *model.named_buffers())
-            values = {name: fake(tensor) for name, tensor in named}
-            for own in map(vars, model.modules()):  # tensors that are plain attributes
-                own.update({key: fake(value) for key, value in own.items() if isinstance(value, Tensor)})
-            args, kwargs = call_arguments(tree_map_only(Tensor, fake, example))
-            return around(lambda: functional_call(model, values, args, kwargs))
+            return run(fake)
+    except DataDependentOutputException as error:
+        if any(tensor.is_meta for _, tensor in named):
+            raise PlanError(
+                f"{type(model).__name__}: its forward looks at the values of tensors, which a model without "
+                "values does not have: build it with values, and use mw.shard"
+            ) from error
+        with _nothing_changed(model):
+            return run(real)
     except Exception as error:
         raise PlanError(
             f"{type(model).__name__} does not run on the example's shapes: {type(error).__name__}: {error}. "

@@ -1,10 +1,11 @@
 """Gives a sharded model its values: as its constructor makes them, by its modules' own initialisers, or from
 tensors."""
 
+import math
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import copy_shard, free_gathered, names_by_parameter
@@ -28,6 +30,7 @@ T = TypeVar("T")
 Build = Callable[[], nn.Module]
 Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
+LARGE = 2**28  # elements of a tensor
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
     "use model.init=constructor of train.main, or materialize(..., build=FUNCTION) with a function that "
@@ -107,9 +110,23 @@ def construct_without(
         order.append(parameter)
         return parameter
 
+    def built() -> T:
+        with nullcontext() if kept else _LargeToMeta():
+            return build()
+
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(place).remove)
-        return construct(build, seed), order
+        return construct(built, seed), order
+
+
+class _LargeToMeta(TorchFunctionMode):
+    """Mode in which a large `torch.empty`, as which parameters begin, is on the meta device at once: it may
+    be more than this machine has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        size = args[0] if args and isinstance(args[0], Sequence) else args
+        large = func is torch.empty and math.prod(size) >= LARGE
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if large else {}))
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:

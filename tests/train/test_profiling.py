@@ -112,7 +112,9 @@ def alone():
 
 
 def profiler(config: ProfileConfig, folder: Path, warnings: list[str]) -> StepProfiler:
-    subject = ProfiledRun(torch.nn.Linear(2, 2), SimpleNamespace(units=()), torch.device("cpu"), range(1, 11))
+    subject = ProfiledRun(
+        torch.nn.Linear(2, 2), SimpleNamespace(units=(), modules=()), torch.device("cpu"), range(1, 11)
+    )
     return StepProfiler(config, folder, subject, warnings.append)
 
 

@@ -195,8 +195,8 @@ BROKEN = (
     Fault(
         "export-file-too-large",
         "files of an export are larger than requested",
-        "sum(sizes[other] for other in files[-1]) + size > limit_bytes",
-        "sum(sizes[other] for other in files[-1]) > limit_bytes",
+        "sum(t.size_bytes for t in files[-1].values()) + tensor.size_bytes > limit_bytes",
+        "sum(t.size_bytes for t in files[-1].values()) > limit_bytes",
     ),
     Fault(
         "float16-overflows",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel import machine_memory
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.machine_memory import free_host_bytes
 from meshwright.parallel.memory_breakdown import GIB
@@ -19,7 +20,6 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Machines, load_hardware
 from meshwright.parallel.planner.memory_model import host_memory
 from meshwright.tools.plan.scaling import sweep
-from meshwright.train import memory
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
@@ -67,7 +67,7 @@ def run_in_groups(job: TrainingJob, plan: Plan, roots: list[list[Path]]) -> list
         with (
             mock.patch.object(torch.cuda, "mem_get_info", return_value=(80 * GIB, 80 * GIB)),
             mock.patch.object(torch.cuda, "memory_reserved", return_value=0),
-            mock.patch.object(memory, "free_host_bytes", partial(free_host_bytes, groups[rank])),
+            mock.patch.object(machine_memory, "free_host_bytes", partial(free_host_bytes, groups[rank])),
             mock.patch.object(fit, "suggest_fits", return_value=[]),
         ):
             ranks = RankInfo(rank, 2, rank, 2, True)

@@ -5,8 +5,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel import machine_memory
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.train import memory
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import PlanError
@@ -25,7 +25,7 @@ def check(free_bytes: list[int]) -> tuple[str, RunPlan | None, int]:
     with (
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(free_bytes[rank], 8 * GIB)),
         mock.patch.object(torch.cuda, "memory_reserved", return_value=0),
-        mock.patch.object(memory, "free_host_bytes", return_value=16 * GIB),
+        mock.patch.object(machine_memory, "free_host_bytes", return_value=16 * GIB),
         mock.patch.object(fit, "suggest_fits", return_value=[]),  # test_fit.py has them
         mock.patch.object(fit, "predict_needs", wraps=predict.predict_needs) as predictions,
     ):
