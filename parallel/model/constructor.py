@@ -9,7 +9,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshwright.parallel.plan.schema import Plan
 
 Build = Callable[[], nn.Module]
 LARGE = 2**28  # elements
+SAMPLE = 2**20  # values of which a spread is computed, at least
 MODULES = "model.init=modules of train.main, or materialize(..., init='modules')"
 
 
@@ -53,7 +54,7 @@ def construct_without(
         return parameter
 
     def built() -> Any:
-        with nullcontext() if stays else _LargeToMeta():
+        with _LargeToMeta():
             return build()
 
     with ExitStack() as stack:
@@ -153,22 +154,20 @@ class Spread:
 
 
 def spread(tensor: Tensor) -> Spread:
-    """Return mean and standard deviation of a whole tensor."""
-    values = tensor.detach().double()
-    return Spread(tensor.numel(), float(values.mean()), float(values.std(correction=0)))
+    """Return mean and standard deviation of a whole tensor, from some of its values."""
+    values = tensor.detach().flatten()
+    some = values[:: max(1, len(values) // SAMPLE)].double()
+    return Spread(len(some), float(some.mean()), float(some.std(correction=0)))
 
 
 def constructed_spreads(build: Build, seed: int, plan: Plan) -> Mapping[str, Spread]:
-    """Return how the constructor spreads the parameters of the first and the last unit's module of each kind,
-    the same on every rank. Only these parameters get memory, on rank 0."""
+    """Return how the constructor spreads the parameters of the last of the units' modules of each kind, but
+    not of more than LARGE elements, the same on every rank. Only these parameters get memory, on rank 0."""
     found: list[Mapping[str, Spread]] = [{}]
     if dist.get_rank() == 0:
         plain, order = construct_without(build, seed)
-        kinds: dict[Any, list[str]] = {}
-        for name in plan.modules:
-            kinds.setdefault(kind_of(plain.get_submodule(name)), []).append(name)
-        chosen = {f"{each}." for names in kinds.values() for each in (names[0], names[-1])}
-        names = {name: p for name, p in plain.named_parameters() if name.startswith(tuple(chosen))}
+        last = {kind_of(plain.get_submodule(name)): f"{name}." for name in plan.modules if name}
+        names = {name: p for name, p in plain.named_parameters() if name.startswith((*last.values(),))}
         places = [i for i, parameter in enumerate(order) if any(parameter is p for p in names.values())]
         built = dict(construct_without(build, seed, places)[0].named_parameters())
         found = [{name: spread(built[name]) for name in names if not built[name].is_meta}]
