@@ -5,7 +5,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +31,7 @@ Build = Callable[[], nn.Module]
 Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
 LARGE = 2**28  # elements of a tensor
+SAMPLE = 2**20  # values of which a spread is computed, at least
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
     "use model.init=constructor of train.main, or materialize(..., build=FUNCTION) with a function that "
@@ -110,13 +111,10 @@ def construct_without(
         order.append(parameter)
         return parameter
 
-    def built() -> T:
-        with nullcontext() if kept else _LargeToMeta():
-            return build()
-
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(place).remove)
-        return construct(built, seed), order
+        stack.enter_context(_LargeToMeta())
+        return construct(build, seed), order
 
 
 class _LargeToMeta(TorchFunctionMode):
@@ -205,9 +203,10 @@ class Spread:
 
     @staticmethod
     def of(tensor: Tensor) -> "Spread":
-        """Return that of a tensor."""
-        values = tensor.detach().double()
-        return Spread(tensor.numel(), float(values.mean()), float(values.std(correction=0)))
+        """Return that of a tensor, from some of its values."""
+        values = tensor.detach().flatten()
+        some = values[:: max(1, len(values) // SAMPLE)].double()
+        return Spread(len(some), float(some.mean()), float(some.std(correction=0)))
 
     def differs(self, other: "Spread") -> bool:
         """Whether samples of this size of one distribution would hardly differ so much."""
@@ -218,16 +217,13 @@ class Spread:
 
 
 def _constructed_spreads(build: Build, seed: int, plan: Plan) -> Mapping[str, Spread]:
-    """Return how the constructor spreads the parameters of the first and the last unit's module of each kind,
-    the same on every rank. Only these parameters get memory, on rank 0."""
+    """Return how the constructor spreads the parameters of the last of the units' modules of each kind, but
+    not of more than LARGE elements, the same on every rank. Only these parameters get memory, on rank 0."""
     found: list[Mapping[str, Spread]] = [{}]
     if dist.get_rank() == 0:
         plain, order = construct_without(build, seed)
-        kinds: dict[Any, list[str]] = {}
-        for name in plan.modules:
-            kinds.setdefault(kind_of(plain.get_submodule(name)), []).append(name)
-        chosen = {f"{each}." for names in kinds.values() for each in (names[0], names[-1])}
-        names = {name: p for name, p in plain.named_parameters() if name.startswith(tuple(chosen))}
+        last = {kind_of(plain.get_submodule(name)): f"{name}." for name in plan.modules if name}
+        names = {name: p for name, p in plain.named_parameters() if name.startswith((*last.values(),))}
         places = [i for i, parameter in enumerate(order) if any(parameter is p for p in names.values())]
         built = dict(construct_without(build, seed, places)[0].named_parameters())
         found = [{name: Spread.of(built[name]) for name in names if not built[name].is_meta}]
