@@ -218,6 +218,14 @@ def set_last_micro_batch(model: nn.Module, units: Sequence[UnitPlan], last: bool
         module.set_reshard_after_backward(last or unit.reshard_after_backward, recurse=False)
 
 
+def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return each parameter with its names in the model: of a shared one several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
 def parameters_by_module(model: nn.Module, modules: Collection[str]) -> dict[str, dict[str, nn.Parameter]]:
     """Return the parameters, by their names in the model, of each module of the units: those of one that
     contains others without theirs. A shared one is in each of its modules, once."""

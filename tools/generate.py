@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.tools.cli import natural, new_parser, number_from, run_tool
-from meshwright.tools.load_weights import checkpoint_config, load_into
+from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
+from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.checkpoint.manifest import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.config_parser import parse_config
@@ -160,7 +161,7 @@ def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> nn.M
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
     CPU in float32. Raises CheckpointError and ConfigError."""
     model = model_of(job.model).unsharded(device).eval()
-    load_into(model, checkpoint, job.model)
+    load_weights(find_weights(str(checkpoint), job.model, changed_model=True), model)
     name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
     for parameter in model.parameters():

@@ -34,7 +34,7 @@ from meshwright.train.loop import train_loop
 from meshwright.train.metrics.collector import GradientNorms, Metrics, StepClock, make_rates
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.metrics.writer import open_rows
-from meshwright.train.model.trained_model import find_loss, model_of
+from meshwright.train.model.trained_model import find_loss, model_of, texts_of
 from meshwright.train.optim.optimizer import learning_rate
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.profiling import profilers
@@ -76,7 +76,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
             supervision.status.start(folder, start.step if start.checkpoint else None, failed_starts)
             console.print_lines(admit(config, folder, ranks, admission, start))
             console.print_lines(describe_data(config, data))
-            texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan), **source.texts()}
+            texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
+            texts |= texts_of(source.module)
             write_texts(folder, texts, ranks, console)
 
             loaded = start.checkpoint is not None or (weights is not None and not weights.missing)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.fsdp import names_by_parameter
 from meshwright.parallel.model.attention_cores import find_cores
 from meshwright.parallel.model.foreign_styles import find_styles, split_share, tp_sizes
 from meshwright.parallel.plan.rules import nearest
@@ -223,7 +224,7 @@ def _of_lists(model: nn.Module) -> list[str]:
 def _outermost_lists(name: str, module: nn.Module) -> Iterator[tuple[list[str], list[nn.Module]]]:
     """Yield names and modules of the elements of each ModuleList or Sequential that have parameters and whose
     class occurs twice in it, or that are alone; lists inside of such elements are not looked for."""
-    children = {_join(name, key): child for key, child in module.named_children() if _size(child)}
+    children = {join(name, key): child for key, child in module.named_children() if _size(child)}
     kinds = Counter(map(type, module)) if isinstance(module, nn.ModuleList | nn.Sequential) else Counter()
     elements = {k: child for k, child in children.items() if kinds[type(child)] > 1 or kinds.total() == 1}
     if elements:
@@ -238,7 +239,7 @@ def _callable(name: str, module: nn.Module) -> Iterator[str]:
     if not isinstance(module, CONTAINERS):
         yield name
     for key, child in module.named_children() if isinstance(module, CONTAINERS) else ():
-        yield from _callable(_join(name, key), child) if _size(child) else ()
+        yield from _callable(join(name, key), child) if _size(child) else ()
 
 
 def _size(module: nn.Module) -> int:
@@ -251,9 +252,7 @@ def _of_size(model: nn.Module, least: int) -> Iterator[str]:
         raise PlanError(f"blocks={least} must be at least 1: a number of parameters")
 
     def walk(name: str, module: nn.Module) -> Iterator[str]:
-        inside = [
-            found for child, part in module.named_children() for found in walk(_join(name, child), part)
-        ]
+        inside = [found for child, part in module.named_children() for found in walk(join(name, child), part)]
         yield from inside
         if not inside and name and _size(module) >= least and not isinstance(module, CONTAINERS):
             yield name
@@ -269,7 +268,8 @@ def _outermost(names: Iterator[str]) -> list[str]:
     return kept
 
 
-def _join(name: str, child: str) -> str:
+def join(name: str, child: str) -> str:
+    """Return the name of a module's child, parameter or buffer."""
     return f"{name}.{child}" if name else child
 
 
@@ -492,12 +492,11 @@ def _owners(
     with the rest of these modules, unless one is chosen. Names of a parameter in modules that are not called
     are left out if a called module has it too.
     """
-    called, names_of = {*chosen, *observed.finished}, dict[nn.Parameter, list[str]]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in whole:
-            names_of.setdefault(parameter, []).append(name)
+    called = {*chosen, *observed.finished}
     owners, of_root = dict[str, str](), {""}
-    for names in names_of.values():
+    for names in names_by_parameter(model).values():
+        if names[0] in whole:
+            continue
         own = {name: innermost(name, chosen) or name.rpartition(".")[0] for name in names}
         own = {name: owner for name, owner in own.items() if owner in called} or {
             name: innermost(name, called) or "" for name in names
@@ -553,12 +552,8 @@ def _join_shared(
     def root(i: int) -> int:
         return i if last.get(i, i) == i else root(last[i])
 
-    names_of: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in owners:
-            names_of.setdefault(parameter, []).append(name)
-    for names in names_of.values():
-        places = sorted({root(group_of[owners[name]]) for name in names})
+    for names in names_by_parameter(model).values():
+        places = sorted({root(group_of[owners[name]]) for name in names if name in owners})
         for place in places[:-1]:
             last[place] = places[-1]
     joined: dict[int, tuple[str, ...]] = {}
@@ -569,9 +564,8 @@ def _join_shared(
 
 def _count(model: nn.Module, modules: Sequence[str], owners: Mapping[str, str]) -> dict[str, int]:
     """Return the number of parameters that each module owns; shared ones count once."""
-    counts, counted = dict.fromkeys(modules, 0), set[nn.Parameter]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in owners and parameter not in counted:
-            counts[owners[name]] += parameter.numel()
-            counted.add(parameter)
+    counts = dict.fromkeys(modules, 0)
+    for parameter, names in names_by_parameter(model).items():
+        if owned := [owners[name] for name in names if name in owners]:
+            counts[owned[0]] += parameter.numel()
     return counts

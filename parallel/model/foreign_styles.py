@@ -22,8 +22,7 @@ TRANSFORMERS_STYLES = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "per_head",
 }
-SAY_STYLES = "describe(..., styles={...}), or the key model.styles,"
-LEAVE_OUT = f"use {SAY_STYLES} without it, or tp=1"
+LEAVE_OUT = "use describe(..., styles={...}), or the key model.styles, without it, or tp=1"
 
 
 def find_styles(model: nn.Module, styles: Mapping[str, str] | None) -> dict[str, str]:

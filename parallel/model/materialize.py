@@ -1,33 +1,37 @@
 """Gives a sharded model its values: as its constructor makes them, by its modules' own initialisers, or from
 tensors."""
 
+import math
+import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import copy_shard, free_gathered
+from meshwright.parallel.fsdp import copy_shard, free_gathered, names_by_parameter
+from meshwright.parallel.machine_memory import free_host_bytes
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.model.constructor import (
-    Build,
-    construct_without,
-    constructed_spreads,
-    copy_attributes,
-    copy_constructed,
-    spread,
-    tensors_by_name,
-)
+from meshwright.parallel.model.describe import join
+from meshwright.parallel.model.inputs import kind_of
 from meshwright.parallel.plan.rules import nearest
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
 
+T = TypeVar("T")
+Build = Callable[[], nn.Module]
 Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
+LARGE = 2**28  # elements of a tensor
+SAMPLE = 2**20  # values, at least, of which a spread is computed
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
     "use model.init=constructor of train.main, or materialize(..., build=FUNCTION) with a function that "
@@ -70,14 +74,14 @@ def materialize(
             raise PlanError(
                 "materialize: init='constructor' needs build=..., a function that builds the model"
             )
-        copy_constructed(build, seed, size, lambda built: _copy_model(built, model))
+        _copy_constructed(model, build, seed, size)
     else:
-        expected = constructed_spreads(build, seed, sharded.plan) if build else {}
+        expected = _constructed_spreads(build, seed, sharded.plan) if build else {}
         if build and empty:
             _fill_buffers(sharded, empty, build)
             empty = set()
         for name, whole in _initialised(sharded, seed, initialise, empty):
-            if name in expected and (found := spread(whole)).differs(expected[name]):
+            if name in expected and (found := Spread.of(whole)).differs(expected[name]):
                 raise PlanError(
                     f"{name}: its initialiser gives a mean of {found.mean:.3g} and a standard deviation of "
                     f"{found.std:.3g}, but the model's constructor {expected[name].mean:.3g} and "
@@ -85,14 +89,149 @@ def materialize(
                 )
 
 
-def _copy_model(built: nn.Module, model: nn.Module) -> None:
-    """Copy this rank's shards of a built model."""
-    values, copied = tensors_by_name(built), set[int]()
-    for name, own in tensors_by_name(model).items():
-        if id(own) not in copied:
-            copy_shard(own, values[name].to(own.device))
-            copied.add(id(own))
-    copy_attributes(built, model)
+def construct(build: Callable[[], T], seed: int) -> T:
+    """Return the model as `torch.manual_seed(seed)` and its constructor make it, on the CPU."""
+    with _own_random_state(), torch.device("cpu"):
+        torch.manual_seed(seed)
+        return build()
+
+
+def construct_without(
+    build: Callable[[], T], seed: int = 0, kept: Collection[int] = ()
+) -> tuple[T, list[nn.Parameter]]:
+    """Return what `build` returns, with the parameters of its modules on the meta device, where they go as
+    soon as modules register them, and all parameters in this order. `kept`: the places in it of those that
+    stay on the CPU, with values. What is no parameter is as the constructor made it: buffers, and tensors
+    that are plain attributes."""
+    order = list[nn.Parameter]()
+
+    def place(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        if len(order) not in kept and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        order.append(parameter)
+        return parameter
+
+    def built() -> T:
+        with _LargeToMeta():
+            return build()
+
+    with ExitStack() as stack:
+        stack.callback(register_module_parameter_registration_hook(place).remove)
+        return construct(built, seed), order
+
+
+class _LargeToMeta(TorchFunctionMode):
+    """Mode in which a large `torch.empty`, as which parameters begin, is on the meta device at once: it may
+    be more than this machine has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        size = args[0] if args and isinstance(args[0], Sequence) else args
+        large = func is torch.empty and math.prod(size) >= LARGE
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if large else {}))
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers, shared ones by all of their names."""
+    tensors = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    return tensors | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _copy_constructed(model: nn.Module, build: Build, seed: int, size: int) -> None:
+    """Build the model, of `size` bytes, in one process of a node at a time, which copies this rank's shards.
+    Every rank calls it.
+
+    Raises PlanError on all ranks if a node has too little memory, and if ranks get different values.
+    """
+    place, values = int(os.environ.get("LOCAL_RANK", dist.get_rank())), dict[str, int]()
+    for turn in range(max(_gathered(place)) + 1):
+        problem = ""
+        if turn == place and size > (free := free_host_bytes()):
+            problem = (
+                f"the constructor builds the whole model, {size / GIB:.1f} GiB, in host memory, of which "
+                f"{free / GIB:.1f} GiB are free: use model.init=modules of train.main, or "
+                "materialize(..., init='modules')"
+            )
+        elif turn == place:
+            built = construct(build, seed)
+            tensors = tensors_by_name(built)
+            for own, name in {own: name for name, own in tensors_by_name(model).items()}.items():
+                copy_shard(own, tensors[name].to(own.device))
+            _copy_attributes(built, model)
+            values = {name: _checksum(tensor) for name, tensor in tensors.items()}
+            del built, tensors
+        _raise_any(problem)
+    of_rank0 = [values]
+    dist.broadcast_object_list(of_rank0, src=0)
+    others = [name for name, value in values.items() if of_rank0[0].get(name) != value]
+    _raise_any(
+        f"the constructor gives {others[0]} other values on rank {dist.get_rank()} than on rank 0: let it "
+        "draw only random numbers of torch, which have been seeded, and read the same files"
+        if others
+        else ""
+    )
+
+
+def _raise_any(problem: str) -> None:
+    """Raise a PlanError on every rank if any has a problem; every rank calls it."""
+    for found in filter(None, _gathered(problem)):
+        raise PlanError(found)
+
+
+def _gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of the bytes of a tensor on the CPU."""
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _copy_attributes(built: nn.Module, model: nn.Module) -> None:
+    """Give the modules of the model the tensors that are plain attributes of those of a built one."""
+    for name, module in built.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                vars(model.get_submodule(name))[key] = value
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the values of a whole tensor are distributed."""
+
+    count: int
+    mean: float
+    std: float
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Spread":
+        """Return that of a tensor, from some of its values."""
+        values = tensor.detach().flatten()
+        some = values[:: max(1, len(values) // SAMPLE)].double()
+        return Spread(len(some), float(some.mean()), float(some.std(correction=0)))
+
+    def differs(self, other: "Spread") -> bool:
+        """Whether samples of this size of one distribution would hardly differ so much."""
+        std = max(self.std, other.std)
+        error = 6 * std / max(1, self.count) ** 0.5 + 0.01 * abs(self.mean)
+        one_is_constant = self.count > 1 and min(self.std, other.std) == 0 < std
+        return one_is_constant or abs(self.mean - other.mean) > 2 * error or abs(self.std - other.std) > error
+
+
+def _constructed_spreads(build: Build, seed: int, plan: Plan) -> Mapping[str, Spread]:
+    """Return how the constructor spreads the parameters of the last of the units' modules of each kind, but
+    not of LARGE ones, the same on every rank. Only these parameters get memory, on rank 0."""
+    found: list[Mapping[str, Spread]] = [{}]
+    if dist.get_rank() == 0:
+        plain, order = construct_without(build, seed)
+        last = {kind_of(plain.get_submodule(name)): f"{name}." for name in plan.modules if name}
+        names = {name: p for name, p in plain.named_parameters() if name.startswith((*last.values(),))}
+        places = [i for i, parameter in enumerate(order) if any(parameter is p for p in names.values())]
+        built = dict(construct_without(build, seed, places)[0].named_parameters())
+        found = [{name: Spread.of(built[name]) for name in names if not built[name].is_meta}]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _initialised(
@@ -104,7 +243,7 @@ def _initialised(
 ) -> Iterator[tuple[str, Tensor]]:
     """Run the modules' initialisers, and yield each parameter as a whole, of which this rank has kept its
     shard. `empty`: buffers that they must write; others have values. `only`: the modules; None: all."""
-    model, device = sharded.model, torch.device(_device_type(sharded))
+    model, device = sharded.model, torch.device(sharded.mesh.device_type)
     passes = [initialise] if initialise else [_reset, _of_model(model)]
     done: set[str] = set()
     finished = [name for unit in sharded.plan.units for name in unit.modules if name]
@@ -115,7 +254,7 @@ def _initialised(
             if name not in done and (only is None or name in only)
         }
         whole = {name: _WholeTensors(name, module, device, empty) for name, module in modules.items()}
-        with ExitStack() as stack, torch.random.fork_rng(_gpus(device)):
+        with ExitStack() as stack, _own_random_state():
             for tensors in whole.values():
                 stack.enter_context(tensors.in_place())
             for initialiser in passes:
@@ -186,7 +325,7 @@ def load_weights(
             if name in stored:
                 value = tensors[stored[name]] if tensors is not None else own
                 if from_rank0:
-                    whole = torch.empty(own.shape, dtype=own.dtype, device=_device_type(sharded))
+                    whole = torch.empty(own.shape, dtype=own.dtype, device=sharded.mesh.device_type)
                     value = whole.copy_(value) if tensors is not None else whole
                     dist.broadcast(value, src=0)
                 copy_shard(own, value.to(own.device, own.dtype))
@@ -223,7 +362,7 @@ def _fill_buffers(sharded: ShardedModel, names: set[str], build: Build | None) -
     values = dict(plain.named_buffers(remove_duplicate=False))
     for name in names:
         sharded.model.get_buffer(name).copy_(values[name])
-    copy_attributes(plain, sharded.model)
+    _copy_attributes(plain, sharded.model)
 
 
 def allocate(sharded: ShardedModel) -> nn.Module:
@@ -231,13 +370,11 @@ def allocate(sharded: ShardedModel) -> nn.Module:
     on the meta device keep their values. Returns the model."""
     model, plan = sharded.model, sharded.plan
     free_gathered(model)
-    shared: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(parameter, []).append(name)
+    shared = names_by_parameter(model)
     kept = {
         name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta
     }
-    model.to_empty(device="cpu" if plan.cpu_offload else _device_type(sharded))
+    model.to_empty(device="cpu" if plan.cpu_offload else sharded.mesh.device_type)
     allocated = dict(model.named_parameters(remove_duplicate=False))
     for names in shared.values():
         for name in names[1:]:
@@ -246,7 +383,7 @@ def allocate(sharded: ShardedModel) -> nn.Module:
     with torch.no_grad():
         for path, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module.named_buffers(recurse=False):
-                setattr(module, key, kept.get(_join(path, key), buffer).to(_device_type(sharded)))
+                setattr(module, key, kept.get(join(path, key), buffer).to(sharded.mesh.device_type))
         for name, tensor in tensors_by_name(model).items():
             if name not in kept:
                 _filled(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
@@ -258,12 +395,10 @@ class _WholeTensors:
 
     def __init__(self, name: str, module: nn.Module, device: torch.device, empty: Set[str]) -> None:
         self.name, self.module = name, module
-        self.own = {
-            **dict(module.named_parameters(recurse=False)),
-            **dict(module.named_buffers(recurse=False)),
-        }
+        self.own = dict[str, Tensor](module.named_parameters(recurse=False))
+        self.own |= module.named_buffers(recurse=False)
         self.unwritten = {
-            key for key, own in self.own.items() if isinstance(own, nn.Parameter) or _join(name, key) in empty
+            key for key, own in self.own.items() if isinstance(own, nn.Parameter) or join(name, key) in empty
         }
         self.whole = {
             key: _filled(torch.empty(own.shape, dtype=own.dtype, device=device))
@@ -293,7 +428,7 @@ class _WholeTensors:
         """Copy this rank's shards into the module, and yield whole parameters by name. Raises PlanError for a
         tensor that no initialiser wrote, or only in part."""
         for key, whole in self.whole.items():
-            name, numbers = _join(self.name, key), whole.is_floating_point() or whole.is_complex()
+            name, numbers = join(self.name, key), whole.is_floating_point() or whole.is_complex()
             written = not bool(whole.isnan().any()) if numbers else whole._version > self.versions[key]
             if key in self.unwritten and not written:
                 kind = _kind(self.module)
@@ -303,18 +438,11 @@ class _WholeTensors:
                 yield name, whole
 
 
-def _join(module: str, key: str) -> str:
-    return f"{module}.{key}" if module else key
-
-
 def _filled(tensor: Tensor) -> Tensor:
     """Fill a tensor of numbers that can be NaN with NaN: an initialiser that writes a part of it is found."""
     return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
-def _device_type(sharded: ShardedModel) -> str:
-    return sharded.mesh.device_type
-
-
-def _gpus(device: torch.device) -> list[int]:
-    return [torch.cuda.current_device()] if device.type == "cuda" else []
+def _own_random_state() -> AbstractContextManager[None]:
+    """Context after which the random state is as before."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])

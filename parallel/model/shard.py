@@ -14,9 +14,9 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.model.constructor import tensors_by_name
 from meshwright.parallel.model.describe import Blocks, Example, describe
 from meshwright.parallel.model.inputs import tokens_of
+from meshwright.parallel.model.materialize import tensors_by_name
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.sharded_model import ShardedModel
 
@@ -89,7 +89,7 @@ def _check_loss(model: nn.Module, example: Example, loss: "Loss", gradients: Gra
 @torch.no_grad()
 def _send_from_rank0(model: nn.Module, device_type: str) -> None:
     """Give the model rank 0's values on every rank."""
-    for tensor in {id(tensor): tensor for tensor in tensors_by_name(model).values()}.values():
+    for tensor in dict.fromkeys(tensors_by_name(model).values()):
         value = tensor.to(device_type).contiguous()
         dist.broadcast(value, src=0)
         tensor.copy_(value)

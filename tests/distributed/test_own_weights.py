@@ -13,7 +13,7 @@ from meshwright.train.checkpoint.initial_weights import find_weights, load_weigh
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.errors import CheckpointError, ConfigError
-from meshwright.train.model.trained_model import model_of
+from meshwright.train.model.trained_model import model_of, texts_of
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.training import build_training
 from tests.support.checkpoint_saves import save
@@ -68,7 +68,7 @@ def round_trip(cases: dict[str, tuple[list[str], Path, Path]]) -> None:
         weights = find_weights(str(folder), config.model)
         assert weights is not None
         load_weights(weights, model)
-        texts = {"config.yaml": config_to_yaml(config), **model_of(config.model).texts()}
+        texts = {"config.yaml": config_to_yaml(config), **texts_of(model_of(config.model).module)}
         saver = CheckpointSaver(config.checkpoint, out, model, training.optimizer, mesh, texts)
         assert not save(saver, 1).error
 

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.checkpoint.__main__ import main as convert
-from meshwright.tools.load_weights import checkpoint_config, load_full_weights
+from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest, list_checkpoints
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import NoPredictionError
@@ -16,6 +16,7 @@ from meshwright.train.model.trained_model import call_factory
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.user_code import allow
+from tests.support.checkpoint_saves import saved_weights
 from tests.support.factories import RUN, Nano, causal_lm
 from tests.support.hf_models import make_tokens
 from tests.support.launch import EAGER, run, started
@@ -62,7 +63,7 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     config = checkpoint_config(checkpoint).model
     allow([config.factory])  # type: ignore[union-attr]
     own = call_factory(config, values=True).module  # type: ignore[arg-type]
-    own.load_state_dict(load_full_weights(checkpoint))
+    own.load_state_dict(saved_weights(checkpoint))
     ids = make_tokens(264, 2, 24)
     with torch.no_grad():
         assert torch.equal(back.eval()(ids).logits, own.eval()(ids).logits)
@@ -143,7 +144,7 @@ def test_a_gpt_that_gives_logits_and_loss_trains_and_generates(data, tmp_path: P
     model = Nano()
     share = 64 / sum(parameter.numel() for parameter in model.parameters())
     assert f"{share:.1%} of them frozen (2 of {len([*model.parameters()])} tensors)" in done.stdout
-    model.load_state_dict(load_full_weights(find_newest(tmp_path / "run")), strict=False)
+    model.load_state_dict(saved_weights(find_newest(tmp_path / "run")), strict=False)
     ids = list(b"def f")
     with torch.no_grad():
         for _ in range(6):

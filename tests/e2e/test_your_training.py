@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.tools.load_weights import read_full_tensors
+from meshwright.tools.load_weights import read_full
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_manifest
 from meshwright.train.checkpoint.reader import open_checkpoint
@@ -104,7 +104,8 @@ SEAMS = ["--train.loss=mine:smoothed", "--data.factory=mine:copies", "--optim.sc
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     manifest = read_manifest(checkpoint)
     names = [name for name in manifest.tensors if not name.startswith("random.")]
-    return read_full_tensors(open_checkpoint(checkpoint, manifest), manifest, names)
+    files = open_checkpoint(checkpoint, manifest)
+    return {name: read_full(files, manifest, name) for name in names}
 
 
 @pytest.fixture

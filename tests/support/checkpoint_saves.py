@@ -14,11 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from meshwright.tools.load_weights import read_full
 from meshwright.train.checkpoint import commit as commit_module
 from meshwright.train.checkpoint import save as save_module
 from meshwright.train.checkpoint import shards
-from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.manifest import MODEL, TrainPosition
+from meshwright.train.checkpoint.reader import open_checkpoint
 from meshwright.train.checkpoint.save import CheckpointSaver, Saved
+from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import CheckpointConfig, OptimConfig
 from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.worlds import forked
@@ -127,3 +130,10 @@ def save_with_a_fault(fault: str, asynchronous: bool, folder: Path) -> tuple[str
     dist.barrier()
     assert save(saver, 3).error == ""
     return error, after
+
+
+def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the full weights and buffers of a checkpoint by fqn, a tied one once."""
+    manifest = verify_alone(checkpoint)
+    files, names = open_checkpoint(checkpoint, manifest), [n for n in manifest.tensors if n.startswith(MODEL)]
+    return {name.removeprefix(MODEL): read_full(files, manifest, name) for name in names}

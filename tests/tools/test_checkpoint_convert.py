@@ -22,7 +22,7 @@ from meshwright.models.hf import config_from_hf
 from meshwright.tools.checkpoint.__main__ import main
 from meshwright.tools.checkpoint.convert import write_files
 from meshwright.tools.generate import load_model
-from meshwright.tools.load_weights import checkpoint_config, load_full_weights
+from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.huggingface import make_export
 from meshwright.train.checkpoint.initial_weights import find_weights
@@ -41,6 +41,7 @@ from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.tokenizer import ByteTokenizer, TokenizerInfo, load_tokenizer
 from meshwright.train.errors import CheckpointError
+from tests.support.checkpoint_saves import saved_weights
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import run as launch
 
@@ -127,7 +128,7 @@ def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path)
     assert config.model == config_from_hf(json.loads((hf_dir / "config.json").read_text()))
     assert config.train.seq_len == config.model.max_seq_len == 96, "the default would not fit"
     assert config.checkpoint.every > 0, "its config saves on the way, although the default is only at the end"
-    weights = load_full_weights(out)
+    weights = saved_weights(out)
     whole = tmp_path / "whole.safetensors"
     main(["export", str(out), str(whole)])
     check_same(load_file(whole), weights)
@@ -138,7 +139,7 @@ def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -
     """A run of one process with tied embeddings, and a run of two processes with shards of different
     sizes."""
     main(["export", str(run), str(tmp_path / "hf"), SMALL_FILES])
-    config, weights = checkpoint_config(find_newest(run)), load_full_weights(find_newest(run))
+    config, weights = checkpoint_config(find_newest(run)), saved_weights(find_newest(run))
     ours, theirs = load_model(find_newest(run), config.job, torch.device("cpu")), load_hf(tmp_path / "hf")
     tokens = make_tokens(config.model.vocab_size, 2, 32)
     assert len(read_all(tmp_path / "hf")) == len(weights)

@@ -21,15 +21,10 @@ from torch import Tensor
 from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import config_to_hf, for_every_version, hf_name
 from meshwright.parallel.yaml_io import to_yaml
-from meshwright.tools.load_weights import (
-    checkpoint_config,
-    read_full_tensors,
-    saved_weights,
-    state_dict_names,
-)
+from meshwright.tools.load_weights import checkpoint_config, read_full, state_dict_names
 from meshwright.train.checkpoint.commit import find_newest, list_checkpoints, write_synced
 from meshwright.train.checkpoint.huggingface import INDEX, ONE_FILE, HfFolder, make_export, open_folder
-from meshwright.train.checkpoint.initial_weights import match_files
+from meshwright.train.checkpoint.initial_weights import find_weights, match_files
 from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
     CONFIG,
@@ -192,8 +187,8 @@ def _hf_form(
     run of a model that a factory built has saved config.json beside its weights; transformers writes a tied
     weight once."""
     if config and isinstance(config.model, LlamaConfig):
-        saved = saved_weights(checkpoint, manifest, config.model)
-        return {hf_name(fqn): MODEL + fqn for fqn in saved}, config_to_hf(config.model)
+        names = find_weights(str(checkpoint), config.model).names
+        return {hf_name(fqn): ours for fqn, ours in names.items()}, config_to_hf(config.model)
     names = state_dict_names(manifest)
     if not (checkpoint / HF_CONFIG).is_file():
         return names, {}
@@ -218,7 +213,7 @@ def _open_model(
         tensors[name] = SavedTensor(shape, dtype if dtype and is_float else saved.dtype)
 
     def read(name: str) -> Tensor:
-        full = read_full_tensors(files, manifest, [names[name]])[names[name]]
+        full = read_full(files, manifest, names[name])
         first_rows = full[tuple(map(slice, tensors[name].shape))]
         return _converted(name, first_rows, getattr(torch, tensors[name].dtype))
 

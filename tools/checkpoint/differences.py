@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.tools.cli import format_table
-from meshwright.tools.load_weights import read_full_tensors
+from meshwright.tools.load_weights import read_full
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import CheckpointManifest
 from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
@@ -68,7 +68,7 @@ def _compare(name: str, opened: Sequence[tuple[TensorFiles, CheckpointManifest]]
     here, there = (manifest.tensors.get(name) for _, manifest in opened)
     largest = None
     if here == there:
-        a, b = (read_full_tensors(files, manifest, [name])[name] for files, manifest in opened)
+        a, b = (read_full(files, manifest, name) for files, manifest in opened)
         if torch.equal(a, b):
             return None
         largest = (a.double() - b.double()).abs().max().item()

@@ -15,7 +15,7 @@ from meshwright.train.config import Config, ModelConfig
 from meshwright.train.config_keys import keys_of
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.trained_model import model_of
+from meshwright.train.model.trained_model import model_of, texts_of
 
 # keys that do not change what is trained
 FREE_KEYS = re.compile(
@@ -74,7 +74,7 @@ def changes_since(checkpoint: Path, config: Config, plan: Plan) -> tuple[str, ..
     except ConfigError as error:
         return (f"the version of config.yaml, which is not compared ({error})",)
     model = config_changes(saved.model, config.model, "model")
-    for name, text in () if model else model_of(config.model).texts().items():
+    for name, text in () if model else texts_of(model_of(config.model).module).items():
         if (checkpoint / name).is_file():
             built = json.loads((checkpoint / name).read_text(encoding="utf-8"))
             model += hf_changes(built, json.loads(text))

@@ -112,12 +112,6 @@ def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full"
     on_all_ranks(lambda: read_tensors(files, into, weights.padded))
 
 
-def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return each parameter's shape by fqn, a tied weight once. Allocates nothing."""
-    built = model_of(model).module
-    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-
-
 def _of_files(path: Path, model: ModelConfig, meant: bool, strict: bool) -> Weights:
     if isinstance(model, LlamaConfig) and (path / CONFIG).is_file():
         folder: HfWeights = (llama := open_folder(path))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
 from meshwright.parallel.errors import first_of
-from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.fsdp import local_part, names_by_parameter
 from meshwright.train.checkpoint.layout import CheckpointLayout, Mesh, TensorPart, part_of, whole
 from meshwright.train.checkpoint.manifest import DTYPES, MODEL, SavedFile, SavedTensor, Sharding
 from meshwright.train.errors import SaveError
@@ -69,8 +69,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def state_names(model: nn.Module) -> dict[Tensor, list[str]]:
     """Return parameters and persistent buffers, each with its names in the model: of a tied one several."""
     persistent, names = model.state_dict().keys(), dict[Tensor, list[str]]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names.update(names_by_parameter(model))
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent:
             names.setdefault(buffer, []).append(name)

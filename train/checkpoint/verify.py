@@ -36,8 +36,8 @@ def verify_alone(checkpoint: Path) -> CheckpointManifest:
 
 def verify_together(checkpoint: Path, mode: VerifyMode) -> CheckpointManifest:
     """Like verify_alone, but every rank reads only its share of the files. All ranks call it and get the same
-    result. Without `mode` full, sizes are compared but not hashes."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    result; a process without a group is alone. Without `mode` full, sizes are compared but not hashes."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     manifest, problems = None, list[tuple[str, str]]()
     try:
         manifest = read_manifest(checkpoint)

@@ -28,10 +28,9 @@ from meshwright.parallel.compile.apply import compile_module
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
-from meshwright.parallel.model.constructor import construct_without
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
-from meshwright.parallel.model.materialize import allocate, materialize
+from meshwright.parallel.model.materialize import allocate, construct_without, materialize
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -280,13 +279,9 @@ class TrainedModel:
         logits_of_model: Tensor = logits_of(model(*args, **kwargs), self.config.factory)
         return logits_of_model
 
-    def texts(self) -> Mapping[str, str]:
-        """Return files about the model that each checkpoint keeps, by name."""
-        return texts_of(self.module)
-
 
 def texts_of(model: nn.Module) -> Mapping[str, str]:
-    """Return the files of `TrainedModel.texts`."""
+    """Return files about a model that each checkpoint keeps, by name."""
     to_json = getattr(getattr(model, "config", None), "to_json_string", None)
     return {HF_CONFIG: to_json(use_diff=False)} if to_json else {}
 

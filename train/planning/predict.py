@@ -29,7 +29,7 @@ from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
-from meshwright.train.training import freeze, training_flops
+from meshwright.train.training import frozen_parameters, training_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,14 +154,11 @@ def _frozen_and_trained(
     """Return the names of the parameters that `train.freeze` matches, and each module's trained share."""
     if not patterns:
         return frozenset(), {}
-    built = model_of(model).new()
-    freeze(built, patterns)
-    counts = {
-        name: [(p.numel(), p.requires_grad) for p in parameters.values()]
-        for name, parameters in parameters_by_module(built, model_of(model).units.modules).items()
-    }
+    module = model_of(model).module
+    trained = {p for p in module.parameters() if p.requires_grad} - frozen_parameters(module, patterns)
     shares = {
-        name: sum(n for n, trained in count if trained) / sum(n for n, _ in count)
-        for name, count in counts.items()
+        name: sum(p.numel() for p in parameters if p in trained) / sum(p.numel() for p in parameters)
+        for name, of_module in parameters_by_module(module, model_of(model).units.modules).items()
+        if (parameters := of_module.values())
     }
-    return frozenset(name for name, p in built.named_parameters() if not p.requires_grad), shares
+    return frozenset(name for name, p in module.named_parameters() if p not in trained), shares

@@ -265,10 +265,8 @@ def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleW
 def _shared_weights(model: ModelConfig) -> dict[str, frozenset[int]]:
     """Return the places of the parameters that a later module shares, by module: they count there, where
     their gradient begins."""
-    of, last = (
-        parameters_by_module(model_of(model).module, model_of(model).units.modules),
-        dict[nn.Parameter, str](),
-    )
+    of = parameters_by_module(model_of(model).module, model_of(model).units.modules)
+    last = dict[nn.Parameter, str]()
     for name, parameters in of.items():
         last |= dict.fromkeys(parameters.values(), name)
     places = {

@@ -11,9 +11,9 @@ import torch
 import meshwright.tools.checkpoint.convert as tool
 from meshwright.models.config import LlamaConfig
 from meshwright.tools.checkpoint.__main__ import main
-from meshwright.train.checkpoint.initial_weights import weight_shapes
+from meshwright.train.model.trained_model import model_of
 
-read_full = tool.read_full_tensors
+read_full = tool.read_full
 highest_bytes = 0
 
 
@@ -24,17 +24,17 @@ def anonymous_bytes() -> int:
     return 1024 * int(match[1])
 
 
-def read_and_look(*arguments: Any) -> dict[str, torch.Tensor]:
-    """read_full_tensors of the tool, with a measurement after it."""
+def read_and_look(*arguments: Any) -> torch.Tensor:
+    """read_full of the tool, with a measurement after it."""
     global highest_bytes
-    tensors = read_full(*arguments)
+    tensor = read_full(*arguments)
     highest_bytes = max(highest_bytes, anonymous_bytes())
-    return tensors
+    return tensor
 
 
 if __name__ == "__main__":
-    tool.read_full_tensors = read_and_look
-    weight_shapes(LlamaConfig())  # do late imports now, so that they are not counted
+    tool.read_full = read_and_look
+    model_of(LlamaConfig()).module.state_dict()  # do late imports now, so that they are not counted
     before_bytes = anonymous_bytes()
     main(sys.argv[1:])
     print("grew", highest_bytes - before_bytes)
