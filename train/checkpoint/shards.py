@@ -68,8 +68,8 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 def state_names(model: nn.Module) -> dict[Tensor, list[str]]:
     """Return parameters and persistent buffers, each with its names in the model: of a tied one several."""
-    persistent, names = model.state_dict().keys(), dict[Tensor, list[str]]()
-    names.update(names_by_parameter(model))
+    persistent = model.state_dict().keys()
+    names: dict[Tensor, list[str]] = {**names_by_parameter(model)}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent:
             names.setdefault(buffer, []).append(name)
