@@ -31,7 +31,7 @@ Build = Callable[[], nn.Module]
 Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
 LARGE = 2**28  # elements of a tensor
-SAMPLE = 2**20  # values of which a spread is computed, at least
+SAMPLE = 2**20  # values, at least, of which a spread is computed
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
     "use model.init=constructor of train.main, or materialize(..., build=FUNCTION) with a function that "
@@ -218,7 +218,7 @@ class Spread:
 
 def _constructed_spreads(build: Build, seed: int, plan: Plan) -> Mapping[str, Spread]:
     """Return how the constructor spreads the parameters of the last of the units' modules of each kind, but
-    not of more than LARGE elements, the same on every rank. Only these parameters get memory, on rank 0."""
+    not of LARGE ones, the same on every rank. Only these parameters get memory, on rank 0."""
     found: list[Mapping[str, Spread]] = [{}]
     if dist.get_rank() == 0:
         plain, order = construct_without(build, seed)
