@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.tools.checkpoint.convert import checkpoint_config
+from meshwright.tools.checkpoint.convert import checkpoint_config, own_weights
 from meshwright.tools.cli import natural, new_parser, number_from, run_tool
 from meshwright.train.checkpoint.commit import find_newest
-from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
+from meshwright.train.checkpoint.initial_weights import load_weights
 from meshwright.train.checkpoint.manifest import read_origin
 from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.config_parser import parse_config
@@ -161,7 +161,7 @@ def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> nn.M
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
     CPU in float32. Raises CheckpointError and ConfigError."""
     model = model_of(job.model).unsharded(device).eval()
-    load_weights(find_weights(str(checkpoint), job.model, changed_model=True), model)
+    load_weights(own_weights(checkpoint, job.model), model)
     name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
     for parameter in model.parameters():

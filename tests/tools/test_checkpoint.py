@@ -152,7 +152,7 @@ def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> 
         (folder / "manifest.json").write_text(manifest_to_text(dataclasses.replace(manifest, files=files)))
 
     copy = damaged_copy(sharded_run, tmp_path, change)
-    message = r"does not contain the model's weights\. missing: model\.layers\.2\."
+    message = r"model of its config\.yaml: model\.layers\.2\..* is not in it: use another checkpoint"
     with pytest.raises(CheckpointError, match=message):
         main(["export", str(copy), str(tmp_path / "hf")])
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import config_to_hf, for_every_version, hf_name
+from meshwright.parallel.errors import first_of
 from meshwright.parallel.yaml_io import to_yaml
 from meshwright.train.checkpoint.commit import find_newest, list_checkpoints, write_synced
 from meshwright.train.checkpoint.huggingface import INDEX, ONE_FILE, HfFolder, make_export, open_folder
-from meshwright.train.checkpoint.initial_weights import find_weights, match_files
+from meshwright.train.checkpoint.initial_weights import Weights, find_weights, match_files
 from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
     CONFIG,
@@ -51,7 +52,7 @@ from meshwright.train.checkpoint.shards import (
     write_shard_file,
 )
 from meshwright.train.checkpoint.verify import verify_alone
-from meshwright.train.config import Config
+from meshwright.train.config import Config, ModelConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.tokenizer import FILE
@@ -191,6 +192,17 @@ def checkpoint_config(checkpoint: Path) -> Config:
         raise CheckpointError(f"{path}: {error}") from None
 
 
+def own_weights(checkpoint: Path, model: ModelConfig) -> Weights:
+    """Return the weights of a checkpoint for the model of its config. Raises CheckpointError."""
+    weights = find_weights(str(checkpoint), model, changed_model=True, strict=False)
+    if weights.missing:
+        raise CheckpointError(
+            f"{checkpoint} does not contain the model of its config.yaml: {first_of(weights.missing)} is not "
+            "in it: use another checkpoint"
+        )
+    return weights
+
+
 def state_dict_names(manifest: CheckpointManifest) -> dict[str, str]:
     """Return the name in the manifest by that in the model's state_dict, where a tied tensor has all of its
     names; of a checkpoint of an older version its first name only."""
@@ -205,7 +217,7 @@ def _hf_form(
     run of a model that a factory built has saved config.json beside its weights; transformers writes a tied
     weight once."""
     if config and isinstance(config.model, LlamaConfig):
-        names = find_weights(str(checkpoint), config.model).names
+        names = own_weights(checkpoint, config.model).names
         return {hf_name(fqn): ours for fqn, ours in names.items()}, config_to_hf(config.model)
     names = state_dict_names(manifest)
     if not (checkpoint / HF_CONFIG).is_file():

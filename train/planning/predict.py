@@ -157,8 +157,7 @@ def _frozen_and_trained(
     module = model_of(model).module
     trained = {p for p in module.parameters() if p.requires_grad} - frozen_parameters(module, patterns)
     shares = {
-        name: sum(p.numel() for p in parameters if p in trained) / sum(p.numel() for p in parameters)
-        for name, of_module in parameters_by_module(module, model_of(model).units.modules).items()
-        if (parameters := of_module.values())
+        name: sum(p.numel() for p in own.values() if p in trained) / sum(p.numel() for p in own.values())
+        for name, own in parameters_by_module(module, model_of(model).units.modules).items()
     }
     return frozenset(name for name, p in module.named_parameters() if p not in trained), shares
