@@ -69,7 +69,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def state_names(model: nn.Module) -> dict[Tensor, list[str]]:
     """Return parameters and persistent buffers, each with its names in the model: of a tied one several."""
     persistent = model.state_dict().keys()
-    names: dict[Tensor, list[str]] = {**names_by_parameter(model)}
+    names = dict[Tensor, list[str]](names_by_parameter(model).items())
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent:
             names.setdefault(buffer, []).append(name)
