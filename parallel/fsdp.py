@@ -236,9 +236,9 @@ def set_last_micro_batch(model: nn.Module, units: Sequence[UnitPlan], last: bool
         module.set_reshard_after_backward(last or unit.reshard_after_backward, recurse=False)
 
 
-def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def names_by_parameter(model: nn.Module) -> dict[Tensor, list[str]]:
     """Return each parameter with its names in the model: of a shared one several."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names

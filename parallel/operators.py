@@ -1,5 +1,5 @@
-"""Kinds of ATen and c10d operators, eager or in a graph: views, matrix products, collectives; the Python
-body of custom operators; and fake tensors for all that a device can run."""
+"""Kinds of ATen and c10d operators, eager or in a graph: views, matrix products, collectives; and the Python
+body of custom operators."""
 
 from collections.abc import Callable
 from typing import Any

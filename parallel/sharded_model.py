@@ -102,12 +102,15 @@ class ShardedModel:
                 if batches
                 else "micro_batches needs at least one micro batch on every rank"
             )
-        with self._backwards.one_by_one():
+        self._backwards.paused = True
+        try:
             for i, batch in enumerate(batches):
                 set_last_micro_batch(self.model, self.plan.units, last=i == len(batches) - 1)
                 yield batch
             self._complete_gradients()
             self._backwards.completed = [p for p in self.model.parameters() if p.grad is not None]
+        finally:
+            self._backwards.paused = False
 
     def global_count(self, batches: Sequence[T], count: Callable[[T], Tensor | int]) -> Tensor:
         """Return the sum of the counts of all micro batches of all data-parallel ranks, at least 1, as a
@@ -182,20 +185,11 @@ class _Backwards:
     """Calls a function at the end of each backward of a model, with only the gradients of this backward."""
 
     def __init__(self) -> None:
-        self.paused = False
+        self.paused = False  # while backwards are only parts of a whole
         self.running = False  # or failed
         # those with gradients; not of the model, whose gathered parameters are others in a backward
         self.completed: list[nn.Parameter] = []
         self.earlier: dict[nn.Parameter, Tensor] = {}  # gradients, while a backward runs
-
-    @contextmanager
-    def one_by_one(self) -> Iterator[None]:
-        """Context in which backwards are only parts of a whole."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
 
     def watch(self, unit: FSDPModule, model: nn.Module, complete: Callable[[], None] | None) -> None:
         """Call `complete` after each backward that reaches an output of a unit, right after FSDP2's own

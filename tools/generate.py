@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from meshwright.tools.checkpoint.convert import checkpoint_config
 from meshwright.tools.cli import natural, new_parser, number_from, run_tool
-from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.checkpoint.manifest import read_origin

@@ -111,13 +111,10 @@ def construct_without(
         order.append(parameter)
         return parameter
 
-    def built() -> T:
-        with _LargeToMeta():
-            return build()
-
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(place).remove)
-        return construct(built, seed), order
+        stack.enter_context(_LargeToMeta())
+        return construct(build, seed), order
 
 
 class _LargeToMeta(TorchFunctionMode):

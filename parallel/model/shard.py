@@ -88,11 +88,7 @@ def _refuse_optimizer(model: nn.Module) -> None:
 
 
 def _check_loss(model: nn.Module, example: Example, loss: "Loss", gradients: Gradients) -> None:
-    from meshwright.parallel.model.check import (  # late: few give a loss
-        LOSSES,
-        kind_of_loss,
-        outputs_of_parts,
-    )
+    from meshwright.parallel.model.check import LOSSES, kind_of_loss, outputs_of_parts  # late: few have one
 
     device = next(model.parameters()).device
     moved: Example = tree_map_only(Tensor, lambda tensor: tensor.to(device), example)

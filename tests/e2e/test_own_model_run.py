@@ -8,7 +8,7 @@ import torch
 
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.checkpoint.__main__ import main as convert
-from meshwright.tools.load_weights import checkpoint_config
+from meshwright.tools.checkpoint.convert import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest, list_checkpoints
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import NoPredictionError

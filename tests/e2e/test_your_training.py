@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.tools.load_weights import read_full
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_manifest
-from meshwright.train.checkpoint.reader import open_checkpoint
+from meshwright.train.checkpoint.reader import open_checkpoint, read_full
 from tests.support.launch import EAGER, TINY, read_status, run, write_text
 from tests.support.metrics import rows_in
 

@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from meshwright.tools.load_weights import read_full
 from meshwright.train.checkpoint import commit as commit_module
 from meshwright.train.checkpoint import save as save_module
 from meshwright.train.checkpoint import shards
 from meshwright.train.checkpoint.manifest import MODEL, TrainPosition
-from meshwright.train.checkpoint.reader import open_checkpoint
+from meshwright.train.checkpoint.reader import open_checkpoint, read_full
 from meshwright.train.checkpoint.save import CheckpointSaver, Saved
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import CheckpointConfig, OptimConfig

@@ -1,4 +1,4 @@
-"""tools/checkpoint/ and tools/load_weights.py: what they report about checkpoints, and that full weights
+"""tools/checkpoint/: what they report about checkpoints, and that full weights
 are those of the run."""
 
 import dataclasses

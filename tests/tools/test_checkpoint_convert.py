@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.models.hf import config_from_hf
 from meshwright.tools.checkpoint.__main__ import main
-from meshwright.tools.checkpoint.convert import write_files
+from meshwright.tools.checkpoint.convert import checkpoint_config, write_files
 from meshwright.tools.generate import load_model
-from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.huggingface import make_export
 from meshwright.train.checkpoint.initial_weights import find_weights

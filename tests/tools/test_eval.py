@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.tools.checkpoint.convert import checkpoint_config
 from meshwright.tools.eval import RESET_KEYS, EvalTarget, find_target, make_parser
 from meshwright.tools.generate import load_model
-from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.data.corpus import check_data

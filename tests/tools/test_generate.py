@@ -15,6 +15,7 @@ import torch
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint.__main__ import main as convert
+from meshwright.tools.checkpoint.convert import checkpoint_config
 from meshwright.tools.generate import (
     Sampling,
     choose_token,
@@ -27,7 +28,6 @@ from meshwright.tools.generate import (
     make_context,
     stream_text,
 )
-from meshwright.tools.load_weights import checkpoint_config
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config, parse_config

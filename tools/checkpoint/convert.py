@@ -21,14 +21,12 @@ from torch import Tensor
 from meshwright.models.config import LlamaConfig
 from meshwright.models.hf import config_to_hf, for_every_version, hf_name
 from meshwright.parallel.yaml_io import to_yaml
-from meshwright.tools.load_weights import checkpoint_config, read_full, state_dict_names
 from meshwright.train.checkpoint.commit import find_newest, list_checkpoints, write_synced
 from meshwright.train.checkpoint.huggingface import INDEX, ONE_FILE, HfFolder, make_export, open_folder
 from meshwright.train.checkpoint.initial_weights import find_weights, match_files
 from meshwright.train.checkpoint.layout import CheckpointLayout
 from meshwright.train.checkpoint.manifest import (
     CONFIG,
-    DTYPES,
     GENERATION,
     JSON_BYTES,
     MANIFEST,
@@ -44,21 +42,21 @@ from meshwright.train.checkpoint.manifest import (
     rank_file,
     read_origin,
 )
-from meshwright.train.checkpoint.reader import open_checkpoint, read_headers
+from meshwright.train.checkpoint.reader import open_checkpoint, read_full, read_headers
 from meshwright.train.checkpoint.shards import (
     TensorShard,
     code_versions,
-    file_header,
-    memory_of,
+    file_pieces,
     tied_names,
     write_shard_file,
 )
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config
+from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import find_tokenizer_file
 from meshwright.train.data.tokenizer import FILE
 from meshwright.train.data.tokenizer import FILES as TOKENIZER_FILES
-from meshwright.train.errors import CheckpointError
+from meshwright.train.errors import CheckpointError, ConfigError
 from meshwright.train.files import read_json, replacing
 from meshwright.train.model.trained_model import HF_CONFIG, model_of
 
@@ -180,6 +178,26 @@ def export_file(checkpoint: Path, target: Path, force: bool, dtype: str | None) 
     return target
 
 
+def checkpoint_config(checkpoint: Path) -> Config:
+    """Read the config of the run that saved a checkpoint. Raises CheckpointError."""
+    path = checkpoint / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no config.yaml, so its model is unknown: copy the run's config.yaml into it"
+        )
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def state_dict_names(manifest: CheckpointManifest) -> dict[str, str]:
+    """Return the name in the manifest by that in the model's state_dict, where a tied tensor has all of its
+    names; of a checkpoint of an older version its first name only."""
+    stored = {name: name for name in manifest.tensors if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL): ours for name, ours in {**stored, **manifest.tied}.items()}
+
+
 def _hf_form(
     checkpoint: Path, manifest: CheckpointManifest, config: Config | None
 ) -> tuple[dict[str, str], dict[str, Any]]:
@@ -242,12 +260,8 @@ def write_files(
 
 def write_weights(file: Path, tensors: Mapping[str, SavedTensor], read: Callable[[str], Tensor]) -> None:
     """Write a safetensors file with one tensor in memory at a time, and sync it to disk. Raises OSError."""
-    # the largest elements first, so that every tensor is aligned to its element size
-    ordered = dict(sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype][1]))
     with open(file, "wb") as written:
-        written.write(file_header(ordered))
-        for name in ordered:
-            written.write(memory_of(read(name)))
+        written.writelines(file_pieces(tensors, read))
         written.flush()
         os.fsync(written.fileno())
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from meshwright.tools.cli import format_table
-from meshwright.tools.load_weights import read_full
 from meshwright.train.checkpoint.layout import RANDOM
 from meshwright.train.checkpoint.manifest import CheckpointManifest
-from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint
+from meshwright.train.checkpoint.reader import TensorFiles, open_checkpoint, read_full
 from meshwright.train.checkpoint.verify import verify_alone
 
 

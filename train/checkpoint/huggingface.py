@@ -91,7 +91,12 @@ def open_folder(path: Path) -> HfFolder:
     except ValueError as error:
         raise CheckpointError(one_line(f"{path / CONFIG}: {error}")) from None
     folder = HfFolder(**vars(open_weights(path)), config=config)
-    _check_blocks(folder)
+    if config.n_layers > len(folder.tensors):  # which are not built then
+        raise CheckpointError(
+            f"{path} does not contain the weights of its config: {CONFIG} sets num_hidden_layers="
+            f"{config.n_layers:,}, but the files contain {len(folder.tensors):,} tensors: download the "
+            "folder again"
+        )
     return folder
 
 
@@ -129,13 +134,3 @@ def _find_files(path: Path) -> tuple[Path, ...]:
             f"{path} lacks {first_of(missing)}, which its index lists: download the folder again"
         )
     return tuple(path / name for name in names)
-
-
-def _check_blocks(folder: HfFolder) -> None:
-    """Raise CheckpointError if the config has more blocks than the files tensors, before they are built."""
-    if folder.config.n_layers > len(folder.tensors):
-        raise CheckpointError(
-            f"{folder.path} does not contain the weights of its config: {CONFIG} sets num_hidden_layers="
-            f"{folder.config.n_layers:,}, but the files contain {len(folder.tensors):,} tensors: download "
-            "the folder again"
-        )

@@ -195,6 +195,14 @@ def read_tensors(
             local[name][first:] = mean.to(local[name])
 
 
+def read_full(files: TensorFiles, manifest: CheckpointManifest, name: str) -> Tensor:
+    """Return a tensor of a checkpoint in host memory, assembled from its shards. Raises CheckpointError."""
+    saved = manifest.tensors[name]
+    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    read_tensors(files, {name: tensor})
+    return tensor
+
+
 def _read_part(opened: Mapping[str, Any], read: PartRead) -> Tensor:
     """Return elements of a stored part. Raises ValueError if the file has another part."""
     if read.name not in opened:

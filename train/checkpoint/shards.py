@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +68,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 def state_names(model: nn.Module) -> dict[Tensor, list[str]]:
     """Return parameters and persistent buffers, each with its names in the model: of a tied one several."""
-    persistent = model.state_dict().keys()
-    names = dict[Tensor, list[str]](names_by_parameter(model).items())
+    persistent, names = model.state_dict().keys(), names_by_parameter(model)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent:
             names.setdefault(buffer, []).append(name)
@@ -179,12 +178,14 @@ _PIECE_BYTES = 16 * 2**20  # written and hashed at a time
 def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> SavedFile:
     """Write shards in host memory into a new file, wait until it is on disk, and return its size and hash.
     Raises OSError."""
-    # The largest elements first, so that every tensor is aligned to its element size.
-    ordered = dict(sorted(shards.items(), key=lambda item: -item[1].values.itemsize))
+    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
+    # the names of torch's distributed checkpoint
+    metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    described = {name: describe_tensor(shard.values) for name, shard in shards.items()}
     digest, size_bytes = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         hashed = []
-        for piece in _pieces(ordered):
+        for piece in file_pieces(described, lambda name: shards[name].values, **metadata):
             hashed.append(hasher.submit(digest.update, piece))
             size_bytes += len(piece)
             while len(piece):
@@ -195,23 +196,16 @@ def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> SavedFile
     return SavedFile(size_bytes, digest.hexdigest())
 
 
-def _pieces(shards: Mapping[str, TensorShard]) -> Iterator[memoryview]:
-    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
-    described = {name: describe_tensor(shard.values) for name, shard in shards.items()}
-    # the names of torch's distributed checkpoint
-    yield memoryview(file_header(described, DCP_VERSION="1.0", DCP_SHARDING_INFO=json.dumps(offsets)))
-    for shard in shards.values():
-        content = memory_of(shard.values)
-        for start in range(0, len(content), _PIECE_BYTES):
-            yield content[start : start + _PIECE_BYTES]
-
-
-def file_header(tensors: Mapping[str, SavedTensor], **metadata: str) -> bytes:
-    """Return the beginning of a file that has these tensors in this order: the length of its header, and the
-    header."""
+def file_pieces(
+    tensors: Mapping[str, SavedTensor], read: Callable[[str], Tensor], **metadata: str
+) -> Iterator[memoryview]:
+    """Yield the content of a safetensors file piece by piece: the length of its header, the header, and the
+    tensors, each of which is read when it is its turn."""
+    # the largest elements first, so that every tensor is aligned to its element size
+    ordered = dict(sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype][1]))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
-    for name, tensor in tensors.items():
+    for name, tensor in ordered.items():
         start, end = end, end + tensor.size_bytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype][0],
@@ -220,9 +214,10 @@ def file_header(tensors: Mapping[str, SavedTensor], **metadata: str) -> bytes:
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, without a copy if it is contiguous."""
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in ordered:
+        values = read(name).detach().resolve_conj().contiguous()  # no copy of a contiguous one
+        content = values.reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(content), _PIECE_BYTES):
+            yield content[start : start + _PIECE_BYTES]
+        del values, content  # before the next is read

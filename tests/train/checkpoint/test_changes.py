@@ -4,7 +4,6 @@ import copy
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,10 +92,9 @@ def test_a_shorter_context_is_the_same_model_and_another_argument_of_a_factory_i
         compare(FactoryConfig(factory, {"width": 64}), FactoryConfig(factory, {"width": 32}))
     with pytest.raises(ConfigError, match=rf"model\.factory={factory} \(saved: None\)"):
         compare(LlamaConfig(), FactoryConfig(factory))
-    texts = {
-        "hf_config.json": '{"rope_theta": 2.0, "use_cache": true}'
-    }  # the folder of the factory was changed
-    monkeypatch.setattr(changes_module, "model_of", lambda model: SimpleNamespace(texts=lambda: texts))
+    # the folder of the factory was changed
+    texts = {"hf_config.json": '{"rope_theta": 2.0, "use_cache": true}'}
+    monkeypatch.setattr(changes_module, "texts_of", lambda model: texts)
     (tmp_path / "hf_config.json").write_text('{"rope_theta": 1.0, "use_cache": false}')
     with pytest.raises(ConfigError, match=r"another model: rope_theta=2.0 \(saved: 1.0\)\. Use"):
         compare(FactoryConfig(factory), FactoryConfig(factory))
