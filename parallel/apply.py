@@ -77,7 +77,7 @@ def apply_plan(
         apply_activation_offload(model, plan)
     if mesh.get_rank():  # of a head with a bias, for example: once is enough
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), group_timeout)
+    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), gradients, group_timeout)
     apply_prefetch(model, plan)
     sharded = ShardedModel(model, plan, mesh, gradients)
     sharded.complete_after_backwards()

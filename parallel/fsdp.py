@@ -28,7 +28,11 @@ Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
 
 
 def apply_fsdp(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, group_timeout: timedelta | None = None
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    gradients: Gradients,
+    group_timeout: timedelta | None = None,
 ) -> None:
     """Shard each unit in place, at last the model itself, also if no parameters are left for it.
 
@@ -72,6 +76,11 @@ def apply_fsdp(
             # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if gradients == "mean_of_ranks":
+                module.set_all_reduce_hook(partial(_divide, mesh.size()))
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+                # else the ranks' different parameters are added, if they use others of one unit
+                module.set_reduce_scatter_unused_params(True, recurse=False)
     model.register_forward_hook(_free_without_backward)
 
 
@@ -81,16 +90,25 @@ def _gather_for_backward(unit: FSDPModule, _: nn.Module, _inputs: Any, outputs: 
     FSDP2 waits for that of the module that ran last, which may have none: its weights are frozen, or the loss
     does not depend on it.
     """
-    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    state: Any = unit._get_fsdp_state()
+
+    def gather(_gradient: Tensor) -> None:
+        state._register_root_post_backward_final_callback()  # reduces the gradients, also of this unit alone
+        state._fsdp_param_group.pre_backward(default_prefetch=False)
+
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda _: group.pre_backward(default_prefetch=False))
+            tensor.register_hook(gather)
 
 
 def _free_without_backward(model: nn.Module, _inputs: Any, _outputs: Any) -> None:
     """After a forward: FSDP2 keeps the last unit gathered for a backward, also where none will follow."""
     if not torch.is_grad_enabled():
         free_gathered(model)
+
+
+def _divide(ranks: int, reduced: Tensor) -> None:
+    reduced.div_(ranks)
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.compile.stats import of_evaluation
 from meshwright.parallel.errors import PlanError
@@ -65,9 +65,11 @@ class ShardedModel:
 
     def settle(self) -> None:
         """Free what a forward without a backward has left gathered, so that parameters are the shards that
-        optimizers change. Every call of this API begins with it. Raises PlanError if there are no values."""
+        optimizers change. Every call of this API begins with it. Raises PlanError if there are no values, and
+        after a backward that failed."""
         if any(parameter.is_meta for parameter in self.model.parameters()):
             raise PlanError("the model has no values: call materialize or load_weights after apply_plan")
+        self._refuse_failed()
         free_gathered(self.model)
 
     def micro_batches(
@@ -93,7 +95,7 @@ class ShardedModel:
         """`micro_batches` without divisors: yield each micro batch of an optimizer step."""
         self.settle()
         left = any(parameter.grad is not None for parameter in self.model.parameters())
-        if not batches or (left and (self.plan.unsharded or self.gradients == "mean_of_ranks")):
+        if not batches or (left and self.plan.unsharded):
             raise PlanError(
                 "micro_batches: there are gradients of an earlier step, which would be reduced twice: call "
                 "zero_grad() after each step"
@@ -133,34 +135,33 @@ class ShardedModel:
         return norm
 
     def complete_after_backwards(self) -> None:
-        """Complete the gradients at the end of each backward outside of `micro_batches`, if FSDP2 does not do
-        all of it."""
-        if self.gradients == "mean_of_ranks" or self.plan.unsharded or self.plan.mesh.tp > 1:
-            self.model.register_forward_hook(
-                lambda model, _, outputs: self._backwards.watch(model, outputs, self._complete_gradients)
-            )
+        """Complete the gradients at the end of each backward outside of `micro_batches`."""
+        self.model.register_forward_pre_hook(lambda *_: self._refuse_failed())
+        complete = self._complete_gradients if self.plan.unsharded or self.plan.mesh.tp > 1 else None
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                self._backwards.watch(module, self.model, complete)
+
+    def _refuse_failed(self) -> None:
+        if self._backwards.running:
+            raise PlanError(f"a backward has failed before, after which FSDP2 reduces none: {START_AGAIN}")
 
     def _complete_gradients(self) -> None:
-        """Finish the gradients after the last backward of a step: what FSDP2 has not reduced, the mean of
-        ranks, and equal copies on all tp ranks."""
+        """Finish what FSDP2 has not after the last backward of a step: the gradients of unsharded parameters,
+        and equal copies on all tp ranks."""
+        self._refuse_failed()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, parameter in parameters.items():
-            if parameter.grad is not None and not isinstance(parameter, DTensor):
-                raise PlanError(
-                    f"the gradient of {name} was not reduced: a backward has failed before, after which "
-                    f"FSDP2 reduces none: {START_AGAIN}"
-                )
         for parameter in dict.fromkeys(parameters[name] for name in self.plan.unsharded):
             if isinstance(parameter, DTensor) and parameter.requires_grad:
                 # other ranks may have one: each must call what they call
                 grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 grad = grad.redistribute(placements=parameter.placements)  # summed over tp
                 dist.all_reduce(local_part(grad), group=self.data_group)
+                if self.gradients == "mean_of_ranks":
+                    local_part(grad).div_(dist.get_world_size(self.data_group))
                 parameter.grad = grad
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if grads and self.gradients == "mean_of_ranks":
-            torch._foreach_div_([local_part(grad) for grad in grads], dist.get_world_size(self.data_group))
         if self.plan.mesh.tp > 1:
+            grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             self._copy_over_tp([local_part(grad) for grad in grads if not is_split(grad, "tp")])
 
     def _copy_over_tp(self, copies: Sequence[Tensor]) -> None:
@@ -185,44 +186,36 @@ class _Backwards:
 
     def __init__(self) -> None:
         self.paused = False  # while backwards are only parts of a whole
+        self.running = False  # or failed
         # those with gradients; not of the model, whose gathered parameters are others in a backward
         self.completed: list[nn.Parameter] = []
-        self.earlier: dict[nn.Parameter, Tensor] | None = None  # gradients, while a backward runs
+        self.earlier: dict[nn.Parameter, Tensor] = {}  # gradients, while a backward runs
 
-    def watch(self, model: nn.Module, outputs: Any, complete: Callable[[], None]) -> None:
-        """Call `complete` after each backward that begins at these outputs of a forward."""
-        if self.paused or not torch.is_grad_enabled():
-            return
-        if self.earlier is not None:
-            raise PlanError(f"a backward has failed before: {START_AGAIN}")
-        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not leaves and model.training:
-            raise PlanError(
-                f"{type(model).__name__} returns {type(outputs).__name__}, in which no tensor with a "
-                "gradient is found, so that nothing tells when its backward ends: return tensors, or a list, "
-                "tuple or dict of them, or call backward within sharded.micro_batches"
-            )
+    def watch(self, unit: FSDPModule, model: nn.Module, complete: Callable[[], None] | None) -> None:
+        """Call `complete` after each backward that reaches an output of a unit, right after FSDP2's own
+        callback."""
+        state: Any = unit._get_fsdp_state()
+        queue_callback_of_fsdp = state._register_root_post_backward_final_callback
 
-        def begin(_gradient: Tensor) -> None:
-            if self.earlier is None:  # not yet begun at another forward's outputs
-                self.earlier = {p: p.grad for p in self.completed if p.grad is not None}
+        def begin() -> None:
+            queue_callback_of_fsdp()
+            if not self.running:  # not yet begun at another unit
+                self.running = True
+                if complete and not self.paused:
+                    self.earlier = {p: p.grad for p in self.completed if p.grad is not None}
                 for parameter in self.earlier:
                     parameter.grad = None
-                Variable._execution_engine.queue_callback(follow)
-
-        def follow() -> None:
-            # after FSDP2's callback, which is in the queue by now
-            Variable._execution_engine.queue_callback(end)
+                Variable._execution_engine.queue_callback(end)
 
         def end() -> None:
-            complete()
-            for parameter, gradient in (self.earlier or {}).items():
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-            self.completed = [p for p in model.parameters() if p.grad is not None]
-            self.earlier = None
+            self.running = False
+            if complete and not self.paused:
+                complete()
+                for parameter, gradient in self.earlier.items():
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+                self.completed, self.earlier = [p for p in model.parameters() if p.grad is not None], {}
 
-        if leaves:
-            register_multi_grad_hook(leaves, begin, mode="any")
+        state._register_root_post_backward_final_callback = begin
 
 
 def is_split(tensor: Tensor, axis: str) -> bool:

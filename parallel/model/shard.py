@@ -1,5 +1,6 @@
 """A model that was built as for one process, sharded in one call: DistributedDataParallel's, for FSDP2."""
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ def shard(
     """
     if not dist.is_initialized():
         raise PlanError("mw.shard needs a process group: call torch.distributed.init_process_group first")
+    _refuse_optimizer(model)
     described = describe(model, example, blocks=blocks, units=units, unsharded=unsharded, styles=styles)
     if loss is not None:
         _check_loss(model, example, loss, gradients)
@@ -70,6 +72,19 @@ def shard(
     if not any(parameter.is_meta for parameter in model.parameters()):
         _send_from_rank0(model, mesh.device_type)
     return apply_plan(model, plan, mesh, gradients=gradients)
+
+
+def _refuse_optimizer(model: nn.Module) -> None:
+    """Refuse an optimizer of the model's parameters, which would not get those that replace them."""
+    own = set(model.parameters())
+    gc.collect()  # one that was given up does not count
+    for found in gc.get_objects():
+        is_optimizer = issubclass(type(found), torch.optim.Optimizer)
+        if is_optimizer and any(not own.isdisjoint(group["params"]) for group in found.param_groups):
+            raise PlanError(
+                f"mw.shard: {type(found).__name__} has the model's parameters, which are replaced by their "
+                "shards, and would train nothing: build it after mw.shard"
+            )
 
 
 def _check_loss(model: nn.Module, example: Example, loss: "Loss", gradients: Gradients) -> None:

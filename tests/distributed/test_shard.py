@@ -1,13 +1,13 @@
 """`mw.shard`: a script for DistributedDataParallel, with one call changed, trains the same model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
@@ -41,16 +41,8 @@ class Net(nn.Module):
         return self.head(x), x  # the second is an input of the first
 
 
-@dataclass
-class Hidden:
-    """An output in which nobody finds tensors."""
-
-    value: Tensor
-
-
-class Hiding(Net):
-    def forward(self, x: Tensor) -> Any:
-        return Hidden(super().forward(x)[0])
+def full(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -82,7 +74,18 @@ def one_output_after_the_other(model: nn.Module, own: Own) -> None:
     second.abs().mean().backward()
 
 
-WAYS = one_backward, two_backwards, two_forwards, one_output_after_the_other
+def of_a_part(model: nn.Module, own: Own) -> None:
+    """A loss of modules that the model's forward has not called."""
+    model.head(model.stem(own(rows_of(8)))).square().mean().backward()  # type: ignore[operator]
+    model.stem(own(rows_of(9))).square().mean().backward()  # type: ignore[operator]
+
+
+def with_a_penalty(model: nn.Module, own: Own) -> None:
+    penalty = sum(full(parameter).square().mean() for parameter in model.parameters())
+    (loss_of(model(own(rows_of(10)))) + penalty).backward()
+
+
+WAYS = one_backward, two_backwards, two_forwards, one_output_after_the_other, with_a_penalty, of_a_part
 STYLES = {"blocks.*.up": "own_colwise", "blocks.*.down": "rowwise"}
 SCALES = ["blocks.*.scale"]
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -116,10 +119,9 @@ def compare() -> None:
             way(model, own)
             way(plain, lambda rows: rows)
             for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-                grad: Any = found.grad
-                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                error = (grad - expected.grad).norm() / expected.grad.norm()  # type: ignore[operator, union-attr]
-                assert error < 1e-5, (name, way.__name__, parallel)
+                grad, wanted = full(found.grad), expected.grad
+                wanted = torch.zeros_like(expected) if wanted is None else wanted
+                assert (grad - wanted).norm() <= 1e-5 * wanted.norm(), (name, way.__name__, parallel)
             model.zero_grad()
             plain.zero_grad()
         assert str(sharded.plan) == mw.plan_to_table(sharded.plan)
@@ -129,22 +131,73 @@ def test_gradients_are_complete_after_each_backward_as_with_ddp() -> None:
     run_ranks(2, compare)
 
 
+class Choosing(Net):
+    """Each rank uses another of two layers of a block."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.chosen = chosen
+        for block in self.blocks:
+            block.choices = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+            block.register_forward_hook(lambda block, _, x: block.choices[self.chosen](x))
+
+
+def different_parameters() -> None:
+    torch.manual_seed(0)
+    model, plain = Choosing(dist.get_rank()), Choosing(0)
+    mw.shard(model, (rows_of(0)[:4],), parallel=mw.ParallelConfig(compile=EAGER))
+    plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    loss_of(model(rows_of(1).chunk(2)[dist.get_rank()])).backward()
+    for plain.chosen in range(2):
+        (loss_of(plain(rows_of(1).chunk(2)[plain.chosen])) / 2).backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(full(found.grad), expected.grad, atol=1e-6), name  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="FSDP2 adds up those of torch 2.13 only",
+)
+def test_ranks_may_use_different_parameters_of_a_unit() -> None:
+    run_ranks(2, different_parameters)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        raise ValueError("a fault of mine")
+
+
 def refusals() -> list[str]:
     example, eager = (rows_of(0)[:4],), mw.ParallelConfig(compile=EAGER)
-    refused, hiding = [], Hiding()
-    mw.shard(hiding, example, parallel=eager)
+    refused, model, trained = [], Net(), Net()
+    optimizer = torch.optim.SGD(trained.parameters())
+    sharded = mw.shard(model, example, parallel=eager)
+    hook = model.blocks[1].register_forward_hook(lambda *call: Failing.apply(call[-1]))
+    with pytest.raises(ValueError, match="a fault of mine"):
+        loss_of(model(*example)).backward()
+    hook.remove()
     for call in (
-        lambda: hiding(*example),
+        lambda: model(*example),
+        lambda: sharded.clip_grad_norm(1.0),
         lambda: mw.shard(Net(), example, parallel=eager, loss=lambda outputs, _: outputs[0].sum()),
+        lambda: mw.shard(trained, example, parallel=eager),
     ):
         with pytest.raises(mw.PlanError) as error:
             call()
         refused.append(str(error.value))
-    mw.shard(Net(), example, parallel=eager, loss=lambda outputs, _: outputs[0].mean())
+    del optimizer, error  # whose traceback has the optimizer
+    mw.shard(trained, example, parallel=eager, loss=lambda outputs, _: outputs[0].mean())
     return refused
 
 
 def test_what_would_not_be_complete_is_refused() -> None:
-    ((hidden, total),) = run_ranks(1, refusals)
-    assert "Hiding returns Hidden, in which no tensor with a gradient is found" in hidden
+    ((again, clipped, total, untrained),) = run_ranks(1, refusals)
+    assert "a backward has failed before" in again
+    assert again == clipped
     assert "gradients='mean_of_ranks': the loss is a sum over rows" in total
+    assert "SGD has the model's parameters" in untrained
