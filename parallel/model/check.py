@@ -93,9 +93,8 @@ class CheckReport:
 
     def __str__(self) -> str:
         degrees = " x ".join(f"{axis} {getattr(self.degrees, axis)}" for axis in self.degrees.axes)
-        runs = (
-            f"eager and compiled ({self.graphs} graph{'s' * (self.graphs > 1)})" if self.graphs else "eager"
-        )
+        graphs = f"{self.graphs} graph{'s' * (self.graphs > 1)}"
+        runs = f"eager and compiled ({graphs})" if self.graphs else "eager"
         head = f"{self.compared} outputs and gradients on {degrees}, {runs}"
         tail = LOSSES[self.loss] + (f"\nnot run: {'; '.join(self.not_run)}" if self.not_run else "")
         if self.same:

@@ -158,10 +158,8 @@ def _read_units(entries: list[Any], mistakes: list[str]) -> list[UnitPlan]:
         mistakes += [f"unit {name}: {each}" for each in wrong]
         names = _read_names([name], "units", mistakes)
         if not wrong:
-            units += [
-                dataclasses.replace(first, modules=tuple(map(_module_name, each.split("+"))))
-                for each in names
-            ]
+            modules = [tuple(map(_module_name, each.split("+"))) for each in names]
+            units += [dataclasses.replace(first, modules=each) for each in modules]
     return units
 
 

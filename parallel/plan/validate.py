@@ -70,11 +70,8 @@ def _contradictions(
 ) -> Iterator[Mistake]:
     """Check that no config key contradicts the plan file, which would silently override it."""
     default, planned = key_values(ParallelConfig()), planned_keys(plan)
-    planned["parallel.reshard_after_forward"] = [
-        unit.reshard_after_forward
-        for unit in plan.units
-        if not ends_forward(unit.modules, plan.modules)  # which is never resharded
-    ]
+    resharded = [unit for unit in plan.units if not ends_forward(unit.modules, plan.modules)]
+    planned["parallel.reshard_after_forward"] = [unit.reshard_after_forward for unit in resharded]
     for key in ("parallel.activation_checkpoint", "parallel.activation_budget"):  # of blocks only
         of_units = zip(planned[key], plan.units, strict=True)
         planned[key] = [value for value, unit in of_units if model.checkpointed.issuperset(unit.modules)]

@@ -77,11 +77,8 @@ def state_names(model: nn.Module) -> dict[Tensor, list[str]]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return the other names of tied tensors, each with the one under which the tensor is saved."""
-    return {
-        f"{MODEL}{other}": f"{MODEL}{first}"
-        for first, *others in state_names(model).values()
-        for other in others
-    }
+    names = state_names(model).values()
+    return {f"{MODEL}{other}": f"{MODEL}{first}" for first, *others in names for other in others}
 
 
 def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
