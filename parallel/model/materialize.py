@@ -63,10 +63,9 @@ def materialize(
 
     Raises PlanError that names a parameter or buffer that no initialiser wrote, or that has another spread.
     """
-    size = sum(parameter.numel() * parameter.element_size() for parameter in sharded.model.parameters())
     if init == "auto":
-        small = build is not None and initialise is None and size < LARGEST_BUILT
-        init = "constructor" if small else "modules"
+        small = is_built_whole(sharded.model, init)
+        init = "constructor" if build and not initialise and small else "modules"
     empty = _empty_buffers(sharded.model)
     model = allocate(sharded)
     if init == "constructor":
@@ -74,7 +73,7 @@ def materialize(
             raise PlanError(
                 "materialize: init='constructor' needs build=..., a function that builds the model"
             )
-        _copy_constructed(model, build, seed, size)
+        _copy_constructed(model, build, seed)
     else:
         expected = _constructed_spreads(build, seed, sharded.plan) if build else {}
         if build and empty:
@@ -87,6 +86,15 @@ def materialize(
                     f"{found.std:.3g}, but the model's constructor {expected[name].mean:.3g} and "
                     f"{expected[name].std:.3g}: {WAYS_OUT}"
                 )
+
+
+def is_built_whole(model: nn.Module, init: Init) -> bool:
+    """Whether `materialize(..., build=..., init=init)` takes all values from the constructor."""
+    return init == "constructor" or (init == "auto" and _bytes_of_parameters(model) < LARGEST_BUILT)
+
+
+def _bytes_of_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def construct(build: Callable[[], T], seed: int) -> T:
@@ -133,13 +141,14 @@ def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
     return tensors | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _copy_constructed(model: nn.Module, build: Build, seed: int, size: int) -> None:
-    """Build the model, of `size` bytes, in one process of a node at a time, which copies this rank's shards.
+def _copy_constructed(model: nn.Module, build: Build, seed: int) -> None:
+    """Build the model in one process of a node at a time, which copies this rank's shards.
     Every rank calls it.
 
     Raises PlanError on all ranks if a node has too little memory, and if ranks get different values.
     """
     place, values = int(os.environ.get("LOCAL_RANK", dist.get_rank())), dict[str, int]()
+    size = _bytes_of_parameters(model)
     for turn in range(max(_gathered(place)) + 1):
         problem = ""
         if turn == place and size > (free := free_host_bytes()):
