@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_vocabulary(tokenizer.info, source.vocab_size)
     context = make_context(tokenizer, options.prompt.encode("utf-8", "surrogateescape"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    logits_of = last_logits(source, load_model(checkpoint, config.job, device), device)
+    logits_of = last_logits(source, load_model(checkpoint, config.job, device, config.run.seed), device)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
     new_tokens = generate(logits_of, context, options.max_new_tokens, sampling, window, tokenizer.info)
     for piece in stream_text(tokenizer, context, new_tokens):
@@ -157,10 +157,11 @@ def choose_window(requested: int, job: TrainingJob) -> int:
     return requested or job.seq_len
 
 
-def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> nn.Module:
+def load_model(checkpoint: Path, job: TrainingJob, device: torch.device, seed: int = 0) -> nn.Module:
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
-    CPU in float32. Raises CheckpointError and ConfigError."""
-    model = model_of(job.model).unsharded(device).eval()
+    CPU in float32. `seed`: of the run, which made what no checkpoint has. Raises CheckpointError and
+    ConfigError."""
+    model = model_of(job.model).unsharded(device, seed).eval()
     load_weights(own_weights(checkpoint, job.model), model)
     name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32

@@ -89,6 +89,20 @@ def materialize(
                 )
 
 
+def draws_buffers(build: Build) -> bool:
+    """Whether the constructor draws random numbers for tensors that are no parameters."""
+    one, other = (_no_parameters(construct_without(build, seed)[0]) for seed in (0, 1))
+    return not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _no_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """Yield buffers, and tensors that are plain attributes, with values."""
+    for module in model.modules():
+        for value in (*module.buffers(recurse=False), *vars(module).values()):
+            if isinstance(value, Tensor) and not value.is_meta:
+                yield value
+
+
 def construct(build: Callable[[], T], seed: int) -> T:
     """Return the model as `torch.manual_seed(seed)` and its constructor make it, on the CPU."""
     with _own_random_state(), torch.device("cpu"):

@@ -173,6 +173,26 @@ def mixer(width: int = 32, n_layers: int = 2) -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
 
 
+class Features(nn.Sequential):
+    """A model with random numbers that no checkpoint has: a buffer and an attribute."""
+
+    waves: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(*mixer())
+        self.register_buffer("waves", torch.rand(VOCABULARY), persistent=False)
+        self.offset = torch.rand(VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = super().forward(ids) * self.waves + self.offset
+        return logits
+
+
+def features() -> nn.Module:
+    """A model of random features."""
+    return Features()
+
+
 def regression() -> tuple[nn.Module, tuple[Tensor]]:
     """A model without tokens and logits."""
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), (torch.zeros(2, 8),)

@@ -30,7 +30,13 @@ from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
-from meshwright.parallel.model.materialize import allocate, construct_without, materialize
+from meshwright.parallel.model.materialize import (
+    allocate,
+    construct,
+    construct_without,
+    draws_buffers,
+    materialize,
+)
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -227,27 +233,29 @@ class TrainedModel:
             sums = run_on_fakes(self.module, with_sizes(self.example, 1, seq_len), around=count)
         return sums["matmul"] / seq_len, sums["attention"] / seq_len
 
-    def unsharded(self, device: torch.device) -> nn.Module:
+    def unsharded(self, device: torch.device, seed: int = 0) -> nn.Module:
         """Return the model anew on a device, with the values of its constructor or of what it publishes."""
         if not hasattr(self.module, "initialise"):
-            return call_factory(self.config, values=True).module.to(device)
+            return construct(lambda: call_factory(self.config, values=True).module, seed).to(device)
         module = self.new().to_empty(device=device)
         with torch.no_grad():
-            module.initialise(0, Tensor.copy_)  # type: ignore[operator]
+            module.initialise(seed, Tensor.copy_)  # type: ignore[operator]
         return module
 
     def initialise(self, sharded: ShardedModel, seed: int, loaded: bool = False) -> None:
         """Allocate the tensors of a sharded model and write initial values, the same on every mesh: as the
-        model publishes it, or as `model.init` says. `loaded`: parameters will be loaded."""
+        model publishes it, or as `model.init` says. `loaded`: what a checkpoint has will be loaded, so that
+        only other buffers and attributes need the values of the start."""
         of_model = getattr(sharded.model, "initialise", None)
         if of_model and self.config.init == "auto":
             allocate(sharded)
             with torch.no_grad():
                 of_model(seed, copy_shard)
-        elif loaded:
+            return
+        build = lambda: call_factory(self.config, values=True).module  # noqa: E731
+        if loaded and not draws_buffers(build):
             allocate(sharded)
         else:
-            build = lambda: call_factory(self.config, values=True).module  # noqa: E731
             materialize(sharded, seed, build=build, init=self.config.init)
 
     def loss(self, plan: Plan, z_loss: float, name: str | None = None) -> LossOf:

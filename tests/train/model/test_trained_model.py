@@ -17,6 +17,7 @@ from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.trace_model import code_of, kinds_of, model_workload
+from meshwright.train.training import build_training
 from tests.support.factories import RUN, VOCABULARY, causal_lm
 from tests.support.launch import EAGER
 from tests.support.sharded import sharded_alone
@@ -54,6 +55,16 @@ def test_what_a_model_publishes_counts() -> None:
     assert (model.vocab_size, model.max_seq_len) == (VOCABULARY, 48)
     traced = model_workload(model.config, run.plan, 32).modules["scores"].forward.operations
     assert "_log_softmax" in [operation.name for operation in traced]
+
+
+def test_what_no_checkpoint_has_is_the_same_after_a_start_and_for_a_load() -> None:
+    keys = [*RUN, f"{SUPPORT}:features", *EAGER, "--run.seed=3"]
+    with sharded_alone(keys) as run:
+        loaded = build_training(run.config, run.plan, run.mesh, loaded=True).sharded.model
+        alone = model_of(run.config.model).unsharded(torch.device("cpu"), 3)
+        for found in (loaded, alone):
+            assert torch.equal(found.offset, run.model.offset)
+            assert torch.equal(found.waves, run.model.waves)
 
 
 def test_blocks_of_two_kinds_are_traced_twice() -> None:
