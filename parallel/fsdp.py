@@ -28,11 +28,7 @@ Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
 
 
 def apply_fsdp(
-    model: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    gradients: Gradients,
-    group_timeout: timedelta | None = None,
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, gradients: Gradients, group_timeout: timedelta | None
 ) -> None:
     """Shard each unit in place, at last the model itself, also if no parameters are left for it.
 

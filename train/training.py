@@ -44,22 +44,18 @@ class Training:
 
 
 def build_training(
-    config: Config,
-    plan: Plan,
-    mesh: DeviceMesh,
-    group_timeout: timedelta | None = None,
-    loaded: bool = False,
+    config: Config, plan: Plan, mesh: DeviceMesh, timeout: timedelta | None = None, loaded: bool = False
 ) -> Training:
     """Return the training of a config with initial weights, the same ones on every mesh.
 
     The model is built with its parameters on the meta device and filled one parameter or module at a time, so
     that no device ever holds the full model; with `plan.cpu_offload` parameters are in host memory.
-    `group_timeout`: as in apply_fsdp. `loaded`: weights will be loaded, and need no initial values. Raises
+    `timeout`: of groups, as in apply_fsdp. `loaded`: weights will be loaded and need no initial values. Raises
     ConfigError if a pattern of `train.freeze` matches no parameter, or all parameters are frozen.
     """
     job, seed, grad_clip = config.job, config.run.seed, config.train.grad_clip
     initialise = partial(model_of(job.model).initialise, seed=seed, loaded=loaded)
-    sharded = shard_model(job, plan, mesh, group_timeout)
+    sharded = shard_model(job, plan, mesh, timeout)
     return fill_training(sharded, job, config.optim, initialise, seed, grad_clip)
 
 

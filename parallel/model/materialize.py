@@ -71,9 +71,7 @@ def materialize(
     model = allocate(sharded)
     if init == "constructor":
         if build is None:
-            raise PlanError(
-                "materialize: init='constructor' needs build=..., a function that builds the model"
-            )
+            raise PlanError("materialize: init='constructor' needs build=FUNCTION, which builds the model")
         _copy_constructed(model, build, seed, size)
     else:
         expected = _constructed_spreads(build, seed, sharded.plan) if build else {}

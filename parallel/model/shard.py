@@ -60,14 +60,13 @@ def shard(
     described = describe(model, example, blocks=blocks, units=units, unsharded=unsharded, styles=styles)
     if loss is not None:
         _check_loss(model, example, loss, gradients)
-    size = dist.get_world_size()
-    rows = [leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    plan = make_plan(
-        parallel or ParallelConfig(),
-        described,
-        RunShape(size, node, max(1, tokens_of(example)), micro_batch_size=rows[0] if rows else 1),
+    size, sizes = (
+        dist.get_world_size(),
+        [leaf.shape for leaf in tree_leaves(example) if isinstance(leaf, Tensor)],
     )
+    node, rows = int(os.environ.get("LOCAL_WORLD_SIZE", size)), next((each[0] for each in sizes if each), 1)
+    shape = RunShape(size, node, max(1, tokens_of(example)), micro_batch_size=rows)
+    plan = make_plan(parallel or ParallelConfig(), described, shape)
     mesh = build_mesh(plan.mesh, "cuda" if torch.cuda.is_available() else "cpu", on_host=plan.cpu_offload)
     if not any(parameter.is_meta for parameter in model.parameters()):
         _send_from_rank0(model, mesh.device_type)
