@@ -50,7 +50,7 @@ def build_training(
 
     The model is built with its parameters on the meta device and filled one parameter or module at a time, so
     that no device ever holds the full model; with `plan.cpu_offload` parameters are in host memory.
-    `timeout`: of groups, as in apply_fsdp. `loaded`: no initial values, because weights will be loaded. Raises
+    `timeout`: of groups, as in apply_fsdp. `loaded`: weights will be loaded: no initial values. Raises
     ConfigError if a pattern of `train.freeze` matches no parameter, or all parameters are frozen.
     """
     job, seed, grad_clip = config.job, config.run.seed, config.train.grad_clip
