@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-import meshwright.parallel.compile.apply
+import meshwright.parallel.compile.async_tp
 from meshwright.train.main import main
 
 if __name__ == "__main__":
@@ -21,5 +21,5 @@ if __name__ == "__main__":
         "fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU"
     )
     torch.distributed.is_nccl_available = lambda: True
-    meshwright.parallel.compile.apply.check_async_tp = lambda *_: None  # type: ignore[assignment]
+    meshwright.parallel.compile.async_tp.check_async_tp = lambda *_: None  # type: ignore[assignment]
     main(sys.argv[1:])
