@@ -51,7 +51,7 @@ WRONG_FILES = {
 TRAIN = """
 --parallel.dp_shrad=2 -> parallel.dp_shrad ... parallel.dp_shard
 --parallel.compile=inductor -> --parallel.compile ... section ... --parallel.compile.NAME=value
---train.freeze=[nothing.*] -> train.freeze ... nothing.* ... layers.0.*
+--train.freeze=[nothing.*] -> train.freeze ... nothing.* ... layers.0.attention_norm.weight
 --config=lama_debug.yaml -> --config ... lama_debug.yaml ... Did you mean llama_debug.yaml?
 --config={tmp}/twice.yaml -> {tmp}/twice.yaml ... train ... line 3 ... line 1 ... merge
 --config={tmp}/rope.yaml -> model.rope_scaling.kind=yarn ... llama3 ... linear
@@ -73,7 +73,7 @@ TRAIN = """
 --data.source={tmp}/records.jsonl -> {tmp}/records.jsonl ... line 2 ... JSON object
 --data.source={tmp}/field.jsonl -> {tmp}/field.jsonl ... line 1 ... body ... data.text_field
 --data.source=hf:wiki -> data.source=hf:wiki ... python -m tools.prepare_data hf:wiki
-'--data.mixture={{tmp}/file: -1}' -> data.mixture ... {tmp}/file ... -1.0 ... greater than 0
+'--data.mixture={{tmp}/file: -1}' -> data.mixture ... {tmp}/file=-1 ... greater than 0
 '--data.validation={v: {tmp}/nowhere}' -> data.validation.v={tmp}/nowhere ... no such file
 --data.tokenizer={tmp}/tokenizer.json -> data.tokenizer={tmp}/tokenizer.json ... line 1 ... bytes
 --data.source={tmp}/prepared-changed -> {tmp}/prepared-changed/train-00000.bin ... again
