@@ -76,7 +76,7 @@ DIT_STYLES = {"blocks.*.mlp.c_fc": "own_colwise", "blocks.*.mlp.c_proj": "rowwis
 MIXER_STYLES = {"*.mlp_channels.c_fc": "own_colwise", "*.mlp_channels.c_proj": "rowwise"}
 
 CASES: dict[str, Case] = {
-    "Llama": causal("Llama", "", compiled=True),
+    "Llama": causal("Llama", "rotary positions, grouped heads", compiled=True),
     "Qwen2": causal("Qwen2", "biases of queries, keys, values"),
     "Qwen3": causal("Qwen3", "norms of each head"),
     "Mistral": causal("Mistral", "a window of attention", sliding_window=4),
