@@ -109,8 +109,9 @@ class ShardedModel:
                 yield batch
             self._complete_gradients()
             self._backwards.completed = [p for p in self.model.parameters() if p.grad is not None]
-        finally:
+        finally:  # also after a break
             self._backwards.paused = False
+            set_last_micro_batch(self.model, self.plan.units, last=True)
 
     def global_count(self, batches: Sequence[T], count: Callable[[T], Tensor | int]) -> Tensor:
         """Return the sum of the counts of all micro batches of all data-parallel ranks, at least 1, as a

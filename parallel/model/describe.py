@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, _meta_registrations, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -420,7 +424,7 @@ def run_on_fakes(
     try:
         with _nothing_changed(model), fake_tensors():
             return run(fake)
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         if any(tensor.is_meta for _, tensor in named):
             raise PlanError(
                 f"{type(model).__name__}: its forward looks at the values of tensors, which a model without "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import copy_shard, free_gathered, names_by_parameter
@@ -115,11 +116,13 @@ def construct_without(
     soon as modules register them, and all parameters in this order. `kept`: the places in it of those that
     stay on the CPU, with values. What is no parameter is as the constructor made it: buffers, and tensors
     that are plain attributes."""
-    order = list[nn.Parameter]()
+    order, made = list[nn.Parameter](), WeakIdKeyDictionary()  # a tied one is replaced once
 
     def place(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
         if len(order) not in kept and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter = made[parameter]
         order.append(parameter)
         return parameter
 

@@ -78,8 +78,8 @@ def _refuse_optimizer(model: nn.Module) -> None:
     own = set(model.parameters())
     gc.collect()  # one that was given up does not count
     for found in gc.get_objects():
-        is_optimizer = issubclass(type(found), torch.optim.Optimizer)
-        if is_optimizer and any(not own.isdisjoint(group["params"]) for group in found.param_groups):
+        groups = getattr(found, "param_groups", ()) if issubclass(type(found), torch.optim.Optimizer) else ()
+        if any(not own.isdisjoint(group["params"]) for group in groups):
             raise PlanError(
                 f"mw.shard: {type(found).__name__} has the model's parameters, which are replaced by their "
                 "shards, and would train nothing: build it after mw.shard"

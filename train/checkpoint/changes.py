@@ -19,7 +19,7 @@ from meshwright.train.model.trained_model import model_of, texts_of
 
 # keys that do not change what is trained
 FREE_KEYS = re.compile(
-    r"(checkpoint|metrics|parallel|profile)\..*|run\.(?!seed$).*|model\.(blocks|units|unsharded|styles)|"
+    r"(checkpoint|metrics|parallel|profile)\..*|run\.(?!seed$).*|model\.(blocks|init|units|unsharded|styles)|"
     r"data\.(cache_dir|prefetch|validation.*|verify)|"
     r"train\.(eval_.*|gc_every_steps|max_skipped_steps|micro_batch_size)"
 )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from meshwright.parallel.model.materialize import tensors_by_name
+from meshwright.parallel.model.materialize import construct_without, tensors_by_name
 from tests.support.worlds import run_ranks
 from tests.support.zoo import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
 
@@ -255,3 +255,13 @@ def test_given_tensors_must_be_those_of_the_model() -> None:
         "load_weights: the model has no head.bios. Did you mean head.bias?",
         "load_weights: head.bias has the shape (3,), but the model's is (96,)",
     ]
+
+
+def tie(model: nn.Sequential) -> nn.Sequential:
+    model[0].weight = model[1].weight = nn.Parameter(torch.rand(8, 4))
+    return model
+
+
+def test_a_parameter_that_is_tied_before_it_is_registered_stays_tied() -> None:
+    model, _ = construct_without(lambda: tie(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))))
+    assert model[0].weight is model[1].weight
