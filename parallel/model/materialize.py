@@ -155,7 +155,7 @@ def _copy_constructed(model: nn.Module, build: Build, seed: int, size: int) -> N
     Raises PlanError on all ranks if a node has too little memory, and if ranks get different values.
     """
     place, values = int(os.environ.get("LOCAL_RANK", dist.get_rank())), dict[str, int]()
-    for turn in range(max(_gathered(place)) + 1):
+    for turn in range(max(gathered(place)) + 1):
         problem = ""
         if turn == place and size > (free := free_host_bytes()):
             problem = (
@@ -185,11 +185,12 @@ def _copy_constructed(model: nn.Module, build: Build, seed: int, size: int) -> N
 
 def _raise_any(problem: str) -> None:
     """Raise a PlanError on every rank if any has a problem; every rank calls it."""
-    for found in filter(None, _gathered(problem)):
+    for found in filter(None, gathered(problem)):
         raise PlanError(found)
 
 
-def _gathered(value: Any) -> list[Any]:
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks; every rank calls it."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

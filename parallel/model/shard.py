@@ -17,7 +17,7 @@ from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.model.describe import Blocks, Example, describe
 from meshwright.parallel.model.inputs import tokens_of
-from meshwright.parallel.model.materialize import tensors_by_name
+from meshwright.parallel.model.materialize import gathered, tensors_by_name
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.sharded_model import ShardedModel
 
@@ -68,7 +68,10 @@ def shard(
     shape = RunShape(size, node, max(1, tokens_of(example)), micro_batch_size=rows)
     plan = make_plan(parallel or ParallelConfig(), described, shape)
     mesh = build_mesh(plan.mesh, "cuda" if torch.cuda.is_available() else "cpu", on_host=plan.cpu_offload)
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    empty = gathered(any(parameter.is_meta for parameter in model.parameters()))
+    if len({*empty}) > 1:
+        raise PlanError("mw.shard: the model has values on some ranks only: build it alike on all of them")
+    if not empty[0]:
         _send_from_rank0(model, mesh.device_type)
     return apply_plan(model, plan, mesh, gradients=gradients)
 

@@ -290,8 +290,9 @@ class TrainedModel:
 
 def texts_of(model: nn.Module) -> Mapping[str, str]:
     """Return files about a model that each checkpoint keeps, by name."""
-    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
-    return {HF_CONFIG: to_json(use_diff=False)} if to_json else {}
+    config: Any = getattr(model, "config", None)
+    of_transformers = hasattr(config, "to_json_string") and hasattr(config, "from_dict")
+    return {HF_CONFIG: config.to_json_string(use_diff=False)} if of_transformers else {}
 
 
 def loss_of_forward(model: nn.Module, batch: Batch, divisor: Tensor | None = None) -> Tensor:
