@@ -94,7 +94,9 @@ def test_a_shorter_context_is_the_same_model_and_another_argument_of_a_factory_i
     with pytest.raises(ConfigError, match=rf"model\.factory={factory} \(saved: None\)"):
         compare(LlamaConfig(), FactoryConfig(factory))
     # the folder of the factory was changed
-    config = SimpleNamespace(to_json_string=lambda use_diff: '{"rope_theta": 2.0, "use_cache": true}')
+    config = SimpleNamespace(
+        from_dict=dict, to_json_string=lambda use_diff: '{"rope_theta": 2.0, "use_cache": true}'
+    )
     built = SimpleNamespace(module=SimpleNamespace(config=config))
     monkeypatch.setattr(changes_module, "model_of", lambda model: built)
     (tmp_path / "hf_config.json").write_text('{"rope_theta": 1.0, "use_cache": false}')

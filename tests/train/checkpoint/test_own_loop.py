@@ -101,7 +101,7 @@ def test_other_groups_and_a_negative_keep_are_refused_and_what_is_skipped_is_nam
 def test_the_config_of_a_model_of_transformers_goes_out_with_its_weights(group: None, tmp_path: Path) -> None:
     sharded, model, optimizer = build(random.Random(0))
     saved = dict(model.named_parameters())
-    model.config = SimpleNamespace(to_json_string=lambda use_diff: '{"model_type": "mine"}')
+    model.config = SimpleNamespace(from_dict=dict, to_json_string=lambda use_diff: '{"model_type": "mine"}')
     mw.save(tmp_path / "run", sharded, optimizer, 1)
     checkpoint_tool(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=bfloat16"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
