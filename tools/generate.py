@@ -161,12 +161,10 @@ def load_model(checkpoint: Path, job: TrainingJob, device: torch.device, seed: i
     """Load the model of a checkpoint, unsharded and in eval mode: on a GPU in the run's compute dtype, on a
     CPU in float32. `seed`: of the run, which made what no checkpoint has. Raises CheckpointError and
     ConfigError."""
-    model = model_of(job.model).unsharded(device, seed).eval()
-    load_weights(own_weights(checkpoint, job.model), model)
     name = dtype_on_device(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, name) if device.type == "cuda" else torch.float32
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    model = model_of(job.model).unsharded(device, seed, dtype).eval()
+    load_weights(own_weights(checkpoint, job.model), model)
     return model
 
 

@@ -57,7 +57,7 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
                 compile_module(module, config, unit.activation_budget)
                 if module._compiled_call_impl is not None:
                     compiled = module._compiled_call_impl
-                    module._compiled_call_impl = _explained(name, compiled, type(module), graphs)
+                    module._compiled_call_impl = _explained(name, compiled, type(module), graphs, config)
 
 
 def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0) -> None:
@@ -65,7 +65,7 @@ def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0
     module.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, **_backend(config, budget))
 
 
-def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type]) -> _Call:
+def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type], config: CompileConfig) -> _Call:
     """Return a compiled module's call that explains why a module cannot be one graph, and why modules of one
     class (`kind`) are many, which it counts in `graphs`."""
 
@@ -79,10 +79,16 @@ def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type]) ->
                 f"{name}: {kind.__name__} needs more than {limit} graphs: {_why_many()}"
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+            failed = isinstance(error, torch._dynamo.exc.BackendCompilerFailed)
+            cause: Any = vars(error)["inner_exception"] if failed else error
+            reason = next(filter(None, map(str.strip, str(cause).splitlines())), type(cause).__name__)
+            what, ways_out = f" by {config.backend}" if failed else "", ""
+            if config.fullgraph and not failed:
+                what = " as one graph"
+                ways_out = "let it be several graphs (parallel.compile.fullgraph=false), "
             raise PlanError(
-                f"{name} cannot be compiled as one graph: {reason}. Change the module, let it be several "
-                "graphs (parallel.compile.fullgraph=false), or compile none (parallel.compile.enabled=false)"
+                f"{name} cannot be compiled{what}: {reason}. Change the module, {ways_out}or compile none "
+                "(parallel.compile.enabled=false)"
             ) from error
         except AssertionError as error:
             if "tensors_saved_with_vc_check" not in str(error):

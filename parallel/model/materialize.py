@@ -35,8 +35,8 @@ LARGE = 2**28  # elements of a tensor
 SAMPLE = 2**20  # values, at least, of which a spread is computed
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
-    "use model.init=constructor of train.main, or materialize(..., build=FUNCTION) with a function that "
-    "builds the model; or load_weights"
+    "use model.init=constructor of train.main, or build=FUNCTION of materialize and load_weights, which "
+    "builds the model with values; or load_weights with all tensors"
 )
 
 
@@ -76,9 +76,8 @@ def materialize(
         _copy_constructed(model, build, seed, size)
     else:
         expected = _constructed_spreads(build, seed, sharded.plan) if build else {}
-        if build and empty:
-            _fill_buffers(sharded, empty, build)
-            empty = set()
+        if build:
+            empty = _fill_from_constructor(sharded.model, empty, build)
         for name, whole in _initialised(sharded, seed, initialise, empty):
             if name in expected and (found := Spread.of(whole)).differs(expected[name]):
                 raise PlanError(
@@ -166,10 +165,16 @@ def _copy_constructed(model: nn.Module, build: Build, seed: int, size: int) -> N
         elif turn == place:
             built = construct(build, seed)
             tensors = tensors_by_name(built)
-            for own, name in {own: name for name, own in tensors_by_name(model).items()}.items():
-                copy_shard(own, tensors[name].to(own.device))
-            _copy_attributes(built, model)
-            values = {name: _checksum(tensor) for name, tensor in tensors.items()}
+            if without := [name for name, tensor in tensors.items() if tensor.is_meta]:
+                problem = (
+                    f"the constructor leaves {without[0]} on the meta device, without values: build it on "
+                    "the CPU, or use model.init=modules of train.main, or materialize(..., init='modules')"
+                )
+            else:
+                for own, name in {own: name for name, own in tensors_by_name(model).items()}.items():
+                    copy_shard(own, tensors[name].to(own.device))
+                _copy_attributes(built, model)
+                values = {name: _checksum(tensor) for name, tensor in tensors.items()}
             del built, tensors
         _raise_any(problem)
     of_rank0 = [values]
@@ -255,7 +260,8 @@ def _initialised(
     only: Set[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Run the modules' initialisers, and yield each parameter as a whole, of which this rank has kept its
-    shard. `empty`: buffers that they must write; others have values. `only`: the modules; None: all."""
+    shard. `empty`: buffers that they must write; others have values. `only`: the modules, of which nothing
+    else must be written; None: all, with all parameters."""
     model, device = sharded.model, torch.device(sharded.mesh.device_type)
     passes = [initialise] if initialise else [_reset, _of_model(model)]
     done: set[str] = set()
@@ -275,7 +281,7 @@ def _initialised(
                     torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
                     _run_alone(initialiser, module, name)
         for tensors in whole.values():
-            yield from tensors.keep_shards()
+            yield from tensors.keep_shards(None if only is None else empty)
         done.update(modules)
 
 
@@ -329,11 +335,8 @@ def load_weights(
     ((problem, stored),) = given
     if problem:
         raise PlanError(problem)
-    empty = _empty_buffers(sharded.model)
-    model = allocate(sharded)
+    model = allocate_without(sharded, stored.keys(), build)
     with torch.no_grad():
-        if lacking := empty - stored.keys():
-            _fill_buffers(sharded, lacking, build)
         for name, own in tensors_by_name(model).items():
             if name in stored:
                 value = tensors[stored[name]] if tensors is not None else own
@@ -365,17 +368,32 @@ def _empty_buffers(model: nn.Module) -> set[str]:
     return {name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
 
 
-def _fill_buffers(sharded: ShardedModel, names: set[str], build: Build | None) -> None:
-    """Give buffers the values of the constructor, or those that the initialisers of their modules write."""
-    if build is None:
-        for _ in _initialised(sharded, 0, None, names, {name.rpartition(".")[0] for name in names}):
+@torch.no_grad()
+def allocate_without(sharded: ShardedModel, loaded: Set[str], build: Build | None) -> nn.Module:
+    """Allocate the model's tensors, of which these will be loaded. The other buffers get the values of the
+    constructor (`build`), or those that the initialisers of their modules write. Returns the model."""
+    empty = _empty_buffers(sharded.model) - loaded
+    model = allocate(sharded)
+    if build:
+        empty = _fill_from_constructor(model, empty, build)
+    if empty:
+        for _ in _initialised(sharded, 0, None, empty, {name.rpartition(".")[0] for name in empty}):
             pass
-        return
+    return model
+
+
+def _fill_from_constructor(model: nn.Module, names: Set[str], build: Build) -> set[str]:
+    """Give buffers, and tensors that are plain attributes, the values of the constructor. Returns the names
+    of buffers to which it gives none."""
+    if not names:
+        return set()
     plain, _ = construct_without(build)
-    values = dict(plain.named_buffers(remove_duplicate=False))
-    for name in names:
-        sharded.model.get_buffer(name).copy_(values[name])
-    _copy_attributes(plain, sharded.model)
+    values = {name: plain.get_buffer(name) for name in names}
+    for name, value in values.items():
+        if not value.is_meta:
+            model.get_buffer(name).copy_(value)
+    _copy_attributes(plain, model)
+    return {name for name, value in values.items() if value.is_meta}
 
 
 def allocate(sharded: ShardedModel) -> nn.Module:
@@ -437,13 +455,13 @@ class _WholeTensors:
             for key, own in self.own.items():
                 setattr(self.module, key, own)
 
-    def keep_shards(self) -> Iterator[tuple[str, Tensor]]:
+    def keep_shards(self, needed: Set[str] | None) -> Iterator[tuple[str, Tensor]]:
         """Copy this rank's shards into the module, and yield whole parameters by name. Raises PlanError for a
-        tensor that no initialiser wrote, or only in part."""
+        tensor that no initialiser wrote, or only in part. `needed`: names of those that matter; None: all."""
         for key, whole in self.whole.items():
             name, numbers = join(self.name, key), whole.is_floating_point() or whole.is_complex()
             written = not bool(whole.isnan().any()) if numbers else whole._version > self.versions[key]
-            if key in self.unwritten and not written:
+            if key in self.unwritten and not written and (needed is None or name in needed):
                 kind = _kind(self.module)
                 raise PlanError(f"{name} has no value: no initialiser of {kind} wrote it: {WAYS_OUT}")
             copy_shard(self.own[key], whole)

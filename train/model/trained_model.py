@@ -32,6 +32,7 @@ from meshwright.parallel.model.describe import Example, call_arguments, describe
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
 from meshwright.parallel.model.materialize import (
     allocate,
+    allocate_without,
     construct,
     construct_without,
     draws_buffers,
@@ -233,13 +234,18 @@ class TrainedModel:
             sums = run_on_fakes(self.module, with_sizes(self.example, 1, seq_len), around=count)
         return sums["matmul"] / seq_len, sums["attention"] / seq_len
 
-    def unsharded(self, device: torch.device, seed: int = 0) -> nn.Module:
-        """Return the model anew on a device, with the values of its constructor or of what it publishes."""
-        if not hasattr(self.module, "initialise"):
-            return construct(lambda: call_factory(self.config, values=True).module, seed).to(device)
-        module = self.new().to_empty(device=device)
+    def unsharded(self, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return the model anew on a device, with the values of its constructor or of what it publishes, its
+        parameters in a dtype, which the device never holds in another."""
+        publishes = hasattr(self.module, "initialise")
+        build = lambda: call_factory(self.config, values=True).module  # noqa: E731
+        module = self.new() if publishes else construct(build, seed)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        if not publishes:
+            return module.to(device)
         with torch.no_grad():
-            module.initialise(seed, Tensor.copy_)  # type: ignore[operator]
+            module.to_empty(device=device).initialise(seed, Tensor.copy_)  # type: ignore[operator]
         return module
 
     def initialise(self, sharded: ShardedModel, seed: int, loaded: bool = False) -> None:
@@ -254,7 +260,7 @@ class TrainedModel:
             return
         build = lambda: call_factory(self.config, values=True).module  # noqa: E731
         if loaded and not draws_buffers(build):
-            allocate(sharded)
+            allocate_without(sharded, sharded.model.state_dict().keys(), None)
         else:
             materialize(sharded, seed, build=build, init=self.config.init)
 

@@ -58,13 +58,21 @@ class Deep(nn.Module):
         return x + self.linear(x) / (1 + self.depth)
 
 
-def graphs_of(blocks: int, lengths: int, dynamic: bool | None) -> tuple[int, list[str]]:
+def fail(_graph: torch.fx.GraphModule, _inputs: Sequence[torch.Tensor]) -> Any:
+    raise ValueError("no such instruction")
+
+
+def graphs_of(
+    blocks: int, lengths: int, dynamic: bool | None, backend: str = "eager"
+) -> tuple[int, list[str]]:
     """Graphs and warnings of an own loop, or the error's text."""
+    if backend == "fail":
+        torch._dynamo.register_backend(fail)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.config.recompile_limit = 1
     model, example = nn.Sequential(*map(Deep, range(blocks))), (torch.zeros(2, 6, 4),)
-    config = mw.ParallelConfig(compile=mw.CompileConfig(backend="eager", dynamic=dynamic))
+    config = mw.ParallelConfig(compile=mw.CompileConfig(backend=backend, dynamic=dynamic))
     plan = mw.make_plan(config, mw.describe(model, example), mw.RunShape(1, 1, seq_len=6))
     sharded = mw.apply_plan(model.to("meta"), plan, mw.build_mesh(plan.mesh, "cpu"), gradients="sum")
     mw.materialize(sharded, seed=0)
@@ -78,12 +86,16 @@ def graphs_of(blocks: int, lengths: int, dynamic: bool | None) -> tuple[int, lis
     return count_compiled_graphs(), [str(each.message) for each in caught if each.category is UserWarning]
 
 
-def graphs_of_each(cases: list[tuple[int, int, bool | None]]) -> list[tuple[int, list[str]]]:
+def graphs_of_each(cases: list[tuple[Any, ...]]) -> list[tuple[int, list[str]]]:
     return [graphs_of(*case) for case in cases]
 
 
 def test_depths_and_lengths_are_few_graphs_or_named_and_never_a_crash_of_dynamo() -> None:
-    (found,) = run_ranks(1, graphs_of_each, [(4, 1, None), (1, 4, None), (9, 1, False), (1, 4, False)])
+    (found,) = run_ranks(
+        1, graphs_of_each, [(4, 1, None), (1, 4, None), (9, 1, False), (1, 4, False), (1, 1, None, "fail")]
+    )
+    *found, (_, (of_backend,)) = found
+    assert "0 cannot be compiled by fail: no such instruction. Change the module, or" in of_backend
     assert [graphs for graphs, _ in found] == [2, 2, 9, 3]
     assert [len(texts) for _, texts in found] == [0, 0, 1, 1]
     for (_, (text,)), guard in zip(found[2:], ("depth", "size mismatch"), strict=True):

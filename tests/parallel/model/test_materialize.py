@@ -233,6 +233,36 @@ def test_a_buffer_without_numbers_is_written_or_refused() -> None:
         run_ranks(1, mark, True)
 
 
+class Bare(Marked):
+    """No initialiser writes its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bare = nn.Parameter(torch.zeros(8))
+
+
+def build_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(Bare(), Bare())
+
+
+def fill_what_is_on_meta() -> tuple[Tensor, str]:
+    """A buffer that given tensors do not have, and the refusal of a constructor that makes no values."""
+    sharded = shard((build_on_meta(), (torch.zeros(2, 8),)))
+    with pytest.raises(mw.PlanError) as error:
+        mw.materialize(sharded, seed=0, build=build_on_meta)
+    parameters = {name: torch.ones(p.shape) for name, p in sharded.model.named_parameters()}
+    sharded = shard((build_on_meta(), (torch.zeros(2, 8),)))
+    mw.load_weights(sharded, parameters, build=build_on_meta)
+    return sharded.model[1].mask, str(error.value)  # type: ignore[index, union-attr, return-value]
+
+
+def test_initialisers_write_only_what_is_neither_given_nor_constructed() -> None:
+    ((mask, refused),) = run_ranks(1, fill_what_is_on_meta)
+    assert mask.tolist() == [i % 3 == 0 for i in range(8)]
+    assert "the constructor leaves 0.bare on the meta device" in refused
+
+
 def load_each() -> list[str]:
     """The refusals of tensors that are not those of the model; the right ones are loaded."""
     sharded = shard(on_meta(encoder))

@@ -120,6 +120,14 @@ def test_another_model_is_refused_key_by_key(hf_dir: Path, ours: Path) -> None:
     try_each(OTHER_MODELS, refused)
 
 
+def test_two_tensors_of_a_checkpoint_are_not_one_of_the_model(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "hf", make_hf(tied=False, vocab_size=264))
+    convert(["import", str(folder), str(tmp_path / "untied")])
+    tied = dataclasses.replace(config_of(folder), tie_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"head.output.weight and .* are one tensor of the model"):
+        find_weights(str(tmp_path / "untied"), tied, changed_model=True)
+
+
 Tensors = dict[str, torch.Tensor]
 BAD_TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "missing": (
