@@ -1,5 +1,6 @@
 """The models to try, by name."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -31,10 +32,21 @@ def encoder(model: str, config: str, special: str, **changes: object) -> Case:
     return Case("encoder", special, build, tokens_as("input_ids"), each_token)
 
 
+def encoder_decoder(
+    kind: str, special: str, batch: Callable[[int], Batch] = hub.two_texts, **sizes: object
+) -> Case:
+    build = partial(hub.hf, f"{kind}ForConditionalGeneration", f"{kind}Config", **sizes)
+    return Case("encoder-decoder", special, build, batch, target_tokens)
+
+
 def image_classes(
     kind: str, special: str, build: object, name: str = "x", size: int = 16, **more: object
 ) -> Case:
     return Case(kind, special, build, images_as(name, size), sign_class, **more)  # type: ignore[arg-type]
+
+
+def timm_vit(special: str, name: str) -> Case:
+    return image_classes("vision", special, partial(hub.timm_model, name, **hub.TIMM_VIT))
 
 
 def by_hand_lm(special: str, build: object, name: str = "tokens", **more: object) -> Case:
@@ -126,26 +138,21 @@ CASES: dict[str, Case] = {
         "pixel_values",
     ),
     "wav2vec 2.0": Case("encoder", "sound: convolutions, weight norm", hub.wav2vec2, sounds, sign_class),
-    "T5": Case(
-        "encoder-decoder",
+    "T5": encoder_decoder(
+        "T5",
         "one embedding for both, relative positions in the first blocks",
-        partial(hub.hf, "T5ForConditionalGeneration", "T5Config", **hub.T5, decoder_start_token_id=0),
-        hub.two_texts,
-        target_tokens,
+        **hub.T5,
+        decoder_start_token_id=0,
     ),
-    "BART": Case(
-        "encoder-decoder",
-        "one embedding for both, learned positions",
-        partial(hub.hf, "BartForConditionalGeneration", "BartConfig", **hub.ENCODER_DECODER, pad_token_id=0),
-        hub.two_texts,
-        target_tokens,
+    "BART": encoder_decoder(
+        "Bart", "one embedding for both, learned positions", **hub.ENCODER_DECODER, pad_token_id=0
     ),
-    "Whisper": Case(
-        "encoder-decoder",
+    "Whisper": encoder_decoder(
+        "Whisper",
         "sound: convolutions, frozen positions",
-        hub.whisper,
         hub.whisper_batch,
-        target_tokens,
+        **hub.ENCODER_DECODER,
+        **hub.WHISPER,
     ),
     "torchvision ViT": image_classes("vision", "bare class token and positions", hub.torchvision_vit),
     "torchvision ResNet-18": image_classes(
@@ -153,32 +160,8 @@ CASES: dict[str, Case] = {
     ),
     "torchvision Swin": image_classes("vision", "shifted windows, bare tables", hub.swin),
     "torchvision ConvNeXt": image_classes("vision", "bare layer scales", hub.convnext),
-    "timm ViT": image_classes(
-        "vision",
-        "bare class token and positions",
-        partial(
-            hub.timm_model,
-            "vit_tiny_patch16_224",
-            img_size=16,
-            patch_size=4,
-            embed_dim=32,
-            depth=3,
-            num_heads=4,
-        ),
-    ),
-    "timm DeiT": image_classes(
-        "vision",
-        "a bare token of distillation, two heads",
-        partial(
-            hub.timm_model,
-            "deit_tiny_distilled_patch16_224",
-            img_size=16,
-            patch_size=4,
-            embed_dim=32,
-            depth=3,
-            num_heads=4,
-        ),
-    ),
+    "timm ViT": timm_vit("bare class token and positions", "vit_tiny_patch16_224"),
+    "timm DeiT": timm_vit("a bare token of distillation, two heads", "deit_tiny_distilled_patch16_224"),
     "timm ConvNeXt": image_classes(
         "vision",
         "bare layer scales",

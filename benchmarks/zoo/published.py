@@ -68,7 +68,9 @@ ENCODER_DECODER = {
     "dropout": 0.0,
     "decoder_start_token_id": 1,
 }
+WHISPER = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16, "pad_token_id": 0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+TIMM_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ALTERNATING = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -100,11 +102,6 @@ def wav2vec2() -> nn.Module:
     masks = {"num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "classifier_proj_size": 16}
     name = "Wav2Vec2"
     return hf(f"{name}ForSequenceClassification", f"{name}Config", **conv, **dropouts, **rest, **masks)
-
-
-def whisper() -> nn.Module:
-    sizes = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16, "pad_token_id": 0}
-    return hf("WhisperForConditionalGeneration", "WhisperConfig", **ENCODER_DECODER, **sizes)
 
 
 def whisper_batch(seed: int) -> Batch:
