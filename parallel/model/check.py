@@ -8,13 +8,12 @@ random, because they hide what attention computes. The report names what of the 
 """
 
 import copy
-import dataclasses
 import inspect
 import math
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,24 @@ from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.model.attention_cores import position_argument
-from meshwright.parallel.model.describe import Example, call_arguments, observe
-from meshwright.parallel.model.inputs import kind_of, tokens_of
+from meshwright.parallel.model.forward import Example, observe
+from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.model.materialize import load_weights, materialize
+from meshwright.parallel.model.parts import (
+    LOSSES,
+    Loss,
+    call,
+    kind_of_loss,
+    outputs_of_parts,
+    own_part,
+    rows_of,
+    some_rows,
+)
+from meshwright.parallel.model.small_plan import compilable_on_cpu, cut_model, eager, not_run, small_plan
 from meshwright.parallel.plan.rules import written_mistakes
-from meshwright.parallel.plan.schema import AXES, Float8Plan, MeshPlan, Plan, UnitPlan
-from meshwright.parallel.sharded_model import ShardedModel, evaluating, summed
+from meshwright.parallel.plan.schema import MeshPlan, Plan
+from meshwright.parallel.sharded_model import ShardedModel, summed
 
-Loss = Callable[[Any, Example], Tensor]  # outputs, example -> a scalar
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
 FLOOR = 1e-2  # share of the largest gradient: smaller ones are compared with it, as they may be mere rounding
 MOST_PARAMETERS = 250_000_000  # of the cut model, of which each process has several copies in float32
@@ -107,14 +115,6 @@ class CheckReport:
         return "\n".join(lines)
 
 
-LOSSES = {
-    "": "",
-    "sum": '\nthe loss is a sum over rows: gradients="sum", divided by what micro_batches counts',
-    "mean": '\nthe loss is a mean over rows: gradients="mean_of_ranks", if all ranks have equally many',
-    "neither": "\nthe loss is neither a sum nor a mean over rows: use a sum, and gradients='sum'",
-}
-
-
 def check(
     model: nn.Module,
     plan: Plan,
@@ -162,89 +162,6 @@ def check(
         "not_run": (*not_run(plan, small), *found["not_run"]),
     }
     return CheckReport(small.mesh, blocks, **found)
-
-
-def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of the model with the first blocks of its lists with each kind, and their names."""
-    cut = copy.deepcopy(model)
-    repeated = [
-        unit.modules[0]
-        for unit in plan.units
-        if (unit.compiled or unit.activation_checkpoint != "none")
-        and not any(unit.modules[0].startswith(f"{outer}.") for outer in plan.modules)
-    ]
-    lists: dict[str, list[str]] = {}
-    for name in repeated:
-        parent = name.rpartition(".")[0]
-        if parent and isinstance(cut.get_submodule(parent), nn.ModuleList | nn.Sequential):
-            lists.setdefault(parent, []).append(name)
-    for parent, names in lists.items():
-        kinds = [kind_of(cut.get_submodule(name)) for name in names]
-        last = max(kinds.index(kind) for kind in kinds)
-        for name in names[last + 2 :]:
-            delattr(cut.get_submodule(parent), name.rpartition(".")[2])
-    present = {name for name, _ in cut.named_modules()}
-    return cut, tuple(name for name in repeated if name in present)
-
-
-def small_plan(plan: Plan, cut: nn.Module, narrow: bool = False) -> Plan:
-    """Return the plan for the cut model, with degrees and micro batches of at most 2, in float32, or `narrow`
-    in the plan's dtype."""
-    present = {name for name, _ in cut.named_modules()}
-    tp, cp, replicate = (min(2, degree) for degree in (plan.mesh.tp, plan.mesh.cp, plan.mesh.dp_replicate))
-    shard = min(2, plan.mesh.dp_shard) if tp * cp * replicate > 1 else 2
-    units = tuple(_small_unit(unit, narrow) for unit in plan.units if present.issuperset(unit.modules))
-    return dataclasses.replace(
-        plan,
-        mesh=MeshPlan(replicate, shard, tp, cp),
-        accumulation=min(2, plan.accumulation),
-        cpu_offload=False,
-        storage_dtype="float32",
-        async_tp=False,
-        float8=Float8Plan("none", (), False),
-        modules=tuple(name for name in plan.modules if name in present),
-        units=units,
-        unsharded=tuple(name for name in plan.unsharded if name.rpartition(".")[0] in present),
-    )
-
-
-def _small_unit(unit: UnitPlan, narrow: bool) -> UnitPlan:
-    dtypes = {} if narrow else {"param_dtype": "float32", "output_dtype": "same"}
-    return dataclasses.replace(
-        unit,
-        **dtypes,  # type: ignore[arg-type]
-        reshard_after_forward=bool(unit.reshard_after_forward),
-        forward_prefetch=1,
-        backward_prefetch=1,
-        reduce_dtype="float32",
-    )
-
-
-def _eager(plan: Plan) -> Plan:
-    units = tuple(dataclasses.replace(unit, compiled=False) for unit in plan.units)
-    return dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, enabled=False), units=units)
-
-
-def not_run(plan: Plan, small: Plan) -> Iterator[str]:
-    """Yield the parts of the plan that the small one does not have, or that a CPU runs otherwise."""
-    yield from (f"{axis} {n}" for axis in AXES if (n := getattr(plan.mesh, axis)) > getattr(small.mesh, axis))
-    for key in ("accumulation", "cpu_offload", "storage_dtype", "async_tp", "float8"):
-        if (value := getattr(plan, key)) != getattr(small, key):
-            yield f"{key} {getattr(value, 'recipe', value)}"
-    for key in ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "reduce_dtype"):
-        ran = {getattr(unit, key) for unit in small.units}
-        asked = dict.fromkeys(getattr(unit, key) for unit in plan.units)
-        yield from (f"{key} {value}" for value in asked if value not in ran)
-    if any(unit.param_dtype != "float32" for unit in plan.units):
-        yield "values in param_dtype, in which it ran"
-    if any(unit.activation_checkpoint == "offload" for unit in plan.units):
-        yield "offload's copies beside computation"
-    if plan.mesh.cp > 1:
-        yield "dropout"
-    if plan.compile.enabled:
-        yield "code that is compiled for a GPU"
-        if small != _compilable_on_cpu(small):
-            yield "recomputation of compiled blocks with tp"
 
 
 def run_processes(plan: Plan, *job: Any) -> dict[str, Any]:
@@ -296,14 +213,14 @@ def compare(
     inductor.fallback_random = True  # the same random numbers as eager
     inductor.compile_threads = 1  # no pool of processes, whose semaphores os._exit leaves behind
     graphs_before = count_compiled_graphs()
-    runs = {"eager": _eager(plan)} | ({"compiled": _compilable_on_cpu(plan)} if plan.compile.enabled else {})
+    runs = {"eager": eager(plan)} | ({"compiled": compilable_on_cpu(plan)} if plan.compile.enabled else {})
     mesh = build_mesh(plan.mesh, "cpu")
     values = moved_values(model, runs["eager"], mesh)
     unsharded = with_values(model, values)
     example = with_random_ids(with_values(model, values), example)
     if narrow is not None:
         try:
-            sharded_results(_shard(model, _eager(narrow), mesh, values, gradients), example)
+            sharded_results(_shard(model, eager(narrow), mesh, values, gradients), example)
         except RuntimeError as refusal:
             raise PlanError(
                 f"the model runs in float32, but not in the plan's param_dtype: {refusal}: cast what its "
@@ -379,10 +296,10 @@ def micro_batches(sharded: ShardedModel, example: Example) -> list[Example]:
     part = own_part(example, sharded.data_rank, sharded.plan.mesh.data_parallel)
     if sharded.plan.accumulation == 1:
         return [part]
-    if (rows := _rows(part)) < 3:
+    if (rows := rows_of(part)) < 3:
         part = tree_map_only(Tensor, lambda t: torch.cat([t] * 3) if t.shape[:1] == (rows,) else t, part)
-    third = _rows(part) // 3
-    return [_some_rows(part, 0, third), _some_rows(part, third, _rows(part))]
+    third = rows_of(part) // 3
+    return [some_rows(part, 0, third), some_rows(part, third, rows_of(part))]
 
 
 def _own_tokens(sharded: ShardedModel, example: Example) -> Tensor | None:
@@ -405,7 +322,7 @@ def with_random_ids(model: nn.Module, example: Example) -> Example:
         if isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(note)
     with torch.no_grad():
-        _call(model, example)
+        call(model, example)
 
     def replace(ids: Tensor) -> Tensor:
         size = sizes.get(ids.data_ptr(), 0)
@@ -424,18 +341,6 @@ def _worst(by_rank: Iterable[Sequence[Mismatch]]) -> list[Mismatch]:
         key = (each.run, each.name)
         worst[key] = max(worst.get(key, each), each, key=lambda mismatch: mismatch.error)
     return list(worst.values())
-
-
-def _compilable_on_cpu(plan: Plan) -> Plan:
-    """Return the plan without recomputation if it splits weights over tp: torch cannot compile both on a CPU
-    if a block has a random operator, as torch's attention is (parallel/compile/apply.py)."""
-    if plan.mesh.tp == 1:
-        return plan
-    units = tuple(
-        dataclasses.replace(unit, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
-        for unit in plan.units
-    )
-    return dataclasses.replace(plan, units=units)
 
 
 def _shard(
@@ -489,45 +394,10 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     return _copy_with(model, lambda name, _: values[name].clone())
 
 
-def outputs_of_parts(model: nn.Module, example: Example) -> list[tuple[Any, Example]]:
-    """Return outputs without dropout, and what they are of: all rows of the example, the first, and the
-    others; nothing of a single row."""
-    rows = _rows(example)
-    ends = ((0, rows), (0, 1), (1, rows)) if rows > 1 else ()
-    with evaluating(model), torch.no_grad():
-        return [(_call(model, part), part) for part in (_some_rows(example, *each) for each in ends)]
-
-
-def kind_of_loss(parts: Sequence[tuple[Any, Example]], loss: Loss) -> str:
-    """Return whether a loss is the "sum" or "mean" over rows, or "neither", from the outputs of unequal
-    parts; "" if there are none. Raises PlanError if the loss fails."""
-    if not parts:
-        return ""
-    try:
-        whole, first, rest = (float(loss(outputs, part)) for outputs, part in parts)
-    except Exception as error:
-        raise PlanError(f"check: the loss fails on the model's outputs: {error!r}: correct it") from error
-    others = _rows(parts[2][1])
-    kinds = {"sum": first + rest, "mean": (first + others * rest) / (1 + others)}
-    return next(
-        (kind for kind, value in kinds.items() if math.isclose(value, whole, rel_tol=1e-4)), "neither"
-    )
-
-
-def _call(model: nn.Module, part: Example, own: Tensor | None = None) -> Any:
-    """Run the forward, on the tokens `own` only if it is given."""
-    positions, shape = {}, (tokens_of(part),)
-    if own is not None:
-        positions = {position_argument(model): own.expand(_rows(part), -1)}
-        part = tree_map_only(Tensor, lambda t: t[:, own] if t.shape[1:2] == shape else t, part)
-    args, kwargs = call_arguments(part)
-    return model(*args, **positions | kwargs)
-
-
 def _backward(model: nn.Module, part: Example, seed: int, own: Tensor | None) -> list[Tensor]:
     """Run forward and backward of a sum of the outputs with fixed random factors. Returns the outputs."""
     torch.manual_seed(seed)
-    outputs = [leaf for leaf in tree_leaves(_call(model, part, own)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(call(model, part, own)) if isinstance(leaf, Tensor)]
     outputs = [output for output in outputs if output.is_floating_point()]
     generator, factors = torch.Generator().manual_seed(seed), []
     for output in outputs:
@@ -541,29 +411,6 @@ def _backward(model: nn.Module, part: Example, seed: int, own: Tensor | None) ->
         raise PlanError("no output of the model depends on its parameters: there is nothing to train")
     loss.backward()
     return [output.detach() for output in outputs]
-
-
-def own_part(example: Example, rank: int, parts: int) -> Example:
-    """Return a rank's rows of the example's tensors; an example of fewer rows than ranks is used by all."""
-    rows = _rows(example)
-    if rows < parts:
-        return example
-    return _some_rows(example, rows * rank // parts, rows * (rank + 1) // parts)
-
-
-def _rows(example: Example) -> int:
-    leaves = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
-    return leaves[0].shape[0] if leaves else 0
-
-
-def _some_rows(example: Example, start: int, stop: int) -> Example:
-    rows = _rows(example)
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[start:stop] if tensor.dim() and tensor.shape[0] == rows else tensor
-
-    part: Example = tree_map_only(Tensor, cut, example)
-    return part
 
 
 def relative_error(tensor: Tensor, expected: Tensor, floor: float = 0.0) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from meshwright.parallel.model.describe import Example, run_on_fakes
+from meshwright.parallel.model.forward import Example, run_on_fakes
 
 # attributes by which blocks count themselves: they differ in blocks that compute the same
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx")

@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,13 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.model.describe import Blocks, Example, describe
+from meshwright.parallel.model.constructor import gathered, tensors_by_name
+from meshwright.parallel.model.describe import Blocks, describe
+from meshwright.parallel.model.forward import Example
 from meshwright.parallel.model.inputs import tokens_of
-from meshwright.parallel.model.materialize import gathered, tensors_by_name
+from meshwright.parallel.model.parts import LOSSES, Loss, kind_of_loss, outputs_of_parts
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.sharded_model import ShardedModel
-
-if TYPE_CHECKING:
-    from meshwright.parallel.model.check import Loss
 
 
 def shard(
@@ -30,7 +28,7 @@ def shard(
     example: Example,
     *,
     parallel: ParallelConfig | None = None,
-    loss: "Loss | None" = None,
+    loss: Loss | None = None,
     gradients: Gradients = "mean_of_ranks",
     blocks: Blocks | None = None,
     units: Sequence[str] = (),
@@ -89,9 +87,7 @@ def _refuse_optimizer(model: nn.Module) -> None:
             )
 
 
-def _check_loss(model: nn.Module, example: Example, loss: "Loss", gradients: Gradients) -> None:
-    from meshwright.parallel.model.check import LOSSES, kind_of_loss, outputs_of_parts  # late: few have one
-
+def _check_loss(model: nn.Module, example: Example, loss: Loss, gradients: Gradients) -> None:
     device = next(model.parameters()).device
     moved: Example = tree_map_only(Tensor, lambda tensor: tensor.to(device), example)
     kind = kind_of_loss(outputs_of_parts(model, moved), loss)

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.parallel.memory_breakdown import MemoryBreakdown, StepMemory
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
-from meshwright.parallel.model.describe import fake_tensors
+from meshwright.parallel.model.forward import fake_tensors
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.simulate.collectives import Collective, StepRecorder, axes_of_groups
 from meshwright.parallel.simulate.memory_tracker import StorageTracker

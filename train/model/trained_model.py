@@ -28,16 +28,11 @@ from meshwright.parallel.compile.apply import compile_module
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
-from meshwright.parallel.model.describe import Example, call_arguments, describe, run_on_fakes
+from meshwright.parallel.model.constructor import construct, construct_without, draws_buffers
+from meshwright.parallel.model.describe import describe
+from meshwright.parallel.model.forward import Example, call_arguments, run_on_fakes
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
-from meshwright.parallel.model.materialize import (
-    allocate,
-    allocate_without,
-    construct,
-    construct_without,
-    draws_buffers,
-    materialize,
-)
+from meshwright.parallel.model.materialize import allocate, allocate_without, materialize
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -46,7 +41,7 @@ from meshwright.train.errors import ConfigError
 from meshwright.train.user_code import find
 
 if TYPE_CHECKING:
-    from meshwright.parallel.model.check import Loss
+    from meshwright.parallel.model.parts import Loss
 
 
 HF_CONFIG = "hf_config.json"  # in a checkpoint: what transformers needs to build the model

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.parallel.activation_checkpoint import count_saved
-from meshwright.parallel.model.describe import fake_tensors
+from meshwright.parallel.model.forward import fake_tensors
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.plan.selective_policy import find_op
 from meshwright.parallel.planner.tracing.eager import TracedModule, trace_eager

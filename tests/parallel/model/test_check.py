@@ -11,18 +11,10 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel import tensor_parallel
-from meshwright.parallel.model.check import (
-    CheckReport,
-    check,
-    compare,
-    kind_of_loss,
-    not_run,
-    outputs_of_parts,
-    relative_error,
-    small_plan,
-    with_random_ids,
-)
+from meshwright.parallel.model.check import CheckReport, check, compare, relative_error, with_random_ids
 from meshwright.parallel.model.check import on_meta as on_the_meta_device
+from meshwright.parallel.model.parts import kind_of_loss, outputs_of_parts
+from meshwright.parallel.model.small_plan import not_run, small_plan
 from tests.support.factories import Positioned, rooted
 from tests.support.worlds import run_ranks
 from tests.support.zoo import MADE, linears

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from benchmarks.zoo.case import ids
-from meshwright.parallel.model.describe import describe, find_blocks, run_on_fakes
+from meshwright.parallel.model.describe import describe, find_blocks
+from meshwright.parallel.model.forward import run_on_fakes
 from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.tracing.eager import record_call
 from tests.support.zoo import MODELS, encoder, gemma, hf_llama, on_meta

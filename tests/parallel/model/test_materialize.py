@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from meshwright.parallel.model.materialize import construct_without, tensors_by_name
+from meshwright.parallel.model.constructor import construct_without, tensors_by_name
 from tests.support.worlds import run_ranks
 from tests.support.zoo import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
 
