@@ -6,13 +6,17 @@ The mesh has one axis for dp_shard x cp, under the name dp_shard: FSDP shards pa
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import MeshPlan
+
+T = TypeVar("T")
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # of the DeviceMesh
 # by id of a mesh, with the mesh itself: not an attribute of it, because compiling copies a mesh
@@ -111,6 +115,22 @@ def context_group(mesh: DeviceMesh, plan: MeshPlan, timeout: timedelta | None = 
     shards = mesh["dp_shard"].mesh.tolist()
     first = mesh.get_local_rank("dp_shard") // plan.cp * plan.cp
     return _new_group(shards[first : first + plan.cp], CONTEXT_GROUP, mesh.device_type, timeout)
+
+
+def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks on every rank, exchanged on the host; every rank calls it. A process
+    without a group is alone."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_any(problem: str) -> None:
+    """Raise a PlanError on every rank if any has a problem; every rank calls it."""
+    for found in filter(None, gather_from_all(problem)):
+        raise PlanError(found)
 
 
 def data_parallel_group(mesh: DeviceMesh, timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 without a backward, with the graphs compiled for training."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
@@ -107,7 +107,7 @@ class ShardedModel:
             for i, batch in enumerate(batches):
                 set_last_micro_batch(self.model, self.plan.units, last=i == len(batches) - 1)
                 yield batch
-            self._complete_gradients()
+            self.complete_gradients()
             self._backwards.completed = [p for p in self.model.parameters() if p.grad is not None]
         finally:  # also after a break
             self._backwards.paused = False
@@ -138,16 +138,15 @@ class ShardedModel:
     def complete_after_backwards(self) -> None:
         """Complete the gradients at the end of each backward outside of `micro_batches`."""
         self.model.register_forward_pre_hook(lambda *_: self._refuse_failed())
-        complete = self._complete_gradients if self.plan.unsharded or self.plan.mesh.tp > 1 else None
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                self._backwards.watch(module, self.model, complete)
+                self._backwards.watch(module, self)
 
     def _refuse_failed(self) -> None:
         if self._backwards.running:
             raise PlanError(f"a backward has failed before, after which FSDP2 reduces none: {START_AGAIN}")
 
-    def _complete_gradients(self) -> None:
+    def complete_gradients(self) -> None:
         """Finish what FSDP2 has not after the last backward of a step: the gradients of unsharded parameters,
         and equal copies on all tp ranks."""
         self._refuse_failed()
@@ -192,10 +191,12 @@ class _Backwards:
         self.completed: list[nn.Parameter] = []
         self.earlier: dict[nn.Parameter, Tensor] = {}  # gradients, while a backward runs
 
-    def watch(self, unit: FSDPModule, model: nn.Module, complete: Callable[[], None] | None) -> None:
-        """Call `complete` after each backward that reaches an output of a unit, right after FSDP2's own
-        callback."""
+    def watch(self, unit: FSDPModule, sharded: ShardedModel) -> None:
+        """Complete the gradients after each backward that reaches an output of a unit, right after FSDP2's
+        own callback."""
         state: Any = unit._get_fsdp_state()
+        model, plan = sharded.model, sharded.plan
+        complete = sharded.complete_gradients if plan.unsharded or plan.mesh.tp > 1 else None
         queue_callback_of_fsdp = state._register_root_post_backward_final_callback
 
         def begin() -> None:
@@ -203,6 +204,14 @@ class _Backwards:
             if not self.running:  # not yet begun at another unit
                 self.running = True
                 if complete and not self.paused:
+                    own = dict(model.named_parameters(remove_duplicate=False))
+                    early = (name for name in plan.unsharded if own[name].grad is not None)
+                    for name in (name for name in early if own[name] not in {*self.completed}):
+                        raise PlanError(
+                            f"the gradient of {name} came before FSDP2 saw the backward, and would not be "
+                            "reduced: let the forward return a tensor, or a tuple, list, dict or dataclass "
+                            f"of them, or use micro_batches; then {START_AGAIN}"
+                        )
                     self.earlier = {p: p.grad for p in self.completed if p.grad is not None}
                 for parameter in self.earlier:
                     parameter.grad = None
@@ -261,10 +270,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     offloads = offload is not None and offload.enabled
     if offload is not None:
         offload.enabled = False
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         model.eval()
-        with torch.random.fork_rng(gpus), saved_tensors_hooks(_drop, _refuse), of_evaluation():
+        with own_random_state(), saved_tensors_hooks(_drop, _refuse), of_evaluation():
             yield
     finally:
         for module, training in modes:
@@ -272,6 +280,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         if offload is not None:
             offload.enabled = offloads
         free_gathered(model)
+
+
+def own_random_state() -> AbstractContextManager[None]:
+    """Context after which the random state is as before."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 def _drop(_tensor: Any) -> None:

@@ -181,7 +181,7 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
     path = Path(options.model).expanduser()
     is_hf = (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
     folder = path if is_hf else find_newest(path)
-    if is_hf and any(key.startswith("--model.factory=") for key in overrides):
+    if is_hf and any(key.partition("=")[0] == "--model.factory" for key in overrides):
         keys = []
     elif is_hf:  # a Llama, whose config is what tools.checkpoint writes for it
         model = imported_config(open_folder(folder), None)
@@ -191,8 +191,8 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
     keys += [*RESET_KEYS, f"--train.micro_batch_size={options.micro_batch_size}"]
     keys += [f"--train.seq_len={options.seq_len}"] if options.seq_len else []
     config = parse_config([*keys, *overrides])
-    weights = find_weights(str(folder), config.model)
-    assert weights is not None, "the folder exists, and there is no checkpoint to resume from"
+    saves = config.checkpoint
+    weights = find_weights(str(folder), config.model, saves.changed_model, saves.init_strict)
     if is_hf and not options.data:
         raise ConfigError(f"{folder} is a Hugging Face model and has no evaluation sets: add --data SOURCE")
     if is_hf and options.tokenizer == "auto" and not (folder / "tokenizer.json").is_file():

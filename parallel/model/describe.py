@@ -26,6 +26,7 @@ from meshwright.parallel.plan.schema import (
     ModelUnits,
     ShardableModel,
     innermost,
+    join,
     last_places,
     without_containers,
 )
@@ -260,11 +261,6 @@ def _outermost(names: Iterator[str]) -> list[str]:
         if not any(name.startswith(f"{other}.") for other in kept):
             kept.append(name)
     return kept
-
-
-def join(name: str, child: str) -> str:
-    """Return the name of a module's child, parameter or buffer."""
-    return f"{name}.{child}" if name else child
 
 
 def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[str]:

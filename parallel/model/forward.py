@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.sharded_model import own_random_state
 
 Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments of the model's forward
 
@@ -63,17 +64,23 @@ def run_on_fakes(
         args, kwargs = call_arguments(tree_map_only(Tensor, on, example))
         return around(lambda: functional_call(model, values, args, kwargs))
 
+    def run_on_either() -> Any:
+        try:
+            with _nothing_changed(model), fake_tensors():
+                return run(fake)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if any(tensor.is_meta for _, tensor in named):
+                raise PlanError(
+                    f"{type(model).__name__}: its forward looks at the values of tensors, which a model "
+                    "without values does not have: build it with values, and use mw.shard"
+                ) from error
+            with _nothing_changed(model), own_random_state():
+                return run(real)
+
     try:
-        with _nothing_changed(model), fake_tensors():
-            return run(fake)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        if any(tensor.is_meta for _, tensor in named):
-            raise PlanError(
-                f"{type(model).__name__}: its forward looks at the values of tensors, which a model without "
-                "values does not have: build it with values, and use mw.shard"
-            ) from error
-        with _nothing_changed(model):
-            return run(real)
+        return run_on_either()
+    except PlanError:
+        raise
     except Exception as error:
         raise PlanError(
             f"{type(model).__name__} does not run on the example's shapes: {type(error).__name__}: {error}. "
@@ -166,6 +173,10 @@ def observe(model: nn.Module, example: Example) -> Observed:
     reads, ids = _Reads(), dict[str, int]()
     saved, known = model.state_dict().keys(), getattr(model, "written_buffers", ())
 
+    def anew(*_: Any) -> None:  # a forward on fakes may have failed before
+        for noted in (finished, seen, ids, reads.running, reads.of):
+            noted.clear()
+
     def begin(name: str) -> Any:
         return lambda *_: reads.running.append(name)
 
@@ -177,6 +188,7 @@ def observe(model: nn.Module, example: Example) -> Observed:
         ids.update({name: id(p) for name, p in model.named_parameters(remove_duplicate=False)})
 
     with ExitStack() as hooks, torch.no_grad():
+        hooks.enter_context(model.register_forward_pre_hook(anew))
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(begin(name)))
             hooks.enter_context(module.register_forward_hook(finish(name)))

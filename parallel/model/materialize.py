@@ -1,35 +1,38 @@
 """Gives a sharded model its values: as its constructor makes them, by its modules' own initialisers, or from
 tensors."""
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import copy_shard, free_gathered, names_by_parameter
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.model.constructor import (
     Build,
-    Spread,
-    construct_without,
-    constructed_spreads,
+    construct_on_meta,
     copy_attributes,
     copy_constructed,
-    own_random_state,
+    size_bytes,
     tensors_by_name,
 )
-from meshwright.parallel.model.describe import join
+from meshwright.parallel.model.inputs import kind_of
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.parallel.plan.schema import Plan, join
+from meshwright.parallel.sharded_model import ShardedModel, own_random_state
 
 Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
+SAMPLE = 2**20  # values, at least, of which a spread is computed
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
     "use model.init=constructor of train.main, or build=FUNCTION of materialize and load_weights, which "
@@ -61,18 +64,15 @@ def materialize(
 
     Raises PlanError that names a parameter or buffer that no initialiser wrote, or that has another spread.
     """
-    size = sum(parameter.numel() * parameter.element_size() for parameter in sharded.model.parameters())
-    if init == "auto":
-        small = build is not None and initialise is None and size < LARGEST_BUILT
-        init = "constructor" if small else "modules"
+    constructed = is_constructed(init, sharded.model, None if initialise else build)
     empty = _empty_buffers(sharded.model)
     model = allocate(sharded)
-    if init == "constructor":
+    if constructed:
         if build is None:
             raise PlanError("materialize: init='constructor' needs build=FUNCTION, which builds the model")
-        copy_constructed(model, build, seed, size)
+        copy_constructed(model, build, seed)
     else:
-        expected = constructed_spreads(build, seed, sharded.plan) if build else {}
+        expected = _constructed_spreads(build, seed, sharded.plan) if build else {}
         if build:
             empty = _fill_from_constructor(sharded.model, empty, build)
         for name, whole in _initialised(sharded, seed, initialise, empty):
@@ -82,6 +82,50 @@ def materialize(
                     f"{found.std:.3g}, but the model's constructor {expected[name].mean:.3g} and "
                     f"{expected[name].std:.3g}: {WAYS_OUT}"
                 )
+
+
+def is_constructed(init: Init, model: nn.Module, build: Build | None) -> bool:
+    """Whether the values of a model, on any device and mesh, are those of its constructor."""
+    small = build is not None and size_bytes(model) < LARGEST_BUILT
+    return init == "constructor" or (init == "auto" and small)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the values of a whole tensor are distributed."""
+
+    count: int
+    mean: float
+    std: float
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Spread":
+        """Return that of a tensor, from some of its values."""
+        values = tensor.detach().flatten()
+        some = values[:: max(1, len(values) // SAMPLE)].double()
+        return Spread(len(some), float(some.mean()), float(some.std(correction=0)))
+
+    def differs(self, other: "Spread") -> bool:
+        """Whether samples of this size of one distribution would hardly differ so much."""
+        std = max(self.std, other.std)
+        error = 6 * std / max(1, self.count) ** 0.5 + 0.01 * abs(self.mean)
+        one_is_constant = self.count > 1 and min(self.std, other.std) == 0 < std
+        return one_is_constant or abs(self.mean - other.mean) > 2 * error or abs(self.std - other.std) > error
+
+
+def _constructed_spreads(build: Build, seed: int, plan: Plan) -> Mapping[str, Spread]:
+    """Return how the constructor spreads the parameters of the last of the units' modules of each kind, but
+    not of LARGE ones, the same on every rank. Only these parameters get memory, on rank 0."""
+    found: list[Mapping[str, Spread]] = [{}]
+    if dist.get_rank() == 0:
+        plain, order = construct_on_meta(build, seed)
+        last = {kind_of(plain.get_submodule(name)): f"{name}." for name in plan.modules if name}
+        names = {name: p for name, p in plain.named_parameters() if name.startswith((*last.values(),))}
+        places = [i for i, parameter in enumerate(order) if any(parameter is p for p in names.values())]
+        built = dict(construct_on_meta(build, seed, places)[0].named_parameters())
+        found = [{name: Spread.of(built[name]) for name in names if not built[name].is_meta}]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _initialised(
@@ -117,9 +161,21 @@ def _initialised(
         done.update(modules)
 
 
+class _OnlyOwn(TorchFunctionMode):
+    """Mode in which no shard of another unit is written, of which each rank would write the same values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next(iter((*args, *(kwargs or {}).values())), None)
+        name = getattr(func, "__name__", "")
+        if isinstance(first, DTensor) and (name == "__setitem__" or re.search("[^_]_$", name)):
+            raise RuntimeError(f"{name} would write a parameter of another unit")
+        return func(*args, **(kwargs or {}))
+
+
 def _run_alone(initialiser: Initialiser, module: nn.Module, name: str) -> None:
     try:
-        initialiser(module)
+        with _OnlyOwn():
+            initialiser(module)
     except RuntimeError as error:  # it writes what another unit has
         kind = _kind(module)
         raise PlanError(
@@ -161,13 +217,15 @@ def load_weights(
     `from_rank0`: only rank 0 has tensors (None on the others), which it sends one by one. Raises PlanError
     for missing, unknown and wrongly shaped tensors.
     """
+    if tensors is None and not (from_rank0 and dist.get_rank()):
+        raise PlanError("load_weights: no tensors: give them, or from_rank0=True with those of rank 0")
     given = [_given(tensors_by_name(sharded.model), tensors) if tensors is not None else ("", {})]
     if from_rank0:
         dist.broadcast_object_list(given, src=0)
     ((problem, stored),) = given
     if problem:
         raise PlanError(problem)
-    model = allocate_without(sharded, stored.keys(), build)
+    model = allocate_for_loading(sharded, stored.keys(), build)
     with torch.no_grad():
         for name, own in tensors_by_name(model).items():
             if name in stored:
@@ -201,7 +259,7 @@ def _empty_buffers(model: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def allocate_without(sharded: ShardedModel, loaded: Set[str], build: Build | None) -> nn.Module:
+def allocate_for_loading(sharded: ShardedModel, loaded: Set[str], build: Build | None) -> nn.Module:
     """Allocate the model's tensors, of which these will be loaded. The other buffers get the values of the
     constructor (`build`), or those that the initialisers of their modules write. Returns the model."""
     empty = _empty_buffers(sharded.model) - loaded
@@ -219,7 +277,7 @@ def _fill_from_constructor(model: nn.Module, names: Set[str], build: Build) -> s
     of buffers to which it gives none."""
     if not names:
         return set()
-    plain, _ = construct_without(build)
+    plain, _ = construct_on_meta(build)
     values = {name: plain.get_buffer(name) for name in names}
     for name, value in values.items():
         if not value.is_meta:

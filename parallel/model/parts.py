@@ -67,15 +67,14 @@ def outputs_of_parts(model: nn.Module, example: Example) -> list[tuple[Any, Exam
 
 def kind_of_loss(parts: Sequence[tuple[Any, Example]], loss: Loss) -> str:
     """Return whether a loss is the "sum" or "mean" over rows, or "neither", from the outputs of unequal
-    parts; "" if there are none. Raises PlanError if the loss fails."""
+    parts; "" if there are none, or if it could be both, as zeros. Raises PlanError if the loss fails."""
     if not parts:
         return ""
     try:
         whole, first, rest = (float(loss(outputs, part)) for outputs, part in parts)
     except Exception as error:
-        raise PlanError(f"check: the loss fails on the model's outputs: {error!r}: correct it") from error
+        raise PlanError(f"the loss fails on the model's outputs: {error!r}: correct it") from error
     others = rows_of(parts[2][1])
     kinds = {"sum": first + rest, "mean": (first + others * rest) / (1 + others)}
-    return next(
-        (kind for kind, value in kinds.items() if math.isclose(value, whole, rel_tol=1e-4)), "neither"
-    )
+    fits = [kind for kind, value in kinds.items() if math.isclose(value, whole, rel_tol=1e-4)]
+    return "neither" if not fits else fits[0] if len(fits) == 1 else ""

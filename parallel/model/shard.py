@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients
-from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.model.constructor import gathered, tensors_by_name
+from meshwright.parallel.mesh import build_mesh, gather_from_all
+from meshwright.parallel.model.constructor import tensors_by_name
 from meshwright.parallel.model.describe import Blocks, describe
 from meshwright.parallel.model.forward import Example
 from meshwright.parallel.model.inputs import tokens_of
-from meshwright.parallel.model.parts import LOSSES, Loss, kind_of_loss, outputs_of_parts
+from meshwright.parallel.model.parts import LOSSES, Loss, kind_of_loss, outputs_of_parts, rows_of
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.sharded_model import ShardedModel
 
@@ -58,15 +58,12 @@ def shard(
     described = describe(model, example, blocks=blocks, units=units, unsharded=unsharded, styles=styles)
     if loss is not None:
         _check_loss(model, example, loss, gradients)
-    size, sizes = (
-        dist.get_world_size(),
-        [leaf.shape for leaf in tree_leaves(example) if isinstance(leaf, Tensor)],
-    )
-    node, rows = int(os.environ.get("LOCAL_WORLD_SIZE", size)), next((each[0] for each in sizes if each), 1)
-    shape = RunShape(size, node, max(1, tokens_of(example)), micro_batch_size=rows)
+    size = dist.get_world_size()
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    shape = RunShape(size, node, max(1, tokens_of(example)), micro_batch_size=rows_of(example) or 1)
     plan = make_plan(parallel or ParallelConfig(), described, shape)
     mesh = build_mesh(plan.mesh, "cuda" if torch.cuda.is_available() else "cpu", on_host=plan.cpu_offload)
-    empty = gathered(any(parameter.is_meta for parameter in model.parameters()))
+    empty = gather_from_all(any(parameter.is_meta for parameter in model.parameters()))
     if len({*empty}) > 1:
         raise PlanError("mw.shard: the model has values on some ranks only: build it alike on all of them")
     if not empty[0]:

@@ -234,6 +234,11 @@ class Plan:
         return sorted(self.units, key=lambda unit: min(place[module] for module in unit.modules))
 
 
+def join(name: str, child: str) -> str:
+    """Return the name of a module's child, parameter or buffer."""
+    return f"{name}.{child}" if name else child
+
+
 def innermost(name: str, modules: Collection[str]) -> str | None:
     """Return the innermost of these modules that a module or parameter is in, or is; None: it is in none."""
     while name and name not in modules:

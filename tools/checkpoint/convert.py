@@ -283,10 +283,11 @@ def describe(path: Path) -> dict[str, Any]:
     the headers of its safetensors files."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     others = sorted(file.name for file in path.iterdir() if file not in files) if path.is_dir() else []
+    tensors = read_headers(files).values()
     return {
         "path": str(path),
-        "elements": sum(stored.part.numel for stored in read_headers(files).values()),
-        "dtype": ", ".join(sorted({stored.dtype for stored in read_headers(files).values()})),
+        "elements": sum(stored.part.numel for stored in tensors),
+        "dtype": ", ".join(sorted({stored.dtype for stored in tensors})),
         "size_gb": sum(file.stat().st_size for file in files) / 1e9,
         "files": len(files),
         "beside": others,

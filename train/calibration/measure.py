@@ -21,6 +21,7 @@ import torch.distributed as dist
 from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.machine_memory import memory_limit_bytes
 from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.planner.hardware import (
     Hardware,
     HostCosts,
@@ -41,7 +42,7 @@ from meshwright.train.calibration.compute import (
     measure_compute,
 )
 from meshwright.train.config import TrainingJob
-from meshwright.train.distributed.agreement import broadcast_from_rank0, gather_from_all
+from meshwright.train.distributed.agreement import broadcast_from_rank0
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.files import write_atomically

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.machine_memory import free_host_bytes
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.train.checkpoint.commit import (
     abandon,
     begin_save,
@@ -53,7 +54,6 @@ from meshwright.train.checkpoint.shards import (
     write_shard_file,
 )
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.errors import ConfigError, SaveError
 
 _Part = tuple[str, SavedFile, dict[str, SavedTensor]]  # of a rank: its file, and its random state

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.errors import first_of, one_line
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     NOT_FOUND,
@@ -22,7 +23,6 @@ from meshwright.train.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.train.config import VerifyMode
-from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.errors import CheckpointError, UnreadableError
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.parallel.compile.apply import user_cache
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences
@@ -33,7 +34,7 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
 )
 from meshwright.train.data.verify import verify_together
-from meshwright.train.distributed.agreement import gather_from_all, on_all_ranks
+from meshwright.train.distributed.agreement import on_all_ranks
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.train.data.sequences import Batch, SequenceShape
-from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.errors import DataError
 from meshwright.train.user_code import find
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.train.data.token_store import MANIFEST, ShardInfo, TokenStoreManifest, file_sizes, hash_file
-from meshwright.train.distributed.agreement import gather_from_all, on_all_ranks
+from meshwright.train.distributed.agreement import on_all_ranks
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
 

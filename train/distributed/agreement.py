@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import Config
@@ -31,16 +32,6 @@ def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
     if isinstance(made[0], USER_ERRORS):
         raise made[0]
     return made[0]  # type: ignore[no-any-return]
-
-
-def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks on every rank, exchanged on the host; every rank calls it. A process
-    without a group is alone."""
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:

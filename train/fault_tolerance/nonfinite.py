@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import BatchShape
-from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.hooks import Hook, StepDone
 from meshwright.train.model.trained_model import LossOf

@@ -14,9 +14,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import RunConfig
-from meshwright.train.distributed.agreement import gather_from_all
 from meshwright.train.distributed.exit import EXIT_FAILED, exit_immediately
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.errors import COMMITS_INTACT, SaveError

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,11 @@ from meshwright.parallel.compile.apply import compile_module
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
-from meshwright.parallel.model.constructor import construct, construct_without, draws_buffers
+from meshwright.parallel.model.constructor import construct, construct_on_meta, copy_with, draws_buffers
 from meshwright.parallel.model.describe import describe
 from meshwright.parallel.model.forward import Example, call_arguments, run_on_fakes
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
-from meshwright.parallel.model.materialize import allocate, allocate_without, materialize
+from meshwright.parallel.model.materialize import allocate, allocate_for_loading, is_constructed, materialize
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -230,34 +230,43 @@ class TrainedModel:
         return sums["matmul"] / seq_len, sums["attention"] / seq_len
 
     def unsharded(self, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return the model anew on a device, with the values of its constructor or of what it publishes, its
-        parameters in a dtype, which the device never holds in another."""
-        publishes = hasattr(self.module, "initialise")
-        build = lambda: call_factory(self.config, values=True).module  # noqa: E731
-        module = self.new() if publishes else construct(build, seed)
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtype)
-        if not publishes:
-            return module.to(device)
-        with torch.no_grad():
-            module.to_empty(device=device).initialise(seed, Tensor.copy_)  # type: ignore[operator]
+        """Return the model anew on a device, its parameters in a dtype, in which weights will be loaded: only
+        what is no parameter surely has the values of a start (`initialise`)."""
+
+        def place(_: str, tensor: Tensor) -> Tensor:
+            kind = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+            if tensor.is_meta:
+                return torch.empty(tensor.shape, dtype=kind, device=device)
+            return tensor.detach().to(device, kind)
+
+        module = copy_with(construct(self._build, seed) if self._init == "constructor" else self.new(), place)
+        if self._init == "published":
+            with torch.no_grad():
+                module.initialise(seed, Tensor.copy_)  # type: ignore[operator]
         return module
+
+    @property
+    def _init(self) -> Literal["published", "constructor", "modules"]:
+        """Where initial values are from, on any mesh and in any dtype."""
+        if hasattr(self.module, "initialise") and self.config.init == "auto":
+            return "published"
+        return "constructor" if is_constructed(self.config.init, self.module, self._build) else "modules"
+
+    def _build(self) -> nn.Module:
+        return call_factory(self.config, values=True).module
 
     def initialise(self, sharded: ShardedModel, seed: int, loaded: bool = False) -> None:
         """Allocate the tensors of a sharded model and write initial values, the same on every mesh: as the
         model publishes it, or as `model.init` says. `loaded`: what a checkpoint has will be loaded, so that
         only other buffers and attributes need the values of the start."""
-        of_model = getattr(sharded.model, "initialise", None)
-        if of_model and self.config.init == "auto":
+        if (init := self._init) == "published":
             allocate(sharded)
             with torch.no_grad():
-                of_model(seed, copy_shard)
-            return
-        build = lambda: call_factory(self.config, values=True).module  # noqa: E731
-        if loaded and not draws_buffers(build):
-            allocate_without(sharded, sharded.model.state_dict().keys(), None)
+                sharded.model.initialise(seed, copy_shard)  # type: ignore[operator]
+        elif loaded and not draws_buffers(self._build, self.module):
+            allocate_for_loading(sharded, sharded.model.state_dict().keys(), None)
         else:
-            materialize(sharded, seed, build=build, init=self.config.init)
+            materialize(sharded, seed, build=self._build, init=init)
 
     def loss(self, plan: Plan, z_loss: float, name: str | None = None) -> LossOf:
         """Return the loss of training: of a function of yours, with a `name` (`train.loss`); else what the
@@ -395,7 +404,7 @@ def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
         raise ConfigError(f"{named}: {error}: set it with --model.args.KEY=VALUE") from error
     try:
         call = partial(function, **config.args)
-        result = call() if values else construct_without(call)[0]
+        result = call() if values else construct_on_meta(call)[0]
     except (ValueError, ImportError, OSError) as error:  # others are bugs: their traceback says where
         raise ConfigError(one_line(f"{named}: {type(error).__name__}: {error}")) from error
     parts = result if isinstance(result, tuple) else (result,)
