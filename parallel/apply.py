@@ -19,11 +19,10 @@ from typing import get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.compile.apply import apply_compile
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import Gradients, apply_fsdp, apply_prefetch
+from meshwright.parallel.fsdp import Gradients, apply_fsdp, apply_prefetch, refuse_planned
 from meshwright.parallel.mesh import fsdp_mesh
 from meshwright.parallel.plan.schema import Plan, ShardableModel
 from meshwright.parallel.sharded_model import ShardedModel
@@ -49,8 +48,7 @@ def apply_plan(
     """
     if gradients not in get_args(Gradients):
         raise PlanError(f"gradients={gradients!r} must be one of {', '.join(get_args(Gradients))}")
-    if isinstance(model, FSDPModule):
-        raise PlanError("apply_plan: the model has a plan already: build it again for another")
+    refuse_planned(model)
     if isinstance(model, ShardableModel):
         model.choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:

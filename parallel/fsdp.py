@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import Plan, UnitPlan, innermost, prefetch_schedule
 
@@ -78,6 +79,12 @@ def apply_fsdp(
                 # else the ranks' different parameters are added, if they use others of one unit
                 module.set_reduce_scatter_unused_params(True, recurse=False)
     model.register_forward_hook(_free_without_backward)
+
+
+def refuse_planned(model: nn.Module) -> None:
+    """Raise PlanError for a model that has a plan."""
+    if isinstance(model, FSDPModule):
+        raise PlanError("the model has a plan already: build it again for another")
 
 
 def _gather_for_backward(unit: FSDPModule, _: nn.Module, _inputs: Any, outputs: Any) -> None:

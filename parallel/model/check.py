@@ -7,7 +7,6 @@ away from their initial values, because a bias of zeros would hide that nobody a
 random, because they hide what attention computes. The report names what of the plan was not run.
 """
 
-import inspect
 import math
 import os
 import pickle
@@ -36,6 +35,7 @@ from meshwright.parallel.model.parts import (
     LOSSES,
     Loss,
     call,
+    check_signature,
     kind_of_loss,
     outputs_of_parts,
     own_part,
@@ -137,10 +137,7 @@ def check(
     PlanError for a model that is too large, or that cannot be sharded or compiled so.
     """
     if loss is not None:
-        try:
-            inspect.signature(loss).bind(None, example)
-        except TypeError as error:
-            raise PlanError(f"check: the loss must be a function of outputs and example: {error}") from error
+        check_signature(loss, example)
     for mistake in written_mistakes(plan.mesh, observe(model, example).written):
         raise PlanError(f"check: {mistake.message}")
     cut, blocks = cut_model(model, plan)

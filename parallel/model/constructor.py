@@ -64,7 +64,7 @@ class _LargeToMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         size = args[0] if args and isinstance(args[0], Sequence) else args
-        large = func is torch.empty and math.prod(size) >= LARGE
+        large = func is torch.empty and math.prod(n for n in size if isinstance(n, int)) >= LARGE
         return func(*args, **(kwargs or {}) | ({"device": "meta"} if large else {}))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import names_by_parameter
+from meshwright.parallel.fsdp import names_by_parameter, refuse_planned
 from meshwright.parallel.model.attention_cores import find_cores
 from meshwright.parallel.model.foreign_styles import find_styles, split_share, tp_sizes
 from meshwright.parallel.model.forward import Example, Observed, observe, run_on_fakes
@@ -76,6 +76,7 @@ def describe(
     """
     if isinstance(model, ShardableModel):
         return _published(model)
+    refuse_planned(model)
     refuse_switches(model)
     found = find_blocks(model, blocks)
     finer = _matching(model, units, "units")

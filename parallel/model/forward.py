@@ -1,6 +1,7 @@
 """One forward of an example, on fake tensors: what it returns, and what it does on the way."""
 
 import fnmatch
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,11 @@ Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments o
 
 
 def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an example as positional and keyword arguments."""
+    """Return an example as positional and keyword arguments. Raises PlanError for one that is neither."""
+    if isinstance(example, Tensor):
+        raise PlanError(
+            "the example is a tensor, but must be a tuple or dict of a forward's arguments: (ids,)"
+        )
     if isinstance(example, Mapping):
         return (), dict(example)
     return tuple(example), {}
@@ -84,14 +89,16 @@ def run_on_fakes(
     except Exception as error:
         raise PlanError(
             f"{type(model).__name__} does not run on the example's shapes: {type(error).__name__}: {error}. "
-            "Fix the example, or leave it out, if the modules run in the order in which they are registered"
+            "Fix the example; describe needs none if modules run in the order in which they are registered"
         ) from error
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Context of fake tensors. In it the shape function of grouped products, of experts, takes any dtype,
-    as their kernels do; torch's own refuses all but bfloat16."""
+    as their kernels do; torch's own refuses all but bfloat16. What does not run is not logged as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logged, logger.disabled = logger.disabled, True
     common: Any = _meta_registrations._meta_grouped_mm_common
 
     def shape_of(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **keys: Any) -> Tensor:
@@ -106,7 +113,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
-        _meta_registrations._meta_grouped_mm_common = common
+        _meta_registrations._meta_grouped_mm_common, logger.disabled = common, logged
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Parts of an example: some of its rows, the outputs of a model for them, and what its loss is over rows."""
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,14 @@ def call(model: nn.Module, part: Example, own: Tensor | None = None) -> Any:
         part = tree_map_only(Tensor, lambda t: t[:, own] if t.shape[1:2] == shape else t, part)
     args, kwargs = call_arguments(part)
     return model(*args, **positions | kwargs)
+
+
+def check_signature(loss: Loss, example: Example) -> None:
+    """Raise PlanError if a loss does not take outputs and example."""
+    try:
+        inspect.signature(loss).bind(None, example)
+    except TypeError as error:
+        raise PlanError(f"the loss must be a function of outputs and example: {error}") from error
 
 
 def outputs_of_parts(model: nn.Module, example: Example) -> list[tuple[Any, Example]]:

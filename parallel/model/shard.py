@@ -18,7 +18,14 @@ from meshwright.parallel.model.constructor import tensors_by_name
 from meshwright.parallel.model.describe import Blocks, describe
 from meshwright.parallel.model.forward import Example
 from meshwright.parallel.model.inputs import tokens_of
-from meshwright.parallel.model.parts import LOSSES, Loss, kind_of_loss, outputs_of_parts, rows_of
+from meshwright.parallel.model.parts import (
+    LOSSES,
+    Loss,
+    check_signature,
+    kind_of_loss,
+    outputs_of_parts,
+    rows_of,
+)
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.sharded_model import ShardedModel
 
@@ -85,6 +92,7 @@ def _refuse_optimizer(model: nn.Module) -> None:
 
 
 def _check_loss(model: nn.Module, example: Example, loss: Loss, gradients: Gradients) -> None:
+    check_signature(loss, example)
     device = next(model.parameters()).device
     moved: Example = tree_map_only(Tensor, lambda tensor: tensor.to(device), example)
     kind = kind_of_loss(outputs_of_parts(model, moved), loss)

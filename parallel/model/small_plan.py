@@ -94,7 +94,7 @@ def not_run(plan: Plan, small: Plan) -> Iterator[str]:
         asked = dict.fromkeys(getattr(unit, key) for unit in plan.units)
         yield from (f"{key} {value}" for value in asked if value not in ran)
     if any(unit.param_dtype != "float32" for unit in plan.units):
-        yield "values in param_dtype, in which it ran"
+        yield "a comparison of values in param_dtype, in which it ran"
     if any(unit.activation_checkpoint == "offload" for unit in plan.units):
         yield "offload's copies beside computation"
     if plan.mesh.cp > 1:

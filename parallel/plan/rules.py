@@ -184,7 +184,7 @@ def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mi
         why = model.why_no_cores or (
             "this model has no module that takes queries, keys and values to attention's output"
         )
-        yield Mistake("mesh.cp", f"={cp}, but {why}: use 1")
+        yield Mistake("mesh.cp", f"={cp}, but {why}; or use cp=1")
         return
     parts = {"2 x cp" if context.exchange == "gather" else "cp": cp * (1 + (context.exchange == "gather"))}
     parts |= {"tp": tp} if plan.tensor.sequence_parallel else {}

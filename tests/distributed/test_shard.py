@@ -1,6 +1,7 @@
 """`mw.shard`: a script for DistributedDataParallel, with one call changed, trains the same model."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,12 +34,13 @@ class Net(nn.Module):
         super().__init__()
         self.stem, self.blocks = nn.Linear(16, 16), nn.ModuleList(Scaling() for _ in range(3))
         self.head = nn.Linear(16, 4)
+        self.register_buffer("shift", torch.rand(4))
 
     def forward(self, x: Tensor) -> Any:
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x), x  # the second is an input of the first
+        return self.head(x) + self.shift, x  # the second is an input of the first
 
 
 def full(tensor: Any) -> Any:
@@ -125,6 +127,8 @@ def compare() -> None:
             model.zero_grad()
             plain.zero_grad()
         assert str(sharded.plan) == mw.plan_to_table(sharded.plan)
+    with pytest.raises(mw.PlanError, match="the model has values on some ranks only"):
+        mw.shard(Net().to("meta" if dist.get_rank() else "cpu"), (rows_of(0)[:4],))
 
 
 def test_gradients_are_complete_after_each_backward_as_with_ddp() -> None:
@@ -172,8 +176,21 @@ class Failing(torch.autograd.Function):
         raise ValueError("a fault of mine")
 
 
+class Sealed(Net):
+    """The gradient of its scalar comes first, and nothing can see its outputs' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(content=super().forward(x)[0] * self.gain)
+
+
 def refusals() -> list[str]:
     example, eager = (rows_of(0)[:4],), mw.ParallelConfig(compile=EAGER)
+    sealed = Sealed()
+    mw.shard(sealed, example, parallel=eager)
     refused, model, trained = [], Net(), Net()
     optimizer = torch.optim.SGD(trained.parameters())
     sharded = mw.shard(model, example, parallel=eager)
@@ -186,18 +203,22 @@ def refusals() -> list[str]:
         lambda: sharded.clip_grad_norm(1.0),
         lambda: mw.shard(Net(), example, parallel=eager, loss=lambda outputs, _: outputs[0].sum()),
         lambda: mw.shard(trained, example, parallel=eager),
+        lambda: sealed(*example).content.sum().backward(),
     ):
         with pytest.raises(mw.PlanError) as error:
             call()
         refused.append(str(error.value))
+    with pytest.raises(mw.PlanError, match="the model has a plan already"):
+        mw.shard(model, example, parallel=eager)
     del optimizer, error  # whose traceback has the optimizer
     mw.shard(trained, example, parallel=eager, loss=lambda outputs, _: outputs[0].mean())
     return refused
 
 
 def test_what_would_not_be_complete_is_refused() -> None:
-    ((again, clipped, total, untrained),) = run_ranks(1, refusals)
+    ((again, clipped, total, untrained, unreduced),) = run_ranks(1, refusals)
     assert "a backward has failed before" in again
     assert again == clipped
     assert "gradients='mean_of_ranks': the loss is a sum over rows" in total
     assert "SGD has the model's parameters" in untrained
+    assert "the gradient of gain came before FSDP2 saw the backward" in unreduced

@@ -174,17 +174,17 @@ def mixer(width: int = 32, n_layers: int = 2) -> nn.Module:
 
 
 class Features(nn.Sequential):
-    """A model with random numbers that no checkpoint has: a buffer and an attribute."""
+    """A model with random numbers that no checkpoint has: a buffer and a list."""
 
     waves: Tensor
 
     def __init__(self) -> None:
         super().__init__(*mixer())
         self.register_buffer("waves", torch.rand(VOCABULARY), persistent=False)
-        self.offset = torch.rand(VOCABULARY)
+        self.offsets = [torch.rand(VOCABULARY)]
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = super().forward(ids) * self.waves + self.offset
+        logits: Tensor = super().forward(ids) * self.waves + self.offsets[0]
         return logits
 
 

@@ -398,6 +398,8 @@ def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
     """
     named = f"model.factory={config.factory}"
     function = find("model.factory", config.factory)
+    if not callable(function):
+        raise ConfigError(f"{named} is {one_line(repr(function), 100)}, not a function")
     try:
         inspect.signature(function).bind(**config.args)
     except (TypeError, ValueError) as error:

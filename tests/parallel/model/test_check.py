@@ -351,6 +351,7 @@ def test_the_kind_of_a_loss_is_told() -> None:
     parts = outputs_of_parts(model, example)
     assert [kind_of_loss(parts, loss) for loss in losses.values()] == [*losses]
     assert kind_of_loss(outputs_of_parts(model, {"input": example["input"][:1]}), row_sum) == ""
+    assert kind_of_loss(parts, lambda outputs, _: 0.0 * row_sum(outputs, example)) == ""
     with pytest.raises(mw.PlanError, match="the loss fails on the model's outputs: AttributeError"):
         kind_of_loss(parts, lambda outputs, _: outputs.loss)
     with pytest.raises(mw.PlanError, match="must be a function of outputs and example"):

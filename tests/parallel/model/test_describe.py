@@ -341,3 +341,30 @@ def test_describe_leaves_the_model_as_it_was() -> None:
         name: id(buffer) for name, buffer in before.items()
     }
     assert not any(buffer.any() for name, buffer in before.items() if "running_var" not in name)
+
+
+class Looking(nn.Sequential):
+    """Its forward looks at values, and reads a weight outside of its module."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(8, 8) for _ in range(3)))
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(super().forward(x)) * self.scale
+        return x @ self[2].weight if bool(x.sum() > 100) else x @ self[2].weight.t()
+
+
+def test_a_forward_that_looks_at_values_is_observed_in_a_run_with_them() -> None:
+    model, example = Looking(), (torch.zeros(2, 8),)
+    before = torch.random.get_rng_state()
+    units = describe(model, example, blocks="[01]")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert units.units == [("0",), ("1",), ("",)]
+    assert units.written == ()
+    for wrong, message in (
+        ((torch.zeros(2, 7),), "does not run on the example's shapes"),
+        (example[0], "tuple"),
+    ):
+        with pytest.raises(mw.PlanError, match=message):
+            describe(model, wrong, blocks="[01]")

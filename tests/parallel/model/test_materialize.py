@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
+from meshwright.parallel.model import constructor
 from meshwright.parallel.model.constructor import construct_on_meta, tensors_by_name
+from meshwright.parallel.model.materialize import Spread
 from tests.support.worlds import run_ranks
 from tests.support.zoo import MADE, MODELS, WITHOUT_STYLES, encoder, hf_llama, on_meta
 
@@ -166,6 +168,12 @@ def unseeded() -> nn.Module:
     return model
 
 
+def failing() -> nn.Module:
+    if dist.get_rank():
+        raise OSError("no disk")
+    return rotated()
+
+
 def on_this_mesh(**parallel: Any) -> mw.ShardedModel:
     with torch.device("meta"):
         model = rotated()
@@ -188,7 +196,13 @@ def as_constructed() -> list[str]:
         assert torch.equal(loaded["2.phases"], plain[2].phases)  # type: ignore[index]
         assert torch.equal(loaded["2.down.weight"], plain[2].down.weight)  # type: ignore[index]
     refused = []
-    for build, init in ((unseeded, "constructor"), (rotated, "modules")):
+    for build, init, free in (
+        (unseeded, "constructor", 1e9),
+        (rotated, "modules", 1e9),
+        (failing, "constructor", 1e9),
+        (rotated, "constructor", 1e3),
+    ):
+        constructor.free_host_bytes = lambda free=free: free  # type: ignore[assignment]
         with pytest.raises(mw.PlanError) as error:
             mw.materialize(on_this_mesh(), 3, build=build, init=init)  # type: ignore[arg-type]
         refused.append(str(error.value))
@@ -196,10 +210,19 @@ def as_constructed() -> list[str]:
 
 
 def test_values_are_those_of_the_constructor_and_other_initialisers_are_compared_with_it() -> None:
-    for unlike, scaled in run_ranks(2, as_constructed):
+    for unlike, scaled, failed, large in run_ranks(2, as_constructed):
+        assert "the constructor fails on rank 1: OSError: no disk" in failed
+        assert "in host memory, of which 0.0 GiB are free" in large
         assert "gives 1.norm.bias other values on rank 1 than on rank 0" in unlike
         assert scaled.startswith("2.down.weight: its initialiser gives a mean of ")
         assert "model.init=constructor" in scaled
+
+
+def test_spreads_differ_by_their_mean_or_their_deviation() -> None:
+    values, others = torch.randn(2, 10_000, generator=torch.Generator().manual_seed(0))
+    changed = {"": others, "mean": values + 0.2, "deviation": 1.2 * values, "constant": torch.zeros(10_000)}
+    found = [name for name, each in changed.items() if Spread.of(each).differs(Spread.of(values))]
+    assert found == ["mean", "deviation", "constant"]
 
 
 class Marked(nn.Module):
@@ -246,11 +269,21 @@ def build_on_meta() -> nn.Module:
         return nn.Sequential(Bare(), Bare())
 
 
+class Outer(nn.Sequential):
+    """Its initialiser writes the parameters of its blocks."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter.data)
+
+
 def fill_what_is_on_meta() -> tuple[Tensor, str]:
     """A buffer that given tensors do not have, and the refusal of a constructor that makes no values."""
     sharded = shard((build_on_meta(), (torch.zeros(2, 8),)))
     with pytest.raises(mw.PlanError) as error:
         mw.materialize(sharded, seed=0, build=build_on_meta)
+    with pytest.raises(mw.PlanError, match="does not run alone: uniform_ would write a parameter of another"):
+        mw.materialize(shard((Outer(Marked(), Marked()).to("meta"), (torch.zeros(2, 8),))), seed=0)
     parameters = {name: torch.ones(p.shape) for name, p in sharded.model.named_parameters()}
     sharded = shard((build_on_meta(), (torch.zeros(2, 8),)))
     mw.load_weights(sharded, parameters, build=build_on_meta)
@@ -272,7 +305,7 @@ def load_each() -> list[str]:
     mw.load_weights(sharded, right)
     assert all(torch.equal(value, right[name]) for name, value in whole(sharded.model).items())
     refused = []
-    for wrong in (rest, {**rest, "head.bios": bias}, {**rest, "head.bias": torch.zeros(3)}):
+    for wrong in (rest, {**rest, "head.bios": bias}, {**rest, "head.bias": torch.zeros(3)}, None):
         with pytest.raises(mw.PlanError) as error:
             mw.load_weights(sharded, wrong)
         refused.append(str(error.value))
@@ -284,6 +317,7 @@ def test_given_tensors_must_be_those_of_the_model() -> None:
         "load_weights: there is no value for head.bias. Did you mean head.weight?",
         "load_weights: the model has no head.bios. Did you mean head.bias?",
         "load_weights: head.bias has the shape (3,), but the model's is (96,)",
+        "load_weights: no tensors: give them, or from_rank0=True with those of rank 0",
     ]
 
 
