@@ -9,6 +9,19 @@ from torch import Tensor, nn
 
 VOCABULARY, TOKENS, ROWS = 96, 12, 4
 Batch = dict[str, Any]
+HF_SIZES = {  # of a tiny model of transformers
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 
 @dataclass(frozen=True)
@@ -81,10 +94,12 @@ def squared_error(outputs: Any, batch: Any) -> Tensor:
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
+    """Return normal random numbers of this shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def ids(seed: int = 0, rows: int = ROWS, tokens: int = TOKENS) -> Tensor:
+    """Return random ids[rows, tokens]."""
     return torch.randint(VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 

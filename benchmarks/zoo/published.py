@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.zoo.case import ROWS, TOKENS, VOCABULARY, Batch, ids, numbers
+from benchmarks.zoo.case import HF_SIZES, ROWS, TOKENS, Batch, ids, numbers
 
 LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
@@ -29,20 +29,7 @@ def import_torchvision() -> None:
 
 import_torchvision()  # before transformers, which imports it too
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES: dict[str, Any] = {**HF_SIZES, "use_cache": False}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TINY_IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 5}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}

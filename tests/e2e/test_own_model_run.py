@@ -137,7 +137,14 @@ def test_text_of_a_model_that_is_not_our_llama_is_refused(trained: Path) -> None
 def test_a_gpt_that_gives_logits_and_loss_trains_and_generates(data, tmp_path: Path) -> None:
     """Its own forward unchanged, two of its parameters frozen, on two ranks."""
     nano = "--model.factory=tests.support.factories:nano"
-    keys = [*RUN, *EAGER, *data, "--train.steps=2", "--checkpoint.every=-1", "--train.freeze=[h.0.norm.*]"]
+    keys = [
+        *RUN,
+        *EAGER,
+        *data,
+        "--train.steps=2",
+        "--checkpoint.every=-1",
+        "--train.freeze=[transformer.h.0.norm.*]",
+    ]
     done = run(2, *keys, nano, f"--run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     allow(["tests.support.factories:nano"])

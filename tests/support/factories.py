@@ -6,20 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo import case
+
 VOCABULARY = 264  # of bytes, with the special ids of our tokenizer
-HF_SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+HF_SIZES = {**case.HF_SIZES, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 RUN = [
     "--train.seq_len=32",
     "--train.micro_batch_size=2",
@@ -225,35 +215,6 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCABULARY, 32), *blocks, nn.Linear(32, VOCABULARY))
 
 
-class Nano(nn.Module):
-    """A GPT as nanoGPT writes it: its forward returns logits of the last token alone, or with targets those
-    of all tokens and a mean loss; it refuses a length that no config publishes."""
-
-    def __init__(self, longest: int = 48) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, 32), nn.Embedding(longest, 32)
-        self.h = nn.ModuleList(Attention(32, 4) for _ in range(2))
-        self.ln_f, self.lm_head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY, bias=False)
-        self.wte.weight = self.lm_head.weight
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        assert idx.shape[1] <= self.wpe.num_embeddings, f"{idx.shape[1]} tokens are too many"
-        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
-        for block in self.h:
-            x = block(x)
-        x = self.ln_f(x)
-        if targets is None:
-            return self.lm_head(x[:, [-1]]), None
-        logits = self.lm_head(x)
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def nano() -> tuple[nn.Module, dict[str, Tensor], Any]:
-    """That GPT, the example that makes it return all logits, and a loss that no process can be sent."""
-    ids = torch.zeros(2, 16, dtype=torch.int64)
-    return Nano(), {"idx": ids, "targets": ids}, lambda outputs, _: outputs[1]
-
-
 class Notes:
     """What a block keeps between forwards, where nobody looks for tensors."""
 
@@ -311,3 +272,21 @@ class NanoGPT(nn.Module):
             x = block(x)
         logits: Tensor = self.lm_head(self.transformer.scaled(x))
         return logits
+
+
+class Nano(NanoGPT):
+    """A GPT whose forward, as that of nanoGPT, returns logits of the last token alone, or with targets those
+    of all tokens and a mean loss, and refuses a length that no config publishes."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        assert idx.shape[1] <= 48, f"{idx.shape[1]} tokens are too many"
+        logits = super().forward(idx)
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def nano() -> tuple[nn.Module, dict[str, Tensor], Any]:
+    """That GPT, the example that makes it return all logits, and a loss that no process can be sent."""
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    return Nano(), {"idx": ids, "targets": ids}, lambda outputs, _: outputs[1]
