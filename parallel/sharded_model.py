@@ -137,10 +137,22 @@ class ShardedModel:
 
     def complete_after_backwards(self) -> None:
         """Complete the gradients at the end of each backward outside of `micro_batches`."""
-        self.model.register_forward_pre_hook(lambda *_: self._refuse_failed())
+        self.model.register_forward_pre_hook(self._begin_forward)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 self._backwards.watch(module, self)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._refuse_failed()
+        maybe = dict.fromkeys((*self._backwards.completed, *self.whole_parameters().values()))
+        self._backwards.completed = [parameter for parameter in maybe if parameter.grad is not None]
+
+    def whole_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the plan does not shard, by name."""
+        if not self.plan.unsharded:
+            return {}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        return {name: parameters[name] for name in self.plan.unsharded}
 
     def _refuse_failed(self) -> None:
         if self._backwards.running:
@@ -150,8 +162,7 @@ class ShardedModel:
         """Finish what FSDP2 has not after the last backward of a step: the gradients of unsharded parameters,
         and equal copies on all tp ranks."""
         self._refuse_failed()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for parameter in dict.fromkeys(parameters[name] for name in self.plan.unsharded):
+        for parameter in dict.fromkeys(self.whole_parameters().values()):
             if isinstance(parameter, DTensor) and parameter.requires_grad:
                 # other ranks may have one: each must call what they call
                 grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -204,9 +215,8 @@ class _Backwards:
             if not self.running:  # not yet begun at another unit
                 self.running = True
                 if complete and not self.paused:
-                    own = dict(model.named_parameters(remove_duplicate=False))
-                    early = (name for name in plan.unsharded if own[name].grad is not None)
-                    for name in (name for name in early if own[name] not in {*self.completed}):
+                    early = {n: p for n, p in sharded.whole_parameters().items() if p.grad is not None}
+                    for name in (name for name, p in early.items() if p not in {*self.completed}):
                         raise PlanError(
                             f"the gradient of {name} came before FSDP2 saw the backward, and would not be "
                             "reduced: let the forward return a tensor, or a tuple, list, dict or dataclass "

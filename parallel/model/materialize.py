@@ -354,7 +354,8 @@ class _WholeTensors:
             if key in self.unwritten and not written and (needed is None or name in needed):
                 kind = _kind(self.module)
                 raise PlanError(f"{name} has no value: no initialiser of {kind} wrote it: {WAYS_OUT}")
-            copy_shard(self.own[key], whole)
+            if key in self.unwritten:  # what has values keeps them
+                copy_shard(self.own[key], whole)
             if isinstance(self.own[key], nn.Parameter):
                 yield name, whole
 
