@@ -7,11 +7,12 @@ away from their initial values, because a bias of zeros would hide that nobody a
 random, because they hide what attention computes. The report names what of the plan was not run.
 """
 
+import copy
 import math
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.mesh import build_mesh, gather_from_all
-from meshwright.parallel.model.constructor import copy_with
 from meshwright.parallel.model.forward import Example, observe
 from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.model.materialize import load_weights, materialize
@@ -356,7 +356,17 @@ def on_meta(model: nn.Module) -> nn.Module:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
-    return copy_with(model, empty)
+    return _copy_with(model, empty)
+
+
+def _copy_with(model: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a model with what `make` returns for each parameter and buffer, and its name; shared
+    ones stay shared."""
+    memo: dict[int, Any] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        made, is_parameter = make(name, tensor), isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    return copy.deepcopy(model, memo)
 
 
 def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
@@ -379,7 +389,7 @@ def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the unsharded model on the CPU with these parameters and buffers, shared as before."""
-    return copy_with(model, lambda name, _: values[name].clone())
+    return _copy_with(model, lambda name, _: values[name].clone())
 
 
 def _backward(model: nn.Module, part: Example, seed: int, own: Tensor | None) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """What a model's constructor gives: the values of the whole model, or only what is no parameter."""
 
-import copy
 import math
 import os
 import zlib
@@ -21,6 +20,7 @@ from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.machine_memory import free_host_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.mesh import gather_from_all, raise_any
+from meshwright.parallel.plan.schema import join
 from meshwright.parallel.sharded_model import own_random_state
 
 T = TypeVar("T")
@@ -68,18 +68,24 @@ class _LargeToMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}) | ({"device": "meta"} if large else {}))
 
 
-def draws_buffers(build: Build, built: nn.Module) -> bool:
-    """Whether the constructor draws random numbers for tensors that are no parameters. `built`: as
-    `construct_on_meta` returns it."""
-    other = construct_on_meta(build, seed=1)[0]
-    return not all(map(torch.equal, _no_parameters(built), _no_parameters(other)))
+def is_constant(build: Build, built: nn.Module) -> bool:
+    """Whether what is no parameter is the same in every model that `build` makes: it depends on no parameter
+    and on no random number. `built`: as `construct_on_meta` returns it."""
+    one = [tensor for _, tensor in no_parameters(built)]
+    if any(tensor.is_meta for tensor in one):
+        return False
+    other = (tensor for _, tensor in no_parameters(construct_on_meta(build, seed=1)[0]))
+    return all(map(torch.equal, one, other))
 
 
-def _no_parameters(model: nn.Module) -> Iterator[Tensor]:
-    """Yield buffers with values, and such tensors in attributes, also in lists and mappings."""
-    for value in (leaf for module in model.modules() for leaf in tree_leaves(vars(module))):
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta:
-            yield value
+def no_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers, and tensors in attributes, also in lists and mappings, with the names of the attributes;
+    not those that have gradients, which a forward computes."""
+    for name, module in model.named_modules():
+        for key, value in {**vars(module), **vars(module)["_buffers"]}.items():
+            for leaf in tree_leaves(value) if key not in ("_buffers", "_parameters", "_modules") else ():
+                if isinstance(leaf, Tensor) and not leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                    yield join(name, key), leaf
 
 
 def copy_attributes(built: nn.Module, model: nn.Module) -> None:
@@ -89,16 +95,6 @@ def copy_attributes(built: nn.Module, model: nn.Module) -> None:
         for key in vars(module).keys() - vars(nn.Module()).keys():
             if any(isinstance(leaf, Tensor) for leaf in tree_leaves(vars(module)[key])):
                 vars(model.get_submodule(name))[key] = vars(module)[key]
-
-
-def copy_with(model: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Return a copy of a model with what `make` returns for each parameter and buffer, and its name; shared
-    ones stay shared."""
-    memo: dict[int, Any] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        made, is_parameter = make(name, tensor), isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-    return copy.deepcopy(model, memo)
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from meshwright.parallel.model.constructor import (
     construct_on_meta,
     copy_attributes,
     copy_constructed,
+    no_parameters,
     size_bytes,
     tensors_by_name,
 )
@@ -33,6 +34,7 @@ from meshwright.parallel.sharded_model import ShardedModel, own_random_state
 Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
 SAMPLE = 2**20  # values, at least, of which a spread is computed
+DeviceLike = str | torch.device
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
     "use model.init=constructor of train.main, or build=FUNCTION of materialize and load_weights, which "
@@ -82,6 +84,7 @@ def materialize(
                     f"{found.std:.3g}, but the model's constructor {expected[name].mean:.3g} and "
                     f"{expected[name].std:.3g}: {WAYS_OUT}"
                 )
+        _refuse_empty_attributes(model)
 
 
 def is_constructed(init: Init, model: nn.Module, build: Build | None) -> bool:
@@ -225,7 +228,7 @@ def load_weights(
     ((problem, stored),) = given
     if problem:
         raise PlanError(problem)
-    model = allocate_for_loading(sharded, stored.keys(), build)
+    model = _allocate_for_loading(sharded, stored.keys(), build)
     with torch.no_grad():
         for name, own in tensors_by_name(model).items():
             if name in stored:
@@ -259,7 +262,7 @@ def _empty_buffers(model: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def allocate_for_loading(sharded: ShardedModel, loaded: Set[str], build: Build | None) -> nn.Module:
+def _allocate_for_loading(sharded: ShardedModel, loaded: Set[str], build: Build | None) -> nn.Module:
     """Allocate the model's tensors, of which these will be loaded. The other buffers get the values of the
     constructor (`build`), or those that the initialisers of their modules write. Returns the model."""
     empty = _empty_buffers(sharded.model) - loaded
@@ -269,7 +272,14 @@ def allocate_for_loading(sharded: ShardedModel, loaded: Set[str], build: Build |
     if empty:
         for _ in _initialised(sharded, 0, None, empty, {name.rpartition(".")[0] for name in empty}):
             pass
+    _refuse_empty_attributes(model)
     return model
+
+
+def _refuse_empty_attributes(model: nn.Module) -> None:
+    for name, tensor in no_parameters(model):
+        if tensor.is_meta:
+            raise PlanError(f"{name} has no value: it is an attribute that no initialiser writes: {WAYS_OUT}")
 
 
 def _fill_from_constructor(model: nn.Module, names: Set[str], build: Build) -> set[str]:
@@ -289,13 +299,18 @@ def _fill_from_constructor(model: nn.Module, names: Set[str], build: Build) -> s
 def allocate(sharded: ShardedModel) -> nn.Module:
     """Allocate this rank's tensors, filled with NaN; shared parameters stay shared, and buffers that are not
     on the meta device keep their values. Returns the model."""
-    model, plan = sharded.model, sharded.plan
-    free_gathered(model)
+    free_gathered(sharded.model)
+    device = sharded.mesh.device_type
+    return allocate_on(sharded.model, device, "cpu" if sharded.plan.cpu_offload else device)
+
+
+def allocate_on(model: nn.Module, device: DeviceLike, of_parameters: DeviceLike) -> nn.Module:
+    """`allocate` for any model, on a device, with its parameters on the same or another one."""
     shared = names_by_parameter(model)
     kept = {
         name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta
     }
-    model.to_empty(device="cpu" if plan.cpu_offload else sharded.mesh.device_type)
+    model.to_empty(device=of_parameters)
     allocated = dict(model.named_parameters(remove_duplicate=False))
     for names in shared.values():
         for name in names[1:]:
@@ -304,7 +319,7 @@ def allocate(sharded: ShardedModel) -> nn.Module:
     with torch.no_grad():
         for path, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module.named_buffers(recurse=False):
-                setattr(module, key, kept.get(join(path, key), buffer).to(sharded.mesh.device_type))
+                setattr(module, key, kept.get(join(path, key), buffer).to(device))
         for name, tensor in tensors_by_name(model).items():
             if name not in kept:
                 _filled(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

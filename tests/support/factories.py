@@ -170,8 +170,12 @@ class Features(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(*mixer())
-        self.register_buffer("waves", torch.rand(VOCABULARY), persistent=False)
+        self.register_buffer("waves", torch.empty(VOCABULARY), persistent=False)
         self.offsets = [torch.rand(VOCABULARY)]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.waves.uniform_()
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = super().forward(ids) * self.waves + self.offsets[0]
@@ -181,6 +185,13 @@ class Features(nn.Sequential):
 def features() -> nn.Module:
     """A model of random features."""
     return Features()
+
+
+def anchored() -> nn.Module:
+    """That model with a list that depends on its parameters."""
+    model = Features()
+    model.offsets.append(model[-1].bias.detach() + 1)
+    return model
 
 
 def regression() -> tuple[nn.Module, tuple[Tensor]]:

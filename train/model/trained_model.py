@@ -28,11 +28,11 @@ from meshwright.parallel.compile.apply import compile_module
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
-from meshwright.parallel.model.constructor import construct, construct_on_meta, copy_with, draws_buffers
+from meshwright.parallel.model.constructor import construct, construct_on_meta, is_constant, no_parameters
 from meshwright.parallel.model.describe import describe
 from meshwright.parallel.model.forward import Example, call_arguments, run_on_fakes
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
-from meshwright.parallel.model.materialize import allocate, allocate_for_loading, is_constructed, materialize
+from meshwright.parallel.model.materialize import allocate, allocate_on, is_constructed, materialize
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -231,18 +231,20 @@ class TrainedModel:
 
     def unsharded(self, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return the model anew on a device, its parameters in a dtype, in which weights will be loaded: only
-        what is no parameter surely has the values of a start (`initialise`)."""
-
-        def place(_: str, tensor: Tensor) -> Tensor:
-            kind = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-            if tensor.is_meta:
-                return torch.empty(tensor.shape, dtype=kind, device=device)
-            return tensor.detach().to(device, kind)
-
-        module = copy_with(construct(self._build, seed) if self._init == "constructor" else self.new(), place)
+        what is no parameter surely has the values of a start (`initialise`). Raises ConfigError."""
+        module = construct(self._build, seed) if self._init == "constructor" else self.new()
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        if self._init == "constructor":
+            return module.to(device)
+        allocate_on(module, device, device)
         if self._init == "published":
             with torch.no_grad():
                 module.initialise(seed, Tensor.copy_)  # type: ignore[operator]
+        elif empty := [name for name, tensor in no_parameters(self.module) if tensor.is_meta]:
+            raise ConfigError(
+                f"model.factory={self.config.factory}: {empty[0]} has a value only with init=constructor"
+            )
         return module
 
     @property
@@ -263,8 +265,8 @@ class TrainedModel:
             allocate(sharded)
             with torch.no_grad():
                 sharded.model.initialise(seed, copy_shard)  # type: ignore[operator]
-        elif loaded and not draws_buffers(self._build, self.module):
-            allocate_for_loading(sharded, sharded.model.state_dict().keys(), None)
+        elif loaded and is_constant(self._build, self.module):
+            allocate(sharded)
         else:
             materialize(sharded, seed, build=self._build, init=init)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
@@ -60,16 +61,21 @@ def test_what_a_model_publishes_counts() -> None:
 
 def test_what_no_checkpoint_has_is_the_same_after_a_start_and_for_a_load() -> None:
     weights = []
-    for init in ("auto", "modules"):
-        keys = [*RUN, f"{SUPPORT}:features", *EAGER, "--run.seed=3", f"--model.init={init}"]
+    for factory, init in (("features", "auto"), ("features", "modules"), ("anchored", "auto")):
+        keys = [*RUN, f"{SUPPORT}:{factory}", *EAGER, "--run.seed=3", f"--model.init={init}"]
         with sharded_alone(keys) as run:
             loaded = build_training(run.config, run.plan, run.mesh, loaded=True).sharded.model
             alone = model_of(run.config.model).unsharded(torch.device("cpu"), 3)
             for found in (loaded, alone):
-                assert torch.equal(found.offsets[0], run.model.offsets[0])
+                assert all(map(torch.equal, found.offsets, run.model.offsets))
                 assert torch.equal(found.waves, run.model.waves)
             weights.append(local_part(run.model[1].up.weight).clone())
-    assert not torch.equal(*weights)
+    assert not torch.equal(*weights[:2])
+    with (
+        pytest.raises(PlanError, match="offsets has no value"),
+        sharded_alone([*keys, "--model.init=modules"]),
+    ):
+        pass
 
 
 def test_blocks_of_two_kinds_are_traced_twice() -> None:
