@@ -82,8 +82,8 @@ def apply_fsdp(
 
 
 def refuse_planned(model: nn.Module) -> None:
-    """Raise PlanError for a model that has a plan."""
-    if isinstance(model, FSDPModule):
+    """Raise PlanError for a model that has a plan, or a part that has."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError("the model has a plan already: build it again for another")
 
 

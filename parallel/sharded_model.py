@@ -144,8 +144,12 @@ class ShardedModel:
 
     def _begin_forward(self, *_: Any) -> None:
         self._refuse_failed()
-        maybe = dict.fromkeys((*self._backwards.completed, *self.whole_parameters().values()))
-        self._backwards.completed = [parameter for parameter in maybe if parameter.grad is not None]
+        model: Any = self.model
+        root = model._get_fsdp_state()
+        for parameter in {*self.whole_parameters().values()} - self._backwards.watched:
+            if parameter.requires_grad:  # its gradient may come first, or alone
+                parameter.register_hook(lambda _: root._register_root_post_backward_final_callback())
+                self._backwards.watched.add(parameter)
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that the plan does not shard, by name."""
@@ -201,6 +205,7 @@ class _Backwards:
         # those with gradients; not of the model, whose gathered parameters are others in a backward
         self.completed: list[nn.Parameter] = []
         self.earlier: dict[nn.Parameter, Tensor] = {}  # gradients, while a backward runs
+        self.watched: set[nn.Parameter] = set()  # unsharded ones with a hook
 
     def watch(self, unit: FSDPModule, sharded: ShardedModel) -> None:
         """Complete the gradients after each backward that reaches an output of a unit, right after FSDP2's
@@ -215,14 +220,8 @@ class _Backwards:
             if not self.running:  # not yet begun at another unit
                 self.running = True
                 if complete and not self.paused:
-                    early = {n: p for n, p in sharded.whole_parameters().items() if p.grad is not None}
-                    for name in (name for name, p in early.items() if p not in {*self.completed}):
-                        raise PlanError(
-                            f"the gradient of {name} came before FSDP2 saw the backward, and would not be "
-                            "reduced: let the forward return a tensor, or a tuple, list, dict or dataclass "
-                            f"of them, or use micro_batches; then {START_AGAIN}"
-                        )
-                    self.earlier = {p: p.grad for p in self.completed if p.grad is not None}
+                    maybe = dict.fromkeys((*self.completed, *sharded.whole_parameters().values()))
+                    self.earlier = {p: p.grad for p in maybe if p.grad is not None}
                 for parameter in self.earlier:
                     parameter.grad = None
                 Variable._execution_engine.queue_callback(end)

@@ -248,7 +248,7 @@ def score_model(
     timeout = group_timeout(config.run)
     mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
     source, sharded = model_of(config.model), shard_model(config.job, plan, mesh, timeout)
-    source.initialise(sharded, config.run.seed, loaded=True)
+    source.initialise(sharded, config.run.seed, loaded=not target.weights.missing)
     model = sharded.model
     load_weights(target.weights, model)
     shape = make_batch_shape(plan, mesh)

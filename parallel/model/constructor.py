@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.parallel.errors import PlanError
@@ -84,7 +84,7 @@ def no_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         for key, value in {**vars(module), **vars(module)["_buffers"]}.items():
             for leaf in tree_leaves(value) if key not in ("_buffers", "_parameters", "_modules") else ():
-                if isinstance(leaf, Tensor) and not leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                if is_computed_once(leaf):
                     yield join(name, key), leaf
 
 
@@ -92,9 +92,18 @@ def copy_attributes(built: nn.Module, model: nn.Module) -> None:
     """Give the modules of the model the attributes of those of a built one that are tensors, or lists and
     mappings with tensors."""
     for name, module in built.named_modules():
+        own = vars(model.get_submodule(name))
         for key in vars(module).keys() - vars(nn.Module()).keys():
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(vars(module)[key])):
-                vars(model.get_submodule(name))[key] = vars(module)[key]
+            new, (old, structure) = tree_leaves(vars(module)[key]), tree_flatten(own[key])
+            if any(map(is_computed_once, new)):  # others, such as modules in a list with them, are its own
+                chosen = [a if is_computed_once(a) else b for a, b in zip(new, old, strict=True)]
+                own[key] = tree_unflatten(chosen, structure)
+
+
+def is_computed_once(value: object) -> bool:
+    """Whether a value is a tensor that no training and no forward changes: no parameter, and without
+    gradients."""
+    return isinstance(value, Tensor) and not (value.requires_grad or isinstance(value, nn.Parameter))
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:

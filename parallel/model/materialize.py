@@ -4,7 +4,7 @@ tensors."""
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +34,10 @@ from meshwright.parallel.sharded_model import ShardedModel, own_random_state
 Init = Literal["auto", "constructor", "modules"]
 Initialiser = Callable[[nn.Module], object]
 SAMPLE = 2**20  # values, at least, of which a spread is computed
+# methods that write values which differ by their place
+BY_PLACE = re.compile(
+    "(normal|uniform|random|bernoulli|exponential|cauchy|geometric)_$|^copy_$|^__setitem__$"
+)
 DeviceLike = str | torch.device
 LARGEST_BUILT = 4 * GIB  # bytes of parameters up to which init=auto builds the whole model
 WAYS_OUT = (
@@ -158,26 +162,26 @@ def _initialised(
             for initialiser in passes:
                 for name, module in reversed(modules.items()):  # children first, as their constructors run
                     torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-                    _run_alone(initialiser, module, name)
+                    _run_alone(initialiser, module, name, strict=only is None)
         for tensors in whole.values():
             yield from tensors.keep_shards(None if only is None else empty)
         done.update(modules)
 
 
 class _OnlyOwn(TorchFunctionMode):
-    """Mode in which no shard of another unit is written, of which each rank would write the same values."""
+    """Mode in which no shard of another unit gets values that differ by their place: each rank would write
+    the same ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = next(iter((*args, *(kwargs or {}).values())), None)
-        name = getattr(func, "__name__", "")
-        if isinstance(first, DTensor) and (name == "__setitem__" or re.search("[^_]_$", name)):
+        if isinstance(first, DTensor) and BY_PLACE.search(name := getattr(func, "__name__", "")):
             raise RuntimeError(f"{name} would write a parameter of another unit")
         return func(*args, **(kwargs or {}))
 
 
-def _run_alone(initialiser: Initialiser, module: nn.Module, name: str) -> None:
+def _run_alone(initialiser: Initialiser, module: nn.Module, name: str, strict: bool) -> None:
     try:
-        with _OnlyOwn():
+        with _OnlyOwn() if strict else nullcontext():
             initialiser(module)
     except RuntimeError as error:  # it writes what another unit has
         kind = _kind(module)

@@ -188,9 +188,9 @@ def features() -> nn.Module:
 
 
 def anchored() -> nn.Module:
-    """That model with a list that depends on its parameters."""
+    """That model with a list of tensors, of which one depends on its parameters, and of a module."""
     model = Features()
-    model.offsets.append(model[-1].bias.detach() + 1)
+    model.offsets = [model.offsets[0], model[-1].bias.detach() + 1, model[1]]
     return model
 
 

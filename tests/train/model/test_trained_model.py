@@ -67,7 +67,8 @@ def test_what_no_checkpoint_has_is_the_same_after_a_start_and_for_a_load() -> No
             loaded = build_training(run.config, run.plan, run.mesh, loaded=True).sharded.model
             alone = model_of(run.config.model).unsharded(torch.device("cpu"), 3)
             for found in (loaded, alone):
-                assert all(map(torch.equal, found.offsets, run.model.offsets))
+                assert all(map(torch.equal, found.offsets[:2], run.model.offsets))
+                assert found.offsets[2:] in ([], [found[1]])
                 assert torch.equal(found.waves, run.model.waves)
             weights.append(local_part(run.model[1].up.weight).clone())
     assert not torch.equal(*weights[:2])
