@@ -138,6 +138,13 @@ class ShardedModel:
     def complete_after_backwards(self) -> None:
         """Complete the gradients at the end of each backward outside of `micro_batches`."""
         self.model.register_forward_pre_hook(self._begin_forward)
+        zero_grad = self.model.zero_grad
+
+        def of_shards(set_to_none: bool = True) -> None:
+            free_gathered(self.model)  # after a forward, parameters of the last unit are gathered ones
+            zero_grad(set_to_none)
+
+        self.model.zero_grad = of_shards  # type: ignore[method-assign]
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 self._backwards.watch(module, self)

@@ -83,12 +83,27 @@ def of_a_part(model: nn.Module, own: Own) -> None:
     model.stem(own(rows_of(9))).square().mean().backward()  # type: ignore[operator]
 
 
+def after_zeros(model: nn.Module, own: Own) -> None:
+    one_backward(model, own)
+    outputs = model(own(rows_of(11)))
+    model.zero_grad()
+    loss_of(outputs).backward()
+
+
 def with_a_penalty(model: nn.Module, own: Own) -> None:
     penalty = sum(full(parameter).square().mean() for parameter in model.parameters())
     (loss_of(model(own(rows_of(10)))) + penalty).backward()
 
 
-WAYS = one_backward, two_backwards, two_forwards, one_output_after_the_other, with_a_penalty, of_a_part
+WAYS = (
+    one_backward,
+    two_backwards,
+    two_forwards,
+    one_output_after_the_other,
+    after_zeros,
+    with_a_penalty,
+    of_a_part,
+)
 STYLES = {"blocks.*.up": "own_colwise", "blocks.*.down": "rowwise"}
 SCALES = ["blocks.*.scale"]
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
