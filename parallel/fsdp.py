@@ -278,6 +278,12 @@ def copy_shard(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a parameter or gradient whole, on every rank, differentiable. A collective if it is sharded: all
+    its ranks call it. One data-parallel rank has plain tensors, without DTensor's method of this name."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, unwrapping a weight that is gathered in float8."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
