@@ -42,7 +42,7 @@ def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw_kerne
             values[3].square().to(moment),
         ]
         placed = (guarded(tensor) if DEVICE == "cpu" else tensor.to(DEVICE) for tensor in tensors)
-        slices.append(adamw_kernel.Slice(*placed, 2**32 - 3 + i, first, columns, gap))
+        slices.append(adamw_kernel.Slice(*placed, 2**32 - 5 + i, first, columns, gap))
     return slices
 
 
