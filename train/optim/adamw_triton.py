@@ -53,7 +53,7 @@ def update(slices: Sequence[Slice], step: AdamWStep) -> None:
 
 def _make_table(slices: Sequence[Slice]) -> tuple[Tensor, int, int]:
     """Return a table on the device with a row per slice, copied without waiting; the number of parts; and 16
-    if all addresses and sizes are multiples of 16, so that a thread may load several elements at once, or 1."""
+    if it divides all addresses and sizes, so that one load may read several elements, or 1."""
     rows, parts, multiple = [], 0, 16
     for shard in slices:
         assert shard.parameter.dtype == shard.gradient.dtype == slices[0].parameter.dtype

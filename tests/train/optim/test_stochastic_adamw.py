@@ -21,13 +21,7 @@ from meshwright.train.config import OptimConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import CheckpointError
 from meshwright.train.model.trained_model import loss_of_forward
-from meshwright.train.optim.adamw_kernel import (
-    AdamWStep,
-    Slice,
-    random_bits,
-    round_stochastically,
-    update,
-)
+from meshwright.train.optim.adamw_kernel import AdamWStep, Slice, random_bits, round_stochastically, update
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.optim.stochastic_adamw import RoundedAdamW
 from meshwright.train.step import train_step
