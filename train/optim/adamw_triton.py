@@ -1,5 +1,5 @@
-"""The Triton kernel for `adamw_kernel.py`: divides by the clip factor, updates and rounds in one pass, with
-one launch for all slices."""
+"""The Triton kernel for `adamw_kernel.py`: scales the gradient, updates and rounds in one pass, with one
+launch for all slices."""
 
 import math
 from collections.abc import Sequence
