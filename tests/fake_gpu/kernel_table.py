@@ -28,9 +28,8 @@ HARDWARE = {name: load_hardware()[name] for name in ("h100-sxm", "h200")}
 DESCRIPTION = (
     "Compile the project's Triton kernels for sm_90 (H100, H200) and print for each: registers and spilled "
     "bytes of a thread; instructions of its main loop per element, without the slow paths of divisions; and "
-    "for each GPU the picoseconds to issue them, and to move the element's bytes at the planner's rate; the "
-    "longer of the two is a lower bound. Nothing is run, and no GPU is needed. All figures depend on the "
-    "version of Triton, which is printed too."
+    "two lower bounds of its time: to issue them, and to move the element's bytes at the planner's rate. "
+    "Nothing is run, and no GPU is needed. All figures depend on the version of Triton, which is printed too."
 )
 
 

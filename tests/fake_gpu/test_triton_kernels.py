@@ -51,9 +51,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
 def too_much(name: str, launch: Launch) -> list[str]:
     """Return the resources of the compiled kernel that exceed their limits."""
     registers, spilled = read_usage(launch.cubin)
-    return [f"{spilled} spilled bytes"] * bool(spilled) + [f"{registers} registers"] * (
-        registers > REGISTERS[name]
-    )
+    excess = [f"{spilled} spilled bytes"] * (spilled > 0)
+    return excess + [f"{registers} registers"] * (registers > REGISTERS[name])
 
 
 def inexact(launch: Launch) -> set[str]:
