@@ -37,31 +37,16 @@ DESCRIPTION = f"""examples:
   python -m tools.calibrate --name mine
   python -m tools.calibrate --name mine --overwrite --base h100-sxm
 
-Measure matrix products by size and dtype, attention, memory bandwidth, the
-overhead of an operation, and collectives between 2 and 4 processes (gloo) or
+Measure matrix products and attention by dtype, memory bandwidth, the host's
+costs of launching, and collectives between 2 and 4 processes (gloo) or
 this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's
 rates are per process, with one process per core but at most {MOST_LOADED}. It takes
 about two minutes; run nothing else meanwhile.
 """
-# Layers of models that a laptop can train, dim 128 to 1024, full and sharded by tp: their inputs and outputs,
-# by tokens.
-CPU_LAYERS = {
-    256: [(128, 128)],
-    512: [(256, 128), (256, 256)],
-    1024: [(256, 256), (256, 768), (512, 768), (512, 1536)],
-    2048: [(512, 1536), (512, 4096), (1024, 3072)],
-}
-# Layers of Llama 8B, 70B and 405B, full and sharded by tp, and the head of the 8B.
-GPU_LAYERS = {
-    1024: [(4096, 512)],
-    2048: [(4096, 1024), (4096, 4096)],
-    4096: [(4096, 4096), (8192, 3584)],
-    8192: [(4096, 4096), (4096, 14336), (8192, 28672), (4096, 128256)],
-    16384: [(16384, 53248)],
-}
 CPU_SCALE = Scale(
-    products=[(tokens, *layer) for tokens, layers in CPU_LAYERS.items() for layer in layers],
-    attention=[AttentionShape(4, n, 4, 64, 256) for n in (8, 4)] + [AttentionShape(2, 8, 4, 64, 512)],
+    # layers of models that a laptop can train: tokens, inputs, outputs
+    products=[(512, 256, 256), (1024, 256, 768), (2048, 512, 1536)],
+    attention=[AttentionShape(4, 8, 4, 64, 256), AttentionShape(2, 8, 4, 64, 512)],
     memory=(1024, 256, 768),
     dtypes=("float32", "bfloat16"),
     # 16 KiB to 16 MiB: layers of small models
@@ -70,8 +55,9 @@ CPU_SCALE = Scale(
     rotated_bytes=2**26,
 )
 GPU_SCALE = Scale(
-    products=[(tokens, *layer) for tokens, layers in GPU_LAYERS.items() for layer in layers],
-    attention=[AttentionShape(8192 // seq, 32, 8, 128, seq) for seq in (2048, 4096, 8192)],
+    # layers of Llama 8B: attention's, the feed-forward network's, the head
+    products=[(8192, 4096, 4096), (8192, 4096, 14336), (2048, 4096, 128256)],
+    attention=[AttentionShape(1, 32, 8, 128, 8192)],
     memory=(8192, 4096, 14336),
     dtypes=("float32", "bfloat16"),
     collectives_bytes=tuple(2**power for power in range(14, 31, 2)),  # 16 KiB to 1 GiB
@@ -142,14 +128,14 @@ def measure_in_worker(device: torch.device, quick: bool, base: str) -> dict[str,
 
 
 def scale_of(device: torch.device, quick: bool) -> Scale:
-    """Return the sizes to measure. Quick: the smallest, a middle and the second largest product, one
-    attention call, three collectives, a fifth of the time."""
+    """Return the sizes to measure. Quick: one product, one attention call, three collectives, a fifth of the
+    time."""
     scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
     if not quick:
         return scale
     return replace(
         scale,
-        products=[scale.products[i] for i in (0, len(scale.products) // 2, -2)],
+        products=scale.products[:1],
         attention=scale.attention[:1],
         collectives_bytes=(2**14, 2**18, 2**22),
         budget_s=scale.budget_s / 5,

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from meshwright.parallel.machine_memory import memory_limit_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.planner.hardware import (
+    RATES,
     Hardware,
     HostCosts,
     Link,
@@ -125,20 +126,18 @@ def measure_machine(
 
 
 def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> Scale:
-    """Return the sizes of the job's own operations: for the smallest and the largest micro batch, if the
-    planner chooses it."""
+    """Return the sizes of the job's own operations, for the largest micro batch if the planner chooses it."""
     requested = job.parallel.param_dtype
     dtype = dtype_on_device(device) if requested == "auto" else requested
     model = model_of(job.model)
     block = max(model.units.modules[name] for name in model.units.checkpointed)
-    sequences = _micro_batches(job, local_processes)
-    tokens = [n * job.seq_len for n in sequences]
-    products = {(n, *layer) for n in tokens for layer in model.linears}
+    sequences = _most_sequences(job, local_processes)
+    tokens = sequences * job.seq_len
     block_bytes = [block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
-        products=sorted({_shortened(product) for product in products}),
-        attention=[_attention(model, sequences[-1], job.seq_len)],
-        memory=(min(tokens[-1], 4096), *_widths(model)),
+        products=sorted({_shortened((tokens, *layer)) for layer in model.linears}),
+        attention=[_attention(model, sequences, job.seq_len)],
+        memory=(min(tokens, 4096), *_widths(model)),
         dtypes=(dtype,),
         collectives_bytes=tuple(sorted({*GIVEN_BYTES, *(min(size, 2**25) for size in block_bytes)})),
         budget_s=BUDGET_S,
@@ -146,11 +145,11 @@ def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> S
     )
 
 
-def _micro_batches(job: TrainingJob, processes: int) -> list[int]:
+def _most_sequences(job: TrainingJob, processes: int) -> int:
     if isinstance(job.micro_batch_size, int):
-        return [job.micro_batch_size]
+        return job.micro_batch_size
     share = job.global_batch_size // processes if job.global_batch_size > 0 else MOST_SEQUENCES
-    return sorted({1, max(1, min(share, MOST_SEQUENCES))})
+    return max(1, min(share, MOST_SEQUENCES))
 
 
 def _widths(model: TrainedModel) -> tuple[int, int]:
@@ -236,22 +235,17 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
     """Return the measured keys of Hardware. Of a dtype that was not measured the base has the shares of its
     peak, and the measured one stands for its memory bandwidth."""
     compute = measured.compute
-    curves = {dtype: _curve(products) for dtype, products in compute["matmul"].items()}
     if measured.device == "cpu":
         bytes_s = compute["copy_bytes_s"]
-        best = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
-        peaks = {**base.peak_tflops, **best}
+        peaks = {**base.peak_tflops, **{d: rate / 1e12 for d, rate in compute["matmul"].items()}}
         values = _cpu_values(measured, peaks, bytes_s)
     else:
         bytes_s, peaks = 1e9 * base.memory_gb_s, dict(base.peak_tflops)
         values = {
             "device_names": [measured.name] if measured.has_mfu else [],
             "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
-            "operation_s": compute["operation_s"],
         }
-    matmul = {d: [(size, rate / 1e12 / peaks[d]) for size, rate in curve] for d, curve in curves.items()}
-    values["matmul"] = {**base.matmul, **matmul}
-    for key in ("attention_forward", "attention_backward"):
+    for key in RATES:
         shares = {dtype: rate / 1e12 / peaks[dtype] for dtype, rate in compute[key].items()}
         values[key] = {**getattr(base, key), **shares}
     moved = {dtype: rate / bytes_s for dtype, rate in compute["memory_bytes_s"].items()}
@@ -260,6 +254,7 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
     slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
     return values | {
         "memory_efficiency": {**unmeasured, **moved},
+        "copy_efficiency": compute["copy_bytes_s"] / bytes_s,
         "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
         "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
         "reserved_gib": compute["taken_gib"],
@@ -268,7 +263,7 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
 
 
 def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s: float) -> dict[str, Any]:
-    """Return what only a CPU has measured: its peak and its bandwidth are the best rates. It has no MFU."""
+    """Return what only a CPU has measured: its peak and its bandwidth are its rates. It has no MFU."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "device_names": [],
@@ -276,17 +271,8 @@ def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s:
         "memory_gb_s": copy_bytes_s / 1e9,
         "host_gb_s": copy_bytes_s / 1e9,
         "peak_tflops": peaks,
-        "operation_s": 0.0,  # a CPU launches what it computes: host has the costs
         "cores": measured.cores,
     }
-
-
-def _curve(products: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the operations per second by GFLOP of a product: medians over products of equal size."""
-    by_size: dict[float, list[float]] = {}
-    for size, rate in products:
-        by_size.setdefault(size, []).append(rate)
-    return [(size, statistics.median(rates)) for size, rates in sorted(by_size.items())]
 
 
 def _plain(value: Any) -> Any:
@@ -298,8 +284,6 @@ def _plain(value: Any) -> Any:
             return _plain(vars(value))
         case Mapping():
             return {key: _plain(inner) for key, inner in value.items()}
-        case ((_, share),):  # a curve with one point is constant
-            return _plain(share)
         case list() | tuple():
             return [_plain(inner) for inner in value]
         case _:
